@@ -9,69 +9,53 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ds_topo._lazy import lazy_attributes
-from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from ds_topo.topology.process_topology import PipeDataParallelTopology as PipeDataParallelTopology
+from ds_topo.topology.process_topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
+from ds_topo.topology.process_topology import ProcessTopology as ProcessTopology
 
 if TYPE_CHECKING:
-    from ds_topo import checkpoint, collectives, distributed, errors, groups, layers, parallel_state
-    from ds_topo.engine.grid import PipelineParallelGrid
-    from ds_topo.engine.norms import clip_grad_norm_, mark_tensor_parallel_gradients
-    from ds_topo.engine.pipeline import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
-    from ds_topo.engine.reducer_drivers import GradientReducer
-    from ds_topo.engine.replicas import check_replicas
-    from ds_topo.engine.start import init_distributed, initialize
-    from ds_topo.engine.use import use
-    from ds_topo.process_groups.process_grid import ProcessGrid
-    from ds_topo.verification.runs import verify
-    from ds_topo.watch.watch import Watch
+    from ds_topo import checkpoint as checkpoint
+    from ds_topo import collectives as collectives
+    from ds_topo import distributed as distributed
+    from ds_topo import errors as errors
+    from ds_topo import groups as groups
+    from ds_topo import layers as layers
+    from ds_topo import parallel_state as parallel_state
+    from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
+    from ds_topo.engine.norms import clip_grad_norm_ as clip_grad_norm_
+    from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
+    from ds_topo.engine.pipeline import DualPipeVModule as DualPipeVModule
+    from ds_topo.engine.pipeline import LayerSpec as LayerSpec
+    from ds_topo.engine.pipeline import PipelineModule as PipelineModule
+    from ds_topo.engine.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ds_topo.engine.reducer_drivers import GradientReducer as GradientReducer
+    from ds_topo.engine.replicas import check_replicas as check_replicas
+    from ds_topo.engine.start import init_distributed as init_distributed
+    from ds_topo.engine.start import initialize as initialize
+    from ds_topo.engine.use import use as use
+    from ds_topo.process_groups.process_grid import ProcessGrid as ProcessGrid
+    from ds_topo.verification.runs import verify as verify
+    from ds_topo.watch.watch import Watch as Watch
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DualPipeVModule",
-    "GradientReducer",
-    "LayerSpec",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineModule",
-    "PipelineParallelGrid",
-    "ProcessGrid",
-    "ProcessTopology",
-    "TiedLayerSpec",
-    "Watch",
-    "check_replicas",
-    "checkpoint",
-    "clip_grad_norm_",
-    "collectives",
-    "distributed",
-    "errors",
-    "groups",
-    "init_distributed",
-    "initialize",
-    "layers",
-    "mark_tensor_parallel_gradients",
-    "parallel_state",
-    "use",
-    "verify",
-]
-
-__getattr__, __dir__ = lazy_attributes(
-    __name__,
-    {
-        "DualPipeVModule": "engine.pipeline",
-        "GradientReducer": "engine.reducer_drivers",
-        "LayerSpec": "engine.pipeline",
-        "PipelineModule": "engine.pipeline",
-        "PipelineParallelGrid": "engine.grid",
-        "ProcessGrid": "process_groups.process_grid",
-        "TiedLayerSpec": "engine.pipeline",
-        "Watch": "watch.watch",
-        "check_replicas": "engine.replicas",
-        "clip_grad_norm_": "engine.norms",
-        "init_distributed": "engine.start",
-        "initialize": "engine.start",
-        "mark_tensor_parallel_gradients": "engine.norms",
-        "use": "engine.use",
-        "verify": "verification.runs",
-        **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "layers", "parallel_state")),
-    },
-)
+_MODULES = {
+    "DualPipeVModule": "engine.pipeline",
+    "GradientReducer": "engine.reducer_drivers",
+    "LayerSpec": "engine.pipeline",
+    "PipelineModule": "engine.pipeline",
+    "PipelineParallelGrid": "engine.grid",
+    "ProcessGrid": "process_groups.process_grid",
+    "TiedLayerSpec": "engine.pipeline",
+    "Watch": "watch.watch",
+    "check_replicas": "engine.replicas",
+    "clip_grad_norm_": "engine.norms",
+    "init_distributed": "engine.start",
+    "initialize": "engine.start",
+    "mark_tensor_parallel_gradients": "engine.norms",
+    "use": "engine.use",
+    "verify": "verification.runs",
+    **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "layers", "parallel_state")),
+}
+__all__ = sorted([*_MODULES, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"])
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

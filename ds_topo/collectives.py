@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -102,17 +102,12 @@ def _compare(operation: str, x: Tensor, group: dist.ProcessGroup, dims: tuple[in
         )
 
 
-def _checked_dim(operation: str, x: Tensor, dim: int) -> int:
-    """Return a dimension counted from the front."""
+def _checked_dim(operation: str, x: Tensor, dim: int, n: int = 1) -> int:
+    """Return a dimension counted from the front; raise unless the number of ranks ``n`` divides its length."""
     if not -x.dim() <= dim < x.dim():
         valid = f"-{x.dim()} to {x.dim() - 1}" if x.dim() else "none, since it is a scalar"
         raise ValueError(f"{operation}: dim={dim} is not a dimension of a tensor {list(x.shape)}; valid are {valid}")
-    return dim % x.dim()
-
-
-def _divisible_dim(operation: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> int:
-    """Return a dimension counted from the front; raise unless the number of ranks divides its length."""
-    dim, n = _checked_dim(operation, x, dim), group.size()
+    dim %= x.dim()
     length = x.shape[dim]
     if length % n:
         raise ValueError(
@@ -222,8 +217,7 @@ def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     True
     >>> dist.destroy_process_group()
     """
-    _check_call("copy", x, group)
-    return _apply(_same, reduce, x, group)
+    return _apply("copy", _same, reduce, x, group)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -232,8 +226,7 @@ def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Use it after a row-parallel layer. ``x`` is not changed; ``distributed.reduce`` works in place.
     Arguments and errors as for ``copy``.
     """
-    _check_call("reduce", x, group)
-    return _apply(functional_all_reduce, copy, x, group)
+    return _apply("reduce", functional_all_reduce, copy, x, group)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
@@ -257,9 +250,7 @@ def scatter(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
     ValueError: scatter: dimension 0 of a tensor [3, 2] is 3 long, which the group's 2 ranks do not divide: ...
     >>> dist.destroy_process_group()
     """
-    _check_call("scatter", x, group, dim)
-    dim = _divisible_dim("scatter", x, dim, group)
-    return _apply(_own_part, gather, x, group, dim)
+    return _apply("scatter", _own_part, gather, x, group, dim, divided=1)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
@@ -268,9 +259,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
     All ranks must use the result in the same way: then each rank's gradient is complete, and its own part of it is the
     shard's gradient. If ranks use it differently, call ``all_gather``. Arguments and errors as for ``scatter``.
     """
-    _check_call("gather", x, group, dim)
-    dim = _checked_dim("gather", x, dim)
-    return _apply(functional_all_gather, scatter, x, group, dim)
+    return _apply("gather", functional_all_gather, scatter, x, group, dim)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
@@ -279,9 +268,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     Use it before a column-parallel layer whose input is sharded along the sequence.
     Arguments and errors as for ``scatter``.
     """
-    _check_call("all_gather", x, group, dim)
-    dim = _checked_dim("all_gather", x, dim)
-    return _apply(functional_all_gather, reduce_scatter, x, group, dim)
+    return _apply("all_gather", functional_all_gather, reduce_scatter, x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
@@ -290,9 +277,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     Use it after a row-parallel layer whose output is to be sharded along the sequence.
     Arguments and errors as for ``scatter``.
     """
-    _check_call("reduce_scatter", x, group, dim)
-    dim = _divisible_dim("reduce_scatter", x, dim, group)
-    return _apply(functional_reduce_scatter, all_gather, x, group, dim)
+    return _apply("reduce_scatter", functional_reduce_scatter, all_gather, x, group, dim, divided=1)
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> Tensor:
@@ -301,18 +286,24 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: 
     Ulysses: ``[b, s/n, h, d] -> [b, s, h/n, d]`` before attention, with ``split_dim=2, concat_dim=1``, and back after.
     Arguments and errors as for ``scatter``; both dimensions may be the same one, which then keeps its length.
     """
-    _check_call("all_to_all", x, group, split_dim, concat_dim)
-    split_dim = _divisible_dim("all_to_all", x, split_dim, group)
-    concat_dim = _checked_dim("all_to_all", x, concat_dim)
-    return _apply(functional_all_to_all, all_to_all, x, group, split_dim, concat_dim)
+    return _apply("all_to_all", functional_all_to_all, all_to_all, x, group, split_dim, concat_dim, divided=1)
+
+
+_Function: TypeAlias = Callable[..., Tensor]
 
 
 def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _apply(send: Callable[..., Tensor], dual: Callable[..., Tensor], x: Tensor, group: Any, *dims: int) -> Tensor:
-    if group.size() == 1:
+def _apply(
+    operation: str, send: _Function, dual: _Function, x: Tensor, group: Any, *dims: int, divided: int = 0
+) -> Tensor:
+    """Check a call and send; the group's size must divide the length of the first ``divided`` dimensions."""
+    _check_call(operation, x, group, *dims)
+    n = group.size()
+    dims = tuple(_checked_dim(operation, x, dim, n if place < divided else 1) for place, dim in enumerate(dims))
+    if n == 1:
         return x
     result: Tensor = _Collective.apply(x, send, dual, group, *dims)  # type: ignore[no-untyped-call]
     return result
@@ -322,7 +313,7 @@ class _Collective(Function):
     """Forward sends; backward calls the dual on the gradient, with the dimensions exchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Callable[..., Tensor], dual: Any, group: Any, *dims: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, send: _Function, dual: _Function, group: Any, *dims: int) -> Tensor:
         ctx.dual, ctx.group, ctx.dims = dual, group, dims
         return send(x, *dims, group)
 

@@ -1,6 +1,6 @@
 """Use private names of torch: no other module uses them for process groups.
 
-``GROUP_ROWS``, ``REDUCER_ROWS`` and ``MEASUREMENT_ROWS`` list the names, to check them for a new release of torch.
+``ROWS`` lists the names, to check them for a new release of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.backends import traits_of
 from ds_topo.errors import abridged
-from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
+from ds_topo.ledger import ONE_CALL, Patch, Reliance, around, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
 
@@ -48,29 +48,6 @@ DEFAULT_TIMEOUT = Patch(
     why="new_group() without a timeout, as DeepSpeed calls it, uses torch's default of 30 minutes (NCCL: 10).",
     during="the process has joined its job through ds_topo",
     process_wide="new_group() looks the function up in its module, and DeepSpeed and programs call new_group().",
-)
-GROUP_ROWS: tuple[Patch | Reliance, ...] = (
-    GROUP_NAME,
-    DEFAULT_TIMEOUT,
-    Reliance(c10d.Store, "append", "Ranks append their plans to one key."),
-    Reliance(c10d, "_get_default_store", "Ranks compare their plans through the job's store."),
-    Reliance(c10d.Store, "clone", "The watch opens its own connection."),
-    Reliance(c10d.Store, "multi_get", "The watch reads several values by one request."),
-    Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "It counts the collectives that a rank has called."),
-    Reliance(_C, "_dump_fr_trace", "The watch saves this rank's entries of torch's flight recorder."),
-    Reliance(c10d, "_abort_process_group", "The watch aborts NCCL's collectives that are blocked."),
-    Reliance(c10d.PrefixStore, "underlying_store", "Messages name the address of the store."),
-    Reliance(c10d, "_get_default_group", "It has the job's timeout, which new_group() does not inherit."),
-    Reliance(
-        c10d,
-        "_world",
-        "It tells whether a group still exists, since torch forgets all groups together with the world. It also keeps "
-        "an empty list under the tag of each destroyed group, which ds_topo deletes, and the store for new groups.",
-    ),
-    Reliance(dist.ProcessGroup, "bound_device_id", "It is None while members alone create a group."),
-    Reliance(dist.ProcessGroup, "_device_types", "It lists the types of devices that a group serves."),
-    Reliance(dist.ProcessGroup, "_get_backend", "It returns the backend, which has the job's timeout."),
-    Reliance(torch.Tensor, "_make_wrapper_subclass", "It creates a tensor of which a process holds parts."),
 )
 
 
@@ -158,17 +135,15 @@ def communicates() -> bool:
     return traits_of(c10d._get_default_group(), torch.device("cpu")).communicates
 
 
+@around
+def _job_timeout_or(original: Callable[[str], timedelta], backend: str) -> timedelta:
+    return job_timeout() if dist.is_initialized() else original(backend)
+
+
 def inherit_timeout() -> None:
     """Make groups that are created without a timeout inherit the job's from now on. Idempotent."""
     if DEFAULT_TIMEOUT not in ledger.in_force():
         ledger.bind(DEFAULT_TIMEOUT, _job_timeout_or)
-
-
-def _job_timeout_or(original: Callable[[str], timedelta]) -> Callable[[str], timedelta]:
-    def default_timeout(backend: str) -> timedelta:
-        return job_timeout() if dist.is_initialized() else original(backend)
-
-    return default_timeout
 
 
 def devices_of(group: dist.ProcessGroup) -> list[str]:
@@ -291,20 +266,6 @@ ZERO_GRAD_OF_MODULES = Patch(
     process_wide="Any module or optimizer of the program may hold parameters of the reducer.",
 )
 ZERO_GRAD_OF_OPTIMIZERS = replace(ZERO_GRAD_OF_MODULES, owner=torch.optim.Optimizer)
-REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
-    ZERO_GRAD_OF_MODULES,
-    ZERO_GRAD_OF_OPTIMIZERS,
-    Reliance(torch.Tensor, "_version", "It tells whether a program has written to gradients that are being reduced."),
-    Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
-    Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
-    Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
-    Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
-    Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
-    Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
-    Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
-    Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),
-    Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
-)
 
 
 def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
@@ -334,7 +295,42 @@ COLLECTIVES_ASK = "has_torch_function" in inspect.unwrap(dist.broadcast).__code_
 """True if all collectives call ``__torch_function__`` of their tensors. torch 2.13 does; 2.8 does for some of them."""
 
 
-MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (
+# -- all names --------------------------------------------------------------------------------------------------------
+
+ROWS: tuple[Patch | Reliance, ...] = (
+    GROUP_NAME,
+    DEFAULT_TIMEOUT,
+    Reliance(c10d.Store, "append", "Ranks append their plans to one key."),
+    Reliance(c10d, "_get_default_store", "Ranks compare their plans through the job's store."),
+    Reliance(c10d.Store, "clone", "The watch opens its own connection."),
+    Reliance(c10d.Store, "multi_get", "The watch reads several values by one request."),
+    Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "It counts the collectives that a rank has called."),
+    Reliance(_C, "_dump_fr_trace", "The watch saves this rank's entries of torch's flight recorder."),
+    Reliance(c10d, "_abort_process_group", "The watch aborts NCCL's collectives that are blocked."),
+    Reliance(c10d.PrefixStore, "underlying_store", "Messages name the address of the store."),
+    Reliance(c10d, "_get_default_group", "It has the job's timeout, which new_group() does not inherit."),
+    Reliance(
+        c10d,
+        "_world",
+        "It tells whether a group still exists, since torch forgets all groups together with the world. It also keeps "
+        "an empty list under the tag of each destroyed group, which ds_topo deletes, and the store for new groups.",
+    ),
+    Reliance(dist.ProcessGroup, "bound_device_id", "It is None while members alone create a group."),
+    Reliance(dist.ProcessGroup, "_device_types", "It lists the types of devices that a group serves."),
+    Reliance(dist.ProcessGroup, "_get_backend", "It returns the backend, which has the job's timeout."),
+    Reliance(torch.Tensor, "_make_wrapper_subclass", "It creates a tensor of which a process holds parts."),
+    ZERO_GRAD_OF_MODULES,
+    ZERO_GRAD_OF_OPTIMIZERS,
+    Reliance(torch.Tensor, "_version", "It tells whether a program has written to gradients that are being reduced."),
+    Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
+    Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
+    Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
+    Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
+    Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
+    Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
+    Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
+    Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),
+    Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
     Reliance(torch.Tensor, "_base", "It tells whether a tensor that backward keeps is a view of a parameter."),
     Reliance(torch.UntypedStorage, "_cdata", "It tells which tensors on the meta device share their storage."),
 )

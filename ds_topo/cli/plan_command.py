@@ -292,9 +292,11 @@ def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
 
 
 def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
-    if leaves_out_a_degree(spec):
-        raise TopologyError(f"--fix {spec!r}: give degrees from 1 on; those of axes that are not named are searched")
-    axes, sizes, _ = parse_spec(spec)
+    if leaves_out_a_degree(spec) or ":" in spec:
+        raise TopologyError(
+            f"--fix {spec!r}: give degrees from 1 on, without strides; those of axes that are not named are searched"
+        )
+    axes, sizes, *_ = parse_spec(spec)
     _check_axes("fix", spec, axes)
     ranks = job.cluster.ranks
     if ranks % prod(sizes):

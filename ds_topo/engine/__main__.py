@@ -15,12 +15,7 @@ from ds_topo import torch_names
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, Row
 from ds_topo.mpu import patches, releases
 
-ROWS: tuple[Patch | Reliance, ...] = (
-    *patches.ROWS,
-    *torch_names.GROUP_ROWS,
-    *torch_names.REDUCER_ROWS,
-    *torch_names.MEASUREMENT_ROWS,
-)
+ROWS: tuple[Patch | Reliance, ...] = (*patches.ROWS, *torch_names.ROWS)
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
 _OF_CALLS = "Patches during one call"
 _OF_PROCESS = "Process-wide patches"

@@ -1,6 +1,7 @@
 """Answer the parallel states of GPT-NeoX, Megatron-DeepSpeed and Megatron-LM, each with its own meanings.
 
-``ParallelState`` has the answers that all programs share.
+``ParallelState`` has the answers that all programs share. Most names ask the same few questions about some kind of
+group: :func:`_define` adds them to the classes, at the end of this file. The other names are methods.
 """
 
 from __future__ import annotations
@@ -20,12 +21,39 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.topology.rank_tables import RankGroup, axes_of, gradient_axes, sample_axes
+from ds_topo.topology.rank_tables import RankGroup, gradient_axes, sample_axes
 from ds_topo.torch_names import devices_of
 
-_FIXED_DEGREE = "a grid's degrees do not change"
-_FIXED_RANK = "a rank's place in its grid does not change"
+_FIXED = {"world_size": "a grid's degrees do not change", "rank": "a rank's place in its grid does not change"}
 _NO_PARTS = "a grid has no such parts of its groups"
+_EXPERTS = "experts of this rank"
+"""Stands among axes for the ranks that share this rank's experts."""
+
+
+def _setters(*kinds: str) -> dict[str, str]:
+    """Return the functions that set the world size and the rank of some kinds of groups, with the reason to refuse."""
+    return {f"set_{kind}_{what}": why for kind in kinds for what, why in _FIXED.items()}
+
+
+def _samples(state: ParallelState) -> tuple[str, ...]:
+    return sample_axes(state.grid.topology())
+
+
+def _replicas(state: ParallelState) -> tuple[str, ...]:
+    return gradient_axes(state.grid.topology())
+
+
+def _data(
+    state: ParallelState,
+    with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+) -> tuple[str, ...]:
+    """Return the axes of Megatron's data parallelism.
+
+    The other options change nothing: there is one distributed optimizer, over all replicas.
+    """
+    return _replicas(state) if with_context_parallel else _samples(state)
 
 
 class GlobalMemoryBuffer:
@@ -84,69 +112,7 @@ class ParallelState:
 
     destroy_tensor_model_parallel = destroy_model_parallel
 
-    # -- tensor parallelism --------------------------------------------------------------------------------------
-
-    def get_tensor_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the slices of this rank's layers."""
-        return self._group((MODEL,), check_initialized)
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Return the number of slices of each layer."""
-        return self.grid.get_axis_size(MODEL)
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """Return the index of this rank's slice."""
-        return self.grid.get_axis_rank(MODEL)
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first slice."""
-        return self.grid.get_ranks(MODEL)[0]
-
-    def set_tensor_model_parallel_world_size(self, world_size: int | None) -> None:
-        """Refuse any value but the grid's."""
-        self._check_set("tensor parallel world size", world_size, self.get_tensor_model_parallel_world_size())
-
-    def set_tensor_model_parallel_rank(self, rank: int | None) -> None:
-        """Refuse any value but the grid's."""
-        self._check_set("tensor parallel rank", rank, self.get_tensor_model_parallel_rank())
-
     # -- pipeline parallelism ------------------------------------------------------------------------------------
-
-    def get_pipeline_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the stages of this rank's pipeline."""
-        return self._group((PIPE,), check_initialized)
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """Return the number of stages."""
-        return self.grid.get_axis_size(PIPE)
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        """Return this rank's stage."""
-        return self.grid.get_axis_rank(PIPE)
-
-    def set_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
-        """Refuse any value but the grid's."""
-        self._check_set("pipeline parallel world size", world_size, self.get_pipeline_model_parallel_world_size())
-
-    def set_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        """Refuse any value but the grid's."""
-        self._check_set("pipeline parallel rank", rank, self.get_pipeline_model_parallel_rank())
-
-    def get_pipeline_model_parallel_first_rank(self) -> int:
-        """Return the global rank of the first stage."""
-        return self.grid.get_ranks(PIPE)[0]
-
-    def get_pipeline_model_parallel_last_rank(self) -> int:
-        """Return the global rank of the last stage."""
-        return self.grid.get_ranks(PIPE)[-1]
-
-    def get_pipeline_model_parallel_next_rank(self) -> int:
-        """Return the global rank of the next stage; the first stage follows the last one."""
-        return self.grid.get_next_rank(PIPE)
-
-    def get_pipeline_model_parallel_prev_rank(self) -> int:
-        """Return the global rank of the previous stage; the last stage precedes the first one."""
-        return self.grid.get_prev_rank(PIPE)
 
     def get_virtual_pipeline_model_parallel_rank(self) -> int | None:
         """Return the virtual stage that the program has set last."""
@@ -164,17 +130,35 @@ class ParallelState:
         """Set the number of virtual stages per rank."""
         self._virtual_world_size = world_size
 
+    def get_pipeline_model_parallel_first_rank(self) -> int:
+        """Return the global rank of the first stage."""
+        return self.grid.get_pipeline_model_parallel_first_rank()
+
+    def get_pipeline_model_parallel_last_rank(self) -> int:
+        """Return the global rank of the last stage."""
+        return self.grid.get_pipeline_model_parallel_last_rank()
+
+    def get_pipeline_model_parallel_next_rank(self) -> int:
+        """Return the global rank of the next stage; the first stage follows the last one."""
+        return self.grid.get_next_rank(PIPE)
+
+    def get_pipeline_model_parallel_prev_rank(self) -> int:
+        """Return the global rank of the previous stage; the last stage precedes the first one."""
+        return self.grid.get_prev_rank(PIPE)
+
     def is_rank_in_position_embedding_group(self) -> bool:
         """Return whether this rank holds the position embedding."""
         return self.grid.is_rank_in_position_embedding_group()
 
     def get_embedding_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of the first and the last stage. It is created when both ask for it the first time."""
-        return self._unless_absent(self.grid.get_embedding_group, check_initialized)
+        exists = self.grid.is_alive and self.grid.is_rank_in_embedding_group()
+        return self.grid.get_embedding_group() if exists or check_initialized else None
 
     def get_position_embedding_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of the first stage."""
-        return self._unless_absent(self.grid.get_position_embedding_group, check_initialized)
+        exists = self.grid.is_alive and self.grid.is_rank_in_position_embedding_group()
+        return self.grid.get_position_embedding_group() if exists or check_initialized else None
 
     # -- encoder and decoder -------------------------------------------------------------------------------------
 
@@ -188,21 +172,21 @@ class ParallelState:
 
     def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
         """Return whether a stage, by default this rank's, belongs to the encoder."""
-        stage = self.get_pipeline_model_parallel_rank() if rank is None else rank
+        stage = self._rank((PIPE,)) if rank is None else rank
         return self._has_no_split() or stage < (self._split_rank or 0)
 
     def is_pipeline_stage_after_split(self, rank: int | None = None) -> bool:
         """Return whether a stage, by default this rank's, belongs to the decoder."""
-        stage = self.get_pipeline_model_parallel_rank() if rank is None else rank
+        stage = self._rank((PIPE,)) if rank is None else rank
         return self._has_no_split() or stage >= (self._split_rank or 0)
 
     def is_pipeline_stage_at_split(self) -> bool:
         """Return whether this rank's stage is the last one of the encoder."""
-        stage = self.get_pipeline_model_parallel_rank()
+        stage = self._rank((PIPE,))
         return self.is_pipeline_stage_before_split(stage) and self.is_pipeline_stage_after_split(stage + 1)
 
     def _has_no_split(self) -> bool:
-        return self._split_rank is None or self.get_pipeline_model_parallel_world_size() == 1
+        return self._split_rank is None or self._world_size((PIPE,)) == 1
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -220,25 +204,46 @@ class ParallelState:
         """Return the group along some axes: this rank alone if the topology has none of them."""
         if not check_initialized and not self.grid.is_alive:
             return None
-        present = [axis for axis in axes if axis in self.grid.topology().axes]
-        return self.grid.get_group(present) if present else self._alone()
+        present, experts = self._present(axes), self._experts() if _EXPERTS in axes else None
+        if present and experts is None:
+            return self.grid.get_group(present)
+        name = "this rank" if experts is None else f"experts {experts.plan.name}"
+        return self.grid.create_group(RankGroup((*present, name), tuple(self._global_ranks(axes))))
 
-    def _alone(self) -> ProcessGroup:
-        return self.grid.create_group(RankGroup(("this rank",), (self.grid.global_rank,)))
+    def _global_ranks(self, axes: Iterable[str], check_initialized: bool = True) -> list[int]:
+        """Return the global ranks, ascending, of the group along some axes."""
+        topology, present = self.grid.topology(), self._present(axes)
+        experts = self._experts() if _EXPERTS in axes else None
+        if experts is None:
+            return self.grid.get_ranks(present)
+        own = experts.plan.expert_ranks(self.grid.grid_rank)
+        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(present, rank)}))
 
-    def _ranks(self, axes: Iterable[str]) -> list[int]:
-        """Return the global ranks of the group along some axes."""
-        return self.grid.get_ranks([axis for axis in axes if axis in self.grid.topology().axes])
+    def _world_size(self, axes: Iterable[str]) -> int:
+        return len(self._global_ranks(axes))
 
-    def _rank_in(self, ranks: Iterable[int]) -> int:
-        """Return the index of this rank among global ranks."""
-        return list(ranks).index(self.grid.global_rank)
+    def _rank(self, axes: Iterable[str]) -> int:
+        return self._global_ranks(axes).index(self.grid.global_rank)
 
-    def _sample_axes(self) -> tuple[str, ...]:
-        return sample_axes(self.grid.topology())
+    def _src_rank(self, axes: Iterable[str]) -> int:
+        return self._global_ranks(axes)[0]
 
-    def _replica_axes(self) -> tuple[str, ...]:
-        return gradient_axes(self.grid.topology())
+    def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in self.grid.topology().axes if axis in axes)
+
+    def _experts(self) -> ExpertGroups | None:
+        """Return the expert groups of this grid, or None.
+
+        Raises:
+            RuntimeError: the grid has expert groups of several sizes.
+        """
+        known = registry.of(self.grid)
+        if len(known) > 1:
+            names = [entry.plan.name for entry in known]
+            raise RuntimeError(
+                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
+            )
+        return known[0] if known else None
 
     def _check_degrees(self, **wanted: int | None) -> None:
         """Compare the degrees that a program asks for with the grid's.
@@ -265,22 +270,6 @@ class ParallelState:
             )
         return group
 
-    @staticmethod
-    def _unless_absent(ask: Callable[[], ProcessGroup], check_initialized: bool) -> ProcessGroup | None:
-        try:
-            return ask()
-        except RuntimeError:
-            if check_initialized:
-                raise
-            return None
-
-    @staticmethod
-    def _check_set(what: str, value: int | None, here: int) -> None:
-        if value is not None and value != here:
-            raise TopologyError(
-                f"the {what} is the grid's, {here}, and cannot be set to {value}: create the grid with another topology"
-            )
-
 
 class _Megatron(ParallelState):
     """The functions that Megatron-DeepSpeed and Megatron-LM share. *Model* parallel means pipe x tensor."""
@@ -292,21 +281,13 @@ class _Megatron(ParallelState):
         self._virtual_world_size = count
         self._virtual_rank = None if count is None else 0
 
-    def get_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of this replica of the model."""
-        return self._group((PIPE, MODEL), check_initialized)
-
-    def get_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of this replica of the model."""
-        return self.grid.get_ranks((PIPE, MODEL))[0]
-
     def is_pipeline_first_stage(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
         """Return whether this rank is at the first (virtual) stage."""
-        return self._is_at_virtual_stage(0, ignore_virtual, vp_stage) and self.get_pipeline_model_parallel_rank() == 0
+        return self._is_at_virtual_stage(0, ignore_virtual, vp_stage) and self._rank((PIPE,)) == 0
 
     def is_pipeline_last_stage(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
         """Return whether this rank is at the last (virtual) stage."""
-        is_last = self.get_pipeline_model_parallel_rank() == self.get_pipeline_model_parallel_world_size() - 1
+        is_last = self._rank((PIPE,)) == self._world_size((PIPE,)) - 1
         return self._is_at_virtual_stage(-1, ignore_virtual, vp_stage) and is_last
 
     def is_rank_in_embedding_group(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
@@ -321,58 +302,24 @@ class _Megatron(ParallelState):
             return True
         return (self._virtual_rank if vp_stage is None else vp_stage) == wanted % self._virtual_world_size
 
-    # with_gtp_remat and the partial_* options change nothing: there is one distributed optimizer, over all replicas
-
-    def get_data_parallel_group(
-        self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-    ) -> ProcessGroup | None:
-        """Return the group of the replicas with different samples, or of all replicas of this rank's parameters."""
-        return self._group(self._data_axes(with_context_parallel))
-
-    def get_data_parallel_group_gloo(
-        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
-    ) -> ProcessGroup | None:
-        """Return the data parallel group for tensors on the CPU."""
-        return self._check_cpu(self.get_data_parallel_group(with_context_parallel), "get_data_parallel_group_gloo")
-
-    def get_data_parallel_world_size(
-        self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-    ) -> int:
-        """Return the size of the data parallel group."""
-        return len(self._ranks(self._data_axes(with_context_parallel)))
-
-    def get_data_parallel_rank(
-        self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-    ) -> int:
-        """Return this rank's index in the data parallel group."""
-        return self._rank_in(self._ranks(self._data_axes(with_context_parallel)))
-
-    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
-        """Return the global rank of the first replica."""
-        return self._ranks(self._data_axes(with_context_parallel))[0]
+    def _group_gloo(self, axes: Iterable[str]) -> ProcessGroup | None:
+        """Return the group along some axes, for tensors on the CPU."""
+        return self._check_cpu(self._group(axes), "get_data_parallel_group_gloo")
 
     def get_amax_reduction_group(
         self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
     ) -> ProcessGroup | None:
         """Return the group of the ranks that share the scales of FP8."""
         seq = (SEQ,) if with_context_parallel else ()
-        samples = () if tp_only_amax_red else self._sample_axes()
+        samples = () if tp_only_amax_red else _samples(self)
         return self._group((MODEL, *seq, *samples))
-
-    def _data_axes(self, with_context_parallel: bool) -> tuple[str, ...]:
-        return self._replica_axes() if with_context_parallel else self._sample_axes()
 
 
 class MegatronDeepSpeedState(_Megatron):
     """``megatron.core.parallel_state`` of Megatron-DeepSpeed."""
 
     _ignores_virtual_stages = False
-    refused: ClassVar[dict[str, str]] = {
-        "set_sequence_parallel_world_size": _FIXED_DEGREE,
-        "set_sequence_parallel_rank": _FIXED_RANK,
-        "set_sequence_data_parallel_world_size": _FIXED_DEGREE,
-        "set_sequence_data_parallel_rank": _FIXED_RANK,
-    }
+    refused: ClassVar[dict[str, str]] = _setters("sequence_parallel", "sequence_data_parallel")
     translated: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             ("get_model_parallel_world_size", "get_model_parallel_rank"),
@@ -410,15 +357,15 @@ class MegatronDeepSpeedState(_Megatron):
     def get_model_parallel_world_size(self) -> int:
         """Return the number of slices of each layer, in programs without a pipeline."""
         self._refuse_pipelines("get_model_parallel_world_size")
-        return self.get_tensor_model_parallel_world_size()
+        return self._world_size((MODEL,))
 
     def get_model_parallel_rank(self) -> int:
         """Return the index of this rank's slice, in programs without a pipeline."""
         self._refuse_pipelines("get_model_parallel_rank")
-        return self.get_tensor_model_parallel_rank()
+        return self._rank((MODEL,))
 
     def _refuse_pipelines(self, name: str) -> None:
-        if self.get_pipeline_model_parallel_world_size() > 1:
+        if self._world_size((PIPE,)) > 1:
             tensor, pipeline = (name.replace("_model_", f"_{kind}_model_") for kind in ("tensor", "pipeline"))
             raise RuntimeError(
                 f"{name}() has an answer only without a pipeline, but {self.grid.topology().spec!r} has one: "
@@ -431,34 +378,6 @@ class MegatronDeepSpeedState(_Megatron):
 
     sequence_data_parallel_is_initialized = sequence_parallel_is_initialized
 
-    def get_sequence_parallel_group(self) -> ProcessGroup | None:
-        """Return the group of the ranks that share this rank's sequences."""
-        return self._group((SEQ,))
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Return the number of parts of each sequence."""
-        return len(self._ranks((SEQ,)))
-
-    def get_sequence_parallel_rank(self) -> int:
-        """Return the index of this rank's part of the sequences."""
-        return self._rank_in(self._ranks((SEQ,)))
-
-    def get_sequence_parallel_src_rank(self) -> int:
-        """Return the global rank that has the first part."""
-        return self._ranks((SEQ,))[0]
-
-    def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
-        """Return the group of all replicas of this rank's parameters."""
-        return self._group(self._replica_axes())
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Return the number of replicas of this rank's parameters."""
-        return len(self._ranks(self._replica_axes()))
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """Return the index of this rank's replica."""
-        return self._rank_in(self._ranks(self._replica_axes()))
-
 
 class MegatronState(_Megatron):
     """``megatron.core.parallel_state`` of Megatron-LM."""
@@ -467,11 +386,8 @@ class MegatronState(_Megatron):
     refused: ClassVar[dict[str, str]] = {
         "get_hybrid_data_context_parallel_groups": _NO_PARTS,
         "create_all_gather_groups": "a grid has one group of any ranks; these would be laid out in Megatron-LM's order",
-        "set_expert_model_parallel_world_size": _FIXED_DEGREE,
-        "set_expert_model_parallel_rank": _FIXED_RANK,
-        "set_expert_tensor_parallel_world_size": _FIXED_DEGREE,
-        "set_expert_tensor_parallel_rank": _FIXED_RANK,
-        "set_data_parallel_rank": _FIXED_RANK,
+        **_setters("expert_model_parallel", "expert_tensor_parallel"),
+        "set_data_parallel_rank": _FIXED["rank"],
     }
     _lacking: ClassVar[dict[str, str]] = {
         "gtp_remat_size": "axis for rematerialised weights",
@@ -504,13 +420,13 @@ class MegatronState(_Megatron):
         self._check_degrees(
             model=tensor_model_parallel_size, pipe=pipeline_model_parallel_size, seq=context_parallel_size
         )
-        if expert_model_parallel_size > 1 and self.get_expert_model_parallel_world_size() != expert_model_parallel_size:
+        if expert_model_parallel_size > 1 and self._world_size((_EXPERTS,)) != expert_model_parallel_size:
             raise TopologyError(
                 f"initialize_model_parallel wants experts over {expert_model_parallel_size} ranks, but the grid has "
-                f"them over {self.get_expert_model_parallel_world_size()}: call "
+                f"them over {self._world_size((_EXPERTS,))}: call "
                 f"ds_topo.groups.create_expert_groups(grid, {expert_model_parallel_size}) before"
             )
-        slices = self.get_expert_tensor_parallel_world_size()
+        slices = self._world_size(self._expert_tensor_axes())
         if expert_tensor_parallel_size not in (None, slices):
             raise TopologyError(
                 f"initialize_model_parallel wants experts in {expert_tensor_parallel_size} slices, but they are in "
@@ -522,14 +438,12 @@ class MegatronState(_Megatron):
                     f"initialize_model_parallel got {name}={options[name]}: a grid has no {lacking}; leave it out"
                 )
         self._set_virtual_stages(virtual_pipeline_model_parallel_size)
-        for axes in (self._sample_axes(), (MODEL, SEQ)):
+        samples, replicas, slices_of_experts = _samples(self), _replicas(self), _expert_slices(self)
+        for axes in (samples, (MODEL, SEQ), (MODEL, *samples), (MODEL, *replicas), self.grid.topology().axes):
             self._group(axes)
-        for with_context_parallel in (False, True):
-            self.get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
-        self.get_intra_distributed_optimizer_instance_group()
         self.get_embedding_group(check_initialized=False)
-        self.get_expert_tensor_and_model_parallel_group()
-        self.get_expert_tensor_model_pipeline_parallel_group()
+        for axes in (slices_of_experts, (PIPE, *slices_of_experts)):
+            self._group(axes)
         self.is_awaited = False
 
     is_initialized = ParallelState.model_parallel_is_initialized
@@ -537,48 +451,16 @@ class MegatronState(_Megatron):
     # -- data and context ----------------------------------------------------------------------------------------
     # Groups over several axes are created when their ranks ask for them the first time, so all of them must ask.
 
-    def get_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the ranks that share this rank's sequences: axis ``seq``."""
-        return self._group((SEQ,), check_initialized)
-
-    def get_context_parallel_global_ranks(self, check_initialized: bool = True) -> list[int]:
-        """Return the global ranks that share this rank's sequences."""
-        return self._ranks((SEQ,))
-
-    def get_context_parallel_world_size(self) -> int:
-        """Return the number of parts of each sequence."""
-        return len(self._ranks((SEQ,)))
-
-    def get_context_parallel_rank(self) -> int:
-        """Return the index of this rank's part of the sequences."""
-        return self._rank_in(self._ranks((SEQ,)))
-
     def get_tensor_and_data_parallel_group(
         self, check_initialized: bool = True, with_context_parallel: bool = False
     ) -> ProcessGroup | None:
         """Return the group over tensor and data parallelism."""
-        return self._group((MODEL, *self._data_axes(with_context_parallel)), check_initialized)
-
-    def get_tensor_and_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group over tensor and context parallelism."""
-        return self._group((MODEL, SEQ), check_initialized)
-
-    def get_tensor_and_context_parallel_world_size(self) -> int:
-        """Return the size of the group over tensor and context parallelism."""
-        return len(self._ranks((MODEL, SEQ)))
-
-    def get_tensor_and_context_parallel_rank(self) -> int:
-        """Return this rank's index in the group over tensor and context parallelism."""
-        return self._rank_in(self._ranks((MODEL, SEQ)))
+        return self._group((MODEL, *_data(self, with_context_parallel)), check_initialized)
 
     def get_hierarchical_context_parallel_groups(self, check_initialized: bool = True) -> None:
         """Return None: there are no such groups. Raise ``RuntimeError`` if ``check_initialized``."""
         if check_initialized:
             raise RuntimeError(f"get_hierarchical_context_parallel_groups(): {_NO_PARTS}")
-
-    def get_intra_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the ranks of the only distributed optimizer: the whole grid."""
-        return self._group(self.grid.topology().axes, check_initialized)
 
     def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> None:
         """Return None: there is one distributed optimizer. Raise ``RuntimeError`` if ``check_initialized``."""
@@ -587,62 +469,18 @@ class MegatronState(_Megatron):
 
     # -- experts -------------------------------------------------------------------------------------------------
 
-    def get_expert_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the ranks that share the experts of a layer."""
-        known = self._experts()
-        return self._alone() if known is None else known.expert_group
-
-    def get_expert_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that share the experts of a layer; 1 without expert groups."""
-        return len(self._with_experts(()))
-
-    def get_expert_model_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that share the experts of a layer."""
-        return self._rank_in(self._with_experts(()))
-
-    def get_expert_model_parallel_src_rank(self) -> int:
-        """Return the first global rank that shares the experts of a layer."""
-        return self._with_experts(())[0]
-
-    def get_expert_tensor_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the slices of this rank's experts.
-
-        It is this rank alone if experts are whole, and the slices of its layers without expert groups.
-        """
-        return self._group(self._expert_tensor_axes(), check_initialized)
-
-    def get_expert_tensor_parallel_world_size(self) -> int:
-        """Return the number of slices of each expert."""
-        return len(self._ranks(self._expert_tensor_axes()))
-
-    def get_expert_tensor_parallel_rank(self) -> int:
-        """Return the index of this rank's slice of its experts."""
-        return self._rank_in(self._ranks(self._expert_tensor_axes()))
-
-    def get_expert_tensor_and_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of all slices of all experts of a layer."""
-        return self._group_with_experts(self._expert_tensor_axes(), check_initialized)
-
-    def get_expert_tensor_and_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that have slices of the experts of a layer."""
-        return len(self._with_experts(self._expert_tensor_axes()))
-
-    def get_expert_tensor_and_model_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that have slices of the experts of a layer."""
-        return self._rank_in(self._with_experts(self._expert_tensor_axes()))
-
     def get_expert_tensor_model_pipeline_parallel_group(
         self, check_initialized: bool = True, with_egtp_remat: bool = False
     ) -> ProcessGroup | None:
         """Return the group of all slices of all experts, over all stages."""
-        return self._group_with_experts((PIPE, *self._expert_tensor_axes()), check_initialized)
+        return self._group((_EXPERTS, PIPE, *self._expert_tensor_axes()), check_initialized)
 
     def get_expert_data_parallel_group(
         self, check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's experts; of its parameters without expert groups."""
         known = self._experts()
-        return self._group(self._replica_axes(), check_initialized) if known is None else known.expert_data_group
+        return self._group(_replicas(self), check_initialized) if known is None else known.expert_data_group
 
     def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's experts, for tensors on the CPU."""
@@ -658,97 +496,34 @@ class MegatronState(_Megatron):
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
         """Return this rank's index among the replicas of its experts."""
-        return self._rank_in(self._expert_replicas())
+        return self._expert_replicas().index(self.grid.global_rank)
 
     def get_all_ranks(self) -> str:
         """Return this rank's indices along tensor, rematerialisation, data, context, pipeline and expert parallelism.
 
         They are joined by ``_``.
         """
-        indices = (
-            self.get_tensor_model_parallel_rank(),
-            self.get_gtp_weight_remat_rank(),
-            self.get_data_parallel_rank(),
-            self.get_context_parallel_rank(),
-            self.get_pipeline_model_parallel_rank(),
-            self.get_expert_model_parallel_rank(),
-        )
-        return "_".join(map(str, indices))
-
-    # -- rematerialised weights: a grid has no axis for them -----------------------------------------------------
-
-    def get_gtp_weight_remat_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of this rank alone."""
-        return self._group((), check_initialized)
-
-    def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
-        """Return this rank alone."""
-        return self._ranks(())
-
-    def get_gtp_weight_remat_world_size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def get_gtp_weight_remat_rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
-    get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
-    get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
-    get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
+        kinds: tuple[tuple[str, ...], ...] = ((MODEL,), (), _samples(self), (SEQ,), (PIPE,), (_EXPERTS,))
+        return "_".join(str(self._rank(axes)) for axes in kinds)
 
     # -- expert groups of the grid -------------------------------------------------------------------------------
 
-    def _experts(self) -> ExpertGroups | None:
-        """Return the expert groups of this grid, or None.
-
-        Raises:
-            RuntimeError: the grid has expert groups of several sizes.
-        """
-        known = registry.of(self.grid)
-        if len(known) > 1:
-            names = [entry.plan.name for entry in known]
-            raise RuntimeError(
-                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
-            )
-        return known[0] if known else None
-
     def _expert_replicas(self) -> list[int]:
         known = self._experts()
-        return self._ranks(self._replica_axes()) if known is None else known.expert_data_ranks
+        return self._global_ranks(_replicas(self)) if known is None else known.expert_data_ranks
 
     def _expert_tensor_axes(self) -> tuple[str, ...]:
         known = self._experts()
         return (MODEL,) if known is None or known.plan.expert_tensor_parallel else ()
 
-    def _with_experts(self, axes: tuple[str, ...]) -> list[int]:
-        """Return the global ranks along some axes from every rank that shares this rank's experts."""
-        known, topology = self._experts(), self.grid.topology()
-        own = [self.grid.grid_rank] if known is None else known.plan.expert_ranks(self.grid.grid_rank)
-        span = axes_of(topology, axes)
-        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(span, rank)}))
-
-    def _group_with_experts(self, axes: tuple[str, ...], check_initialized: bool) -> ProcessGroup | None:
-        if not check_initialized and not self.grid.is_alive:
-            return None
-        known = self._experts()
-        name = "no experts" if known is None else f"experts {known.plan.name}"
-        return self.grid.create_group(RankGroup((name, *axes), tuple(self._with_experts(axes))))
-
 
 class GPTNeoXState(ParallelState):
     """``megatron.mpu`` of GPT-NeoX, where *model* parallel means tensor parallel."""
 
-    translated: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            "get_model_parallel_group",
-            "get_model_parallel_world_size",
-            "get_model_parallel_rank",
-            "get_model_parallel_src_rank",
-        ),
-        "tensor parallel; the grid's is pipe x model",
-    )
+    translated: ClassVar[dict[str, str]] = {
+        f"get_model_parallel_{question}": "tensor parallel; the grid's is pipe x model"
+        for question in ("group", "world_size", "rank", "src_rank")
+    }
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
         super().__init__(grid)
@@ -767,20 +542,6 @@ class GPTNeoXState(ParallelState):
             require_same_places(as_topology(topology, self.grid.world_size), self.grid)
         self._fp32_allreduce = fp32_allreduce
         self.is_awaited = False
-
-    get_model_parallel_group = ParallelState.get_tensor_model_parallel_group
-    get_model_parallel_world_size = ParallelState.get_tensor_model_parallel_world_size
-    get_model_parallel_rank = ParallelState.get_tensor_model_parallel_rank
-    get_model_parallel_src_rank = ParallelState.get_tensor_model_parallel_src_rank
-    set_model_parallel_world_size = ParallelState.set_tensor_model_parallel_world_size
-    set_model_parallel_rank = ParallelState.set_tensor_model_parallel_rank
-    get_pipe_parallel_group = ParallelState.get_pipeline_model_parallel_group
-    get_pipe_parallel_rank = ParallelState.get_pipeline_model_parallel_rank
-    get_pipe_parallel_world_size = ParallelState.get_pipeline_model_parallel_world_size
-
-    def get_data_parallel_group(self) -> ProcessGroup | None:
-        """Return the group of the replicas of this rank's parameters."""
-        return self._group(self._replica_axes())
 
     def get_data_parallel_world_size(self) -> int:
         """Return the number of replicas that train on different samples."""
@@ -807,9 +568,9 @@ class GPTNeoXState(ParallelState):
         Raises:
             RuntimeError: this rank is not in that group.
         """
-        stages = self.get_pipeline_model_parallel_world_size()
+        stages = self._world_size((PIPE,))
         if stages == 1:
-            return self.get_data_parallel_group()
+            return self._group(_replicas(self))
         topology = self.grid.topology()
         first = {MODEL: 0} if MODEL in topology.axes else {}
         ends = [topology.filter_match(**first, **{PIPE: stage}) for stage in (0, stages - 1)]
@@ -823,8 +584,8 @@ class GPTNeoXState(ParallelState):
 
     def get_expert_token_counts_for_rank(self, tokens_per_expert: Tensor, rank: int | None = None) -> Tensor:
         """Return the token counts of the experts of a slice, by default this rank's: ``[experts] -> [experts / n]``."""
-        slice_index = self.get_tensor_model_parallel_rank() if rank is None else rank
-        return tokens_per_expert.chunk(self.get_tensor_model_parallel_world_size())[slice_index]
+        slice_index = self._rank((MODEL,)) if rank is None else rank
+        return tokens_per_expert.chunk(self._world_size((MODEL,)))[slice_index]
 
     def get_expert_tokens_for_rank(
         self, routed_tokens: Tensor, tokens_per_expert: Tensor, rank: int | None = None
@@ -833,11 +594,93 @@ class GPTNeoXState(ParallelState):
 
         The tokens are in the order of the experts.
         """
-        slice_index = self.get_tensor_model_parallel_rank() if rank is None else rank
-        counts = [int(part.sum()) for part in tokens_per_expert.chunk(self.get_tensor_model_parallel_world_size())]
+        slice_index = self._rank((MODEL,)) if rank is None else rank
+        counts = [int(part.sum()) for part in tokens_per_expert.chunk(self._world_size((MODEL,)))]
         tokens: tuple[Tensor, ...] = routed_tokens.split(counts)
         return tokens[slice_index]
 
     def get_fp32_allreduce(self) -> bool:
         """Return the ``fp32_allreduce`` that the program gave to ``initialize_model_parallel``."""
         return self._fp32_allreduce
+
+
+# -- the names that ask a few questions about a kind of group ----------------------------------------------------------
+
+
+def _define(
+    state: type[ParallelState],
+    kind: str,
+    questions: str,
+    axes: Callable[..., Iterable[str]],
+    *,
+    has_options: bool = False,
+    is_set: bool = False,
+) -> None:
+    """Give a class the functions ``get_<kind>_<question>`` of one kind of group.
+
+    Args:
+        state: the class.
+        kind: the name of the kind.
+        questions: the questions, separated by spaces: ``_<question>`` is the method that answers one for any axes.
+        axes: returns the axes of the group, for a state.
+        has_options: True if ``axes`` also needs the arguments of the program's call.
+        is_set: True for functions ``set_<kind>_world_size`` and ``_rank``, too, which refuse all values but the grid's.
+    """
+    for question in questions.split():
+        _add(state, f"get_{kind}_{question}", _answer(f"_{question}", axes, has_options))
+    for question in _FIXED if is_set else ():
+        what = f"{kind.replace('model_', '')}_{question}".replace("_", " ")
+        _add(state, f"set_{kind}_{question}", _check(f"_{question}", axes, what))
+
+
+def _add(state: type[ParallelState], name: str, function: Any) -> None:
+    function.__name__ = name
+    setattr(state, name, function)
+
+
+def _answer(question: str, axes: Callable[..., Iterable[str]], has_options: bool) -> Callable[..., Any]:
+    def answer(state: ParallelState, *args: Any, **options: Any) -> Any:
+        """Answer one question about one kind of group."""
+        ask = getattr(state, question)
+        return ask(axes(state, *args, **options)) if has_options else ask(axes(state), *args, **options)
+
+    return answer
+
+
+def _check(question: str, axes: Callable[..., Iterable[str]], what: str) -> Callable[..., None]:
+    def check(state: ParallelState, value: int | None) -> None:
+        """Refuse any value but the grid's."""
+        here = getattr(state, question)(axes(state))
+        if value is not None and value != here:
+            raise TopologyError(
+                f"the {what} is the grid's, {here}, and cannot be set to {value}: create the grid with another topology"
+            )
+
+    return check
+
+
+def _expert_slices(state: MegatronState) -> tuple[str, ...]:
+    return (_EXPERTS, *state._expert_tensor_axes())
+
+
+_define(ParallelState, "tensor_model_parallel", "group world_size rank src_rank", lambda _: (MODEL,), is_set=True)
+_define(ParallelState, "pipeline_model_parallel", "group world_size rank", lambda _: (PIPE,), is_set=True)
+
+_define(GPTNeoXState, "model_parallel", "group world_size rank src_rank", lambda _: (MODEL,), is_set=True)
+_define(GPTNeoXState, "pipe_parallel", "group world_size rank", lambda _: (PIPE,))
+_define(GPTNeoXState, "data_parallel", "group", _replicas)
+
+_define(_Megatron, "model_parallel", "group src_rank", lambda _: (PIPE, MODEL))
+_define(_Megatron, "data_parallel", "group group_gloo world_size rank src_rank", _data, has_options=True)
+
+_define(MegatronDeepSpeedState, "sequence_parallel", "group world_size rank src_rank", lambda _: (SEQ,))
+_define(MegatronDeepSpeedState, "sequence_data_parallel", "group world_size rank", _replicas)
+
+_define(MegatronState, "context_parallel", "group global_ranks world_size rank", lambda _: (SEQ,))
+_define(MegatronState, "tensor_and_context_parallel", "group world_size rank", lambda _: (MODEL, SEQ))
+_define(MegatronState, "intra_distributed_optimizer_instance", "group", lambda state: state.grid.topology().axes)
+_define(MegatronState, "expert_model_parallel", "group world_size rank src_rank", lambda _: (_EXPERTS,))
+_define(MegatronState, "expert_tensor_parallel", "group world_size rank", MegatronState._expert_tensor_axes)
+_define(MegatronState, "expert_tensor_and_model_parallel", "group world_size rank", _expert_slices)
+for _kind in ("gtp_weight_remat", "expert_gtp_weight_remat"):  # a grid has no axis for them: this rank alone
+    _define(MegatronState, _kind, "group global_ranks world_size rank", lambda _: ())

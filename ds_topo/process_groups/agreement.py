@@ -139,8 +139,8 @@ def agree(
             names ranks and hosts and is the same on every rank.
     """
     first, last = members[0], members[-1]
-    is_run = (isinstance(members, range) and members.step == 1) or last - first + 1 == len(members)
-    text = f"{first}-{last}" if is_run else ",".join(map(str, members))  # the largest sets are runs: O(1) for them
+    is_run = last - first + 1 == len(members)  # as the largest sets are: O(1) for them
+    text = f"{first}-{last}" if is_run else ",".join(map(str, members))
     key = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
     _rounds[key] += 1
     token = f"ds_topo/{key}/{_rounds[key]}"

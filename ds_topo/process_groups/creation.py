@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -196,21 +196,17 @@ class ProcessGroups:
         if len(ranks) == dist.get_world_size():
             return cast("ProcessGroup", dist.group.WORLD)
 
-        def new_group() -> ProcessGroup:
-            created: ProcessGroup = dist.new_group(
-                list(ranks),
-                timeout=self.timeout,
-                use_local_synchronization=True,
-                group_desc=f"{torch_names.DESCRIPTION}{name}",
-            )
-            return created
+        def new_group() -> Any:
+            text = f"{torch_names.DESCRIPTION}{name}"
+            return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=text)
 
         try:
             with (
                 torch_names.next_group_named(self._name(ranks)),
                 torch_names.without_store() if len(ranks) == 1 else nullcontext(),
             ):
-                created = within(self.timeout * UNANSWERED_AFTER, f"creation of the group {name!r}", new_group)
+                limit = self.timeout * UNANSWERED_AFTER
+                created: ProcessGroup = within(limit, f"creation of the group {name!r}", new_group)
         except StoreTimeoutError:
             raise
         except RuntimeError as error:

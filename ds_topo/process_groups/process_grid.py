@@ -105,12 +105,8 @@ class ProcessGrid:
     ) -> None:
         require_initialized(type(self).__name__)
         members = _members_of(process_group)
-        # the job's own timeout may differ by milliseconds between ranks; a given one must be equal
-        given = "the job's timeout"
         try:
             limit = timeout_of(timeout)
-            if timeout is not None:
-                given = f"timeout {limit}"
             agreed = as_topology(topology, len(members)).with_extra_axes(extra_axes)
             check_meanings(agreed.axes, agreed.extra_axes)
             agreed.check_world_size(len(members))
@@ -123,6 +119,8 @@ class ProcessGrid:
             for group in rank_tables.grid_groups(agreed, rank)
             if len(group.ranks) > 1  # a group of one rank is created when that rank first requests it
         ]
+        # the job's own timeout may differ by milliseconds between ranks; a given one must be equal
+        given = "the job's timeout" if timeout is None else f"timeout {limit}"
         created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
         self._core = _Core(agreed, members, rank, created)
         if len(members) == dist.get_world_size():

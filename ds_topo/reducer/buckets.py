@@ -1,6 +1,6 @@
 """Plan buckets of gradients, give them memory, and copy gradients into and out of them.
 
-A plan says which parameters share a bucket (:func:`plan_buckets`, :class:`ParameterPlan`). :class:`BucketLayout` builds
+A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds
 the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
 :func:`accumulate_gradient` and :func:`copy_in` move them there, and :func:`hand_out` leaves the results to parameters.
 """
@@ -82,45 +82,37 @@ def _last_bucket(
     return tuple(reversed(members))
 
 
-class ParameterPlan:
-    """The kinds of parameters by data type, device, route and the user's buffers; makes a plan for any order.
+def plan_parameters(
+    states: Sequence[ParameterState], sizes: BucketSizes, order: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return indices by bucket, for gradients that are expected in this order.
 
-    Each region is one bucket. Buckets over a user's buffers follow memory, downwards. Buckets of experts go by falling
-    index, not by the order: replicas of an expert may be in several data-parallel groups, each of which learns an order
-    of its own. None of these has small first or last buckets.
+    Parameters of a kind have one data type, device and route. Each region is one bucket. Buckets over a user's buffers
+    follow memory, downwards. Buckets of experts go by falling index, not by the order: replicas of an expert may be in
+    several data-parallel groups, each of which learns an order of its own. None of these has small first or last
+    buckets.
     """
-
-    def __init__(self, states: Sequence[ParameterState], sizes: BucketSizes) -> None:
-        self._sizes = sizes
-        self._nbytes = [state.nbytes for state in states]
-        runs = _runs_of_buffers(states)
-        numbers: dict[Hashable, int] = {}
-        self._kinds: list[int] = []
-        members: dict[int, list[ParameterState]] = defaultdict(list)
-        self._capacities: dict[Hashable, int] = {}
-        for state in states:
-            apart = state.index if state.is_sparse else state.region or runs.get(state.index)
-            kind = numbers.setdefault((state.dtype, state.parameter.device, id(state.route), apart), len(numbers))
-            self._kinds.append(kind)
-            if state.region is not None:
-                self._capacities[kind] = self._capacities.get(kind, 0) + state.nbytes
-            elif state.grad_buffer is not None or expert_group_name(state.parameter) is not None:
-                members[kind].append(state)
-                self._capacities[kind] = state.route.bucket_bytes
-        self._sequences: dict[int, list[int]] = {}
-        """Indices of the kinds that do not follow the order of gradients."""
-        for kind, found in members.items():
-            downwards = sorted(found, key=lambda state: (state.address, state.index), reverse=True)
-            self._sequences[kind] = [state.index for state in downwards]
-
-    def buckets(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return indices by bucket, for gradients that are expected in this order."""
-        if not self._nbytes:
-            return []
-        if self._sequences:
-            kinds, rest = self._kinds, {kind: iter(indices) for kind, indices in self._sequences.items()}
-            order = [next(rest[kinds[index]]) if kinds[index] in rest else index for index in order]
-        return plan_buckets(self._nbytes, self._kinds, order, self._sizes, self._capacities)
+    if not states:
+        return []
+    runs = _runs_of_buffers(states)
+    kinds: list[Hashable] = []
+    capacities: dict[Hashable, int] = {}
+    without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
+    for state in states:
+        apart = state.index if state.is_sparse else state.region or runs.get(state.index)
+        kind = (state.dtype, state.parameter.device, id(state.route), apart)
+        kinds.append(kind)
+        if state.region is not None:
+            capacities[kind] = capacities.get(kind, 0) + state.nbytes
+        elif state.grad_buffer is not None or expert_group_name(state.parameter) is not None:
+            without_order[kind].append(state)
+            capacities[kind] = state.route.bucket_bytes
+    downwards = {
+        kind: iter(sorted(members, key=lambda state: (state.address, state.index), reverse=True))
+        for kind, members in without_order.items()
+    }
+    order = [next(downwards[kinds[index]]).index if kinds[index] in downwards else index for index in order]
+    return plan_buckets([state.nbytes for state in states], kinds, order, sizes, capacities)
 
 
 def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str, int]]:
@@ -151,6 +143,8 @@ class GradientBucket:
         """The number of members whose contribution is not complete."""
         first = self.members[0]
         self.route, self.region, self.is_sparse = first.route, first.region, first.is_sparse
+        self.is_scattered = first.region is not None and not first.region.is_whole
+        """True if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
         self.accumulates = first.accumulates
         """True if the gradients of all micro-batches are summed here."""
         self._lasts = first.region is None or first.region.gradients.lasts
@@ -301,13 +295,12 @@ class BucketLayout:
     """
 
     def __init__(self, states: Sequence[ParameterState], sizes: BucketSizes) -> None:
-        self._states = states
-        self._planner = ParameterPlan(states, sizes)
+        self._states, self._sizes = states, sizes
         self.buckets: list[GradientBucket] = []
         """The buckets, in the order of reduction."""
         self.arrivals: list[int] | None = []
         """Parameters as their gradients became ready in the first step; None from then on."""
-        self._plan = self._planner.buckets(range(len(states) - 1, -1, -1))
+        self._plan = plan_parameters(states, sizes, range(len(states) - 1, -1, -1))
         self._next_plan: list[tuple[int, ...]] | None = None
         self._lay_out()
 
@@ -323,7 +316,7 @@ class BucketLayout:
         agreed = torch.tensor(order, device=self._states[0].parameter.device)
         broadcast_coalesced([agreed], group)
         self.arrivals = None
-        plan = self._planner.buckets(agreed.tolist())
+        plan = plan_parameters(self._states, self._sizes, agreed.tolist())
         if plan != self._plan:
             self._next_plan = plan
 

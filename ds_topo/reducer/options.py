@@ -72,10 +72,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 """Accepted types and their description, by the annotation of an option, without type arguments."""
 _DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "torch.float32"), torch.float32),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16", "torch.float16"), torch.float16),
-    **dict.fromkeys(("fp64", "float64", "torch.float64"), torch.float64),
+    name: getattr(torch, dtype)
+    for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("fp64", "float64"))
+    for name in (short, dtype, f"torch.{dtype}")
 }
 _NOT_IN_JSON = ("grad_buffers", "partitions", "expert_groups")
 
@@ -229,6 +228,11 @@ class ReductionOptions:
         """Return the capacities of the buckets; ``suitable_bytes`` is the default of ``bucket_bytes``."""
         bucket_bytes = suitable_bytes if self.bucket_bytes is None else self.bucket_bytes
         return BucketSizes(bucket_bytes, self.first_bucket_bytes, self.last_bucket_bytes)
+
+    @property
+    def may_miss(self) -> bool:
+        """True if parameters may have no gradient."""
+        return self.find_unused_parameters or self.zero_unused_parameters
 
     def accumulation_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the type in which gradients of this parameter accumulate."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from typing_extensions import Self
 
 from ds_topo.backends import BackendTraits
 from ds_topo.errors import abridged, listed
-from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import ReductionArguments, ReductionOptions
@@ -200,25 +199,32 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     ignored = ignored_identities(module, options)
     embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     sparse = {id(part.weight) for part in embeddings if part.sparse}
-    states = [
-        ParameterState(
-            index=-1,
+    states: list[ParameterState] = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad or id(parameter) in ignored:
+            continue
+        region = options.region_of(parameter)
+        state = ParameterState(
+            index=len(states),
             name=name,
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
-            is_sparse=id(parameter) in sparse and options.region_of(parameter) is None,
+            is_sparse=id(parameter) in sparse and region is None,
             repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
-            region=options.region_of(parameter),
-            expected=0 if options.static_graph else 1,
+            region=region,
         )
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in ignored
-    ]
-    for index, state in enumerate(states):
-        state.index = index
-        if not state.accumulates:
-            state.expected = 1  # counting them first would need memory for all gradients
+        if options.static_graph and state.accumulates:  # counting others first would need memory for all gradients
+            state.expected = 0
+        if state.is_sparse:
+            _check_sparse(module, state)
+        group = expert_group_name(parameter)
+        if group is not None and group not in options.expert_groups:
+            raise ValueError(
+                f"expert_groups: parameter {name!r} is an expert of group {group!r}, which is not among "
+                f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{group!r}: group}}"
+            )
+        states.append(state)
     if not states and not may_be_empty:
         raise ValueError(
             "module: no parameter requires a gradient, so there is nothing to reduce: unfreeze one, or build no reducer"
@@ -229,21 +235,11 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
             f"module: parameters {listed(without_values)} are on the meta device, without values: give them memory "
             "and values first, such as by module.to_empty(device=...) and load_state_dict()"
         )
-    for state in states:
-        if state.is_sparse:
-            _check_sparse(module, state)
     taken = [state.name for state in states if state.parameter in owners and owners[state.parameter]() is not None]
     if taken:
         raise RuntimeError(
             f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
         )
-    for state in states:
-        name = expert_group_name(state.parameter)
-        if name is not None and name not in options.expert_groups:
-            raise ValueError(
-                f"expert_groups: parameter {state.name!r} is an expert of group {name!r}, which is not among "
-                f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{name!r}: group}}"
-            )
     return states
 
 
@@ -415,57 +411,43 @@ class Kept:
         return type(self), ()
 
 
-class OptimizerWatch:
-    """Calls reducers before optimizer steps and ``zero_grad()``; its patches are in force while reducers exist.
+_watched: list[weakref.ref[Any]] = []
+"""The reducers to call before ``zero_grad()``."""
+
+
+def watch(reducer: Any) -> Callable[[], None]:
+    """Call a reducer before optimizer steps and ``zero_grad()``, until the returned function is called or it is freed.
 
     Reducers define ``before_optimizer_step(parameters)`` and ``before_zero_grad(parameters)``.
     """
+    own = weakref.ref(reducer)
 
-    def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._bindings = ExitStack()
-        self._count = 0
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        reducer = own()
+        if reducer is not None:
+            reducer.before_optimizer_step(_parameters_of(optimizer))
 
-    def enter(self, reducer: Any) -> Callable[[], None]:
-        """Call this reducer until the returned function is called or the reducer is freed."""
-        if self._count == 0:
-            for change, make in _CHANGES:
-                self._bindings.callback(ledger.bind(change, make))
-            self._bindings.callback(register_optimizer_step_pre_hook(_before_step).remove)
-        self._count += 1
-        self._watched.add(reducer)
-        leave = weakref.finalize(reducer, self._leave)
-        leave.atexit = False
-        return leave
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._watched))
-
-    def _leave(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._bindings.close()
-
-
-watch = OptimizerWatch()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for reducer in watch:
-        reducer.before_optimizer_step(_parameters_of(optimizer))
+    undo = ExitStack()
+    for change, make in _CHANGES:
+        undo.callback(ledger.bind(change, make))
+    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+    _watched.append(own)
+    undo.callback(_watched.remove, own)
+    leave = weakref.finalize(reducer, undo.close)
+    leave.atexit = False
+    return leave
 
 
 def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
-    def make(zero_grad: Any) -> Any:
-        @wraps(zero_grad)
-        def zero(owner: Any, *args: Any, **options: Any) -> None:
-            for reducer in watch:
+    @around
+    def zero(zero_grad: Any, owner: Any, *args: Any, **options: Any) -> None:
+        for reference in tuple(_watched):
+            reducer = reference()
+            if reducer is not None:
                 reducer.before_zero_grad(parameters_of(owner))
-            zero_grad(owner, *args, **options)
+        zero_grad(owner, *args, **options)
 
-        return zero
-
-    return make
+    return zero
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -492,8 +474,7 @@ class Changes:
         module: the module.
         states: the served parameters.
         nodes: the autograd nodes that have their hooks, by index.
-        ignored: identities of the ignored parameters.
-        may_miss: True if parameters may have no gradient, and so may be frozen for a while.
+        options: the options of the reducer.
         remedy: what to do about parameters that were unfrozen.
     """
 
@@ -502,13 +483,12 @@ class Changes:
         module: nn.Module,
         states: Sequence[ParameterState],
         nodes: Mapping[int, Node],
-        ignored: Collection[int],
-        may_miss: bool,
+        options: ReductionOptions,
         remedy: str,
     ) -> None:
-        self._module, self._states, self._nodes, self._may_miss = module, states, nodes, may_miss
-        self._remedy = remedy
-        self._ignored = ignored
+        self._module, self._states, self._nodes, self._remedy = module, states, nodes, remedy
+        self._may_be_frozen = options.may_miss
+        self._ignored = ignored_identities(module, options)
         self._parameters = [state.parameter for state in states]
         self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
         named = list(self._named())
@@ -574,7 +554,7 @@ class Changes:
                 state.note_type()  # so that the step can still be ended
             return _changed([state.name for state in lost], "moved or cast")
         frozen = [state.name for state in absent if not state.parameter.requires_grad]
-        if frozen and not self._may_miss:
+        if frozen and not self._may_be_frozen:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         return _changed(unfrozen, "unfrozen", self._remedy) if unfrozen else None

@@ -60,12 +60,11 @@ from ds_topo.reducer.parameters import (
     agreed_inputs,
     check_module,
     data_parallel_group,
-    ignored_identities,
     make_equal,
     owners,
     watch,
 )
-from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, different_steps, launch
+from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, different_steps
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from ds_topo.zero.partitions import PartitionedGradients
 
@@ -262,11 +261,9 @@ class BucketReducer:
             owners[state.parameter] = own
             node = self._nodes[state.index] = get_gradient_edge(state.parameter).node
             self._handles.append(node.register_hook(self._hook(state)))
-        ignored = ignored_identities(module, self.options)
-        self._changes = Changes(
-            module, self._states, self._nodes, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
-        )
-        self._stop_watching = watch.enter(self)
+        remedy = self.driver.remedy_for_unfrozen()
+        self._changes = Changes(module, self._states, self._nodes, self.options, remedy)
+        self._stop_watching = watch(self)
         vars(module)[KEPT] = Kept(self)
 
     # -- calls of the training loop, or of an engine -------------------------------------------------------------------
@@ -520,7 +517,7 @@ class BucketReducer:
         step, buckets = self._step, self._layout.buckets
         last = len(buckets) - 1
         while step.next_bucket <= last and not buckets[step.next_bucket].pending:
-            step.in_flight.append(launch(buckets[step.next_bucket], is_last=step.next_bucket == last))
+            step.in_flight.append(Reduction(buckets[step.next_bucket], is_last=step.next_bucket == last))
             self.reduction_count += 1
             step.next_bucket += 1
 
@@ -566,11 +563,6 @@ class BucketReducer:
                         "not reduced: it would use this rank's own gradients before finish(); call finish() first, "
                         "reset() to give the step up, or step inside no_sync() if local steps are intended"
                     )
-
-    @property
-    def _may_miss(self) -> bool:
-        """True if parameters may have no gradient."""
-        return self.options.find_unused_parameters or self.options.zero_unused_parameters
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
@@ -641,17 +633,9 @@ class BucketReducer:
                 without += copy_in(bucket.members) if bucket.accumulates else ()
                 bucket.pending = 0
         self._launch_full_buckets()
-        prefers_to_defer = self.driver.prefers_to_defer(self._timings)
+        late, defers, steps = set(step.late), self.driver.prefers_to_defer(self._timings), self.driver.steps_taken()
         notes = [
-            StepNotes(
-                members,
-                route,
-                unused,
-                set(step.late),
-                failed=failed,
-                prefers_to_defer=prefers_to_defer,
-                step=self.driver.steps_taken(),
-            )
+            StepNotes(members, route, unused, late, failed=failed, prefers_to_defer=defers, step=steps)
             for route, members in self._members.items()
         ]
         return without, notes
@@ -680,7 +664,7 @@ class BucketReducer:
         # All notes are read before any is refused: reading unusual ones is collective.
         for note in due:
             note.read(all_read=all_read and note in notes)
-        if self._step.absent and not self._may_miss:
+        if self._step.absent and not self.options.may_miss:
             raise _missing_gradients(self._step.absent, "this rank")
         unused: list[ParameterState] = []
         late: list[ParameterState] = []
@@ -703,7 +687,7 @@ class BucketReducer:
                 f"on {note.unusual} of {size} ranks parameters, {which}, got no gradient, or more gradients than in "
                 "the first step: let every rank reach the same parameters equally often in a step"
             )
-        if note.unused_anywhere and not self._may_miss:
+        if note.unused_anywhere and not self.options.may_miss:
             raise _missing_gradients(note.unused_anywhere, "some other ranks")
         if note.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
             raise different_steps(self.driver.steps_taken(), note.route.group)

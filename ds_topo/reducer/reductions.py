@@ -1,7 +1,7 @@
 """Assign routes to parameters, reduce buckets over them, and sum the ranks' notes at the end of a step.
 
 :func:`assign_routes` chooses process group, divisor, and flat or two-level reduction for every parameter when a reducer
-is built. :func:`launch` starts the reduction of one full bucket over its route. :class:`StepNotes` tells the ranks of a
+is built. :class:`Reduction` is the reduction of one full bucket over its route. :class:`StepNotes` tells the ranks of a
 route about each other's step.
 """
 
@@ -17,21 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo.backends import synchronize, traits_of
-from ds_topo.errors import DisagreementError
+from ds_topo.errors import DisagreementError, listed
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reducer.options import MIB, ReductionOptions
-from ds_topo.reducer.parameters import (
-    CommHook,
-    ParameterState,
-    Route,
-    expert_group_name,
-)
+from ds_topo.reducer.parameters import CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reducer.report import BucketTiming
 from ds_topo.topology.rank_tables import has_two_levels
 from ds_topo.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.zero.exchange import Exchange, Pending, hosts_in_order, two_level_exchange
-from ds_topo.zero.partitions import RegionOfGradients
 
 
 def assign_routes(
@@ -105,6 +99,8 @@ def _chosen_two_level(
                 "it out to choose by placement"
             )
         return None
+    if not states:
+        return None
     two_level = two_level_exchange(group, hosts, device)
     if options.two_level:
         return two_level
@@ -161,158 +157,128 @@ def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, dev
     return seconds
 
 
-def launch(bucket: GradientBucket, is_last: bool) -> Reduction:
-    """Start the reduction of a bucket; all ranks of its route launch the same buckets in the same order."""
-    bucket.fill()
-    route = bucket.route
-    if bucket.is_sparse:
-        return _SparseReduction(bucket)
-    if route.hook is not None:
-        return _HookReduction(bucket, route.hook, is_last)
-    if bucket.region is not None and not bucket.region.is_whole:
-        return _ReduceScatter(bucket, bucket.region)
-    return Reduction(bucket) if route.size == 1 else _AllReduce(bucket)
-
-
 class Reduction:
-    """One bucket in flight; this base class serves groups of a single rank."""
+    """One bucket in flight. All ranks of its route start the same buckets in the same order.
 
-    _version: int | None = None
-    """The version of the bucket's memory at the launch, if only the program writes to it until the wait."""
+    Args:
+        bucket: the bucket, which is full.
+        is_last: True for the last bucket of the step.
+    """
 
-    def __init__(self, bucket: GradientBucket) -> None:
+    def __init__(self, bucket: GradientBucket, is_last: bool) -> None:
+        bucket.fill()
         self.bucket, self.route = bucket, bucket.route
         self.timing = BucketTiming(
             bucket.index, bucket.nbytes, len(bucket.members), self.route.label, time.perf_counter_ns()
         )
+        self._version: int | None = None
+        """The version of the bucket's memory at the start, if only the program writes to it until the wait."""
+        self._pending: Pending | None = None
+        """The sum of a region, or in two levels, which tells the time of its end."""
+        self._finish = self._start(is_last)
+        """Waits for the sum and writes it to the bucket; None after the wait, so that memory is freed."""
 
     @property
     def was_overwritten(self) -> bool:
         """True if the program is known to have written to the bucket since it was launched."""
         return self._version is not None and self._version != self.bucket.flat._version
 
-    def wait(self) -> None:
-        """Wait until the gradients in the bucket are final."""
-        timing = self.timing
-        timing.wait_started_ns = time.perf_counter_ns()
-        self._wait()
-        timing.wait_ended_ns = time.perf_counter_ns()
-        timing.done_ns = timing.done_ns or timing.wait_ended_ns
+    def is_done(self) -> bool:
+        """Return True if the sum of a region has arrived."""
+        return self._pending is None or self._pending.is_done()
 
-    def _wait(self) -> None:
-        self._complete()
-        if self.route.after != 1.0 and not self.bucket.is_sparse:
-            self.bucket.flat.mul_(self.route.after)
-        self._collect()
+    def wait(self) -> int:
+        """Wait until the gradients in the bucket are final, and return the time of the end. Idempotent."""
+        timing, bucket = self.timing, self.bucket
+        if self._finish is not None:
+            timing.wait_started_ns = time.perf_counter_ns()
+            self._finish()
+            if self.route.after != 1.0 and not bucket.is_sparse:
+                self._own_part(bucket.flat).mul_(self.route.after)
+            if bucket.region is not None:
+                bucket.region.gradients.collect(bucket.region.region, bucket.flat)
+                bucket.give_back()
+            self._finish = self._pending = None
+            timing.wait_ended_ns = time.perf_counter_ns()
+            timing.done_ns = timing.done_ns or timing.wait_ended_ns
+        return timing.done_ns
 
-    def _complete(self) -> None:
-        """Wait for the sum and write it to the bucket."""
+    def _start(self, is_last: bool) -> Callable[[], object] | None:
+        if self.bucket.is_sparse:
+            return self._start_sum_of_rows()
+        if self.route.hook is not None:
+            return self._call_hook(self.route.hook, is_last)
+        return self._start_sum()
 
-    def _collect(self) -> None:
-        """Copy what this rank needs of a region's sum, and return the region's memory."""
-        if self.bucket.region is not None:
-            self.bucket.region.gradients.collect(self.bucket.region.region, self.bucket.flat)
-            self.bucket.give_back()
+    def _start_sum(self) -> Callable[[], object]:
+        """Sum the bucket in the communication data type, for all ranks, or each slice of a region for its owner."""
+        bucket, route, region = self.bucket, self.route, self.bucket.region
+        if route.size == 1 and not bucket.is_scattered:
+            return lambda: None
+        payload, dtype = bucket.flat, route.communication_dtype
+        if dtype is not None and payload.is_floating_point():  # a real type would lose half of complex gradients
+            payload = payload.to(dtype)
+        pending: Pending | dist.Work
+        if region is not None and bucket.is_scattered:
+            pending = self._pending = region.gradients.start_sum(region.region, payload, route.op, route.after)
+            region.gradients.note(self)
+        elif route.two_level is not None:
+            missing = -len(payload) % route.two_level.slices
+            payload = nn.functional.pad(payload, (0, missing)) if missing else payload
+            pending = self._pending = route.two_level.all_reduce(payload)
+        else:
+            pending = work = dist.all_reduce(payload, route.op, group=route.group, async_op=True)
+            self._version = bucket.flat._version
+            if not route.traits.ordered_by_stream:
+                work.get_future().add_done_callback(self._note_done)
+
+        def finish() -> None:
+            done_ns = pending.wait()
+            if self._pending is not None:
+                self.timing.done_ns = done_ns
+            if payload is not bucket.flat:
+                own = self._own_part(bucket.flat)
+                own.copy_(self._own_part(payload)[: len(own)])
+
+        return finish
+
+    def _own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part of a bucket of which this rank gets the sum: its slice of a region, or all of it."""
+        region = self.bucket.region
+        if region is None or not self.bucket.is_scattered:
+            return flat
+        return flat.view(region.region.size, -1)[region.gradients.rank]
+
+    def _start_sum_of_rows(self) -> Callable[[], object]:
+        """Sum one sparse gradient: the result has all ranks' rows."""
+        summed = start_sum_of_rows(self.bucket.members[0].view, self.route)
+
+        def finish() -> None:
+            self.bucket.members[0].view = summed() * self.route.after
+
+        return finish
+
+    def _call_hook(self, hook: CommHook, is_last: bool) -> Callable[[], object]:
+        """Reduce by a communication hook of torch's DDP, which also averages."""
+        self.route.wait_for_hook()
+        future = hook(self.route.hook_state, CommHookBucket(self.bucket, is_last))
+        if not self.route.traits.ordered_by_stream:
+            self.route.last_hook = future
+            future.add_done_callback(self._note_done)
+
+        def finish() -> None:
+            result = future.wait()
+            result = result[0] if isinstance(result, (list, tuple)) else result
+            flat = self.bucket.flat[: self.bucket.numel]
+            if result.data_ptr() != flat.data_ptr():
+                flat.copy_(result.view(-1))
+
+        return finish
 
     def _note_done(self, _: object) -> None:
         self.timing.done_ns = time.perf_counter_ns()
 
 
-def _payload(bucket: GradientBucket) -> torch.Tensor:
-    """Return the gradients in the communication data type; complex ones as they are, since a real type loses half."""
-    flat, dtype = bucket.flat, bucket.route.communication_dtype
-    return flat if dtype is None or not flat.is_floating_point() else flat.to(dtype)
-
-
-class _AllReduce(Reduction):
-    """An all-reduce over the whole group, or inside hosts and across hosts, in the communication data type."""
-
-    def __init__(self, bucket: GradientBucket) -> None:
-        super().__init__(bucket)
-        self._payload, route = _payload(bucket), self.route
-        if route.two_level is not None:
-            missing = -len(self._payload) % route.two_level.slices
-            if missing:
-                self._payload = nn.functional.pad(self._payload, (0, missing))
-            self._pending: Pending | dist.Work = route.two_level.all_reduce(self._payload)
-            return
-        work = self._pending = dist.all_reduce(self._payload, route.op, group=route.group, async_op=True)
-        self._version = bucket.flat._version
-        if not route.traits.ordered_by_stream:
-            work.get_future().add_done_callback(self._note_done)
-
-    def _complete(self) -> None:
-        done_ns = self._pending.wait()
-        if self.route.two_level is not None:
-            self.timing.done_ns = done_ns
-        if self._payload is not self.bucket.flat:
-            self.bucket.flat.copy_(self._payload[: len(self.bucket.flat)])
-
-
-class _ReduceScatter(Reduction):
-    """A reduce-scatter of a region to the ranks that own its slices, in the communication data type."""
-
-    def __init__(self, bucket: GradientBucket, region: RegionOfGradients) -> None:
-        super().__init__(bucket)
-        self._region = region
-        self._payload = _payload(bucket)
-        self._pending: Pending | None = region.gradients.start_sum(
-            region.region, self._payload, self.route.op, self.route.after
-        )
-        region.gradients.note(self)
-
-    def is_done(self) -> bool:
-        """Return True if the sum has arrived."""
-        return self._pending is None or self._pending.is_done()
-
-    def _wait(self) -> None:
-        if self._pending is None:
-            return
-        self.timing.done_ns = self._pending.wait()
-        self._pending = None
-        own = self._own_slice(self.bucket.flat)
-        if self._payload is not self.bucket.flat:
-            own.copy_(self._own_slice(self._payload))
-        if self.route.after != 1.0:
-            own.mul_(self.route.after)
-        self._payload = self._payload.new_empty(0)
-        self._collect()
-
-    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._region.region.size, -1)[self._region.gradients.rank]
-
-
-class _SparseReduction(Reduction):
-    """An all-reduce of one sparse gradient, which becomes the sum of all ranks' rows."""
-
-    def __init__(self, bucket: GradientBucket) -> None:
-        super().__init__(bucket)
-        self._sum = start_sum_of_rows(bucket.members[0].view, self.route)
-
-    def _complete(self) -> None:
-        self.bucket.members[0].view = self._sum() * self.route.after
-
-
-class _HookReduction(Reduction):
-    """A reduction by a communication hook of torch's DDP, which also averages."""
-
-    def __init__(self, bucket: GradientBucket, hook: CommHook, is_last: bool) -> None:
-        super().__init__(bucket)
-        self.route.wait_for_hook()
-        self._future = hook(self.route.hook_state, CommHookBucket(bucket, is_last))
-        if not self.route.traits.ordered_by_stream:
-            self.route.last_hook = self._future
-            self._future.add_done_callback(self._note_done)
-
-    def _complete(self) -> None:
-        result = self._future.wait()
-        result = result[0] if isinstance(result, (list, tuple)) else result
-        flat = self.bucket.flat[: self.bucket.numel]
-        if result.data_ptr() != flat.data_ptr():
-            flat.copy_(result.view(-1))
-
-
-_RANKS_SHOWN = 8
 _LATE = 1 << 16
 """A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
 _STEPS = 256
@@ -412,9 +378,8 @@ def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
     everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
     usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
     others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
-    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
     return DisagreementError(
-        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
+        f"ranks that share gradients are at different steps: {listed(others)}; the others have "
         f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
         "let every rank call step() equally often, and resume from a checkpoint"
     )

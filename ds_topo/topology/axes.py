@@ -87,7 +87,7 @@ def check_declared(axes: Collection[str], extra_axes: Iterable[str]) -> None:
             raise TopologyError(f"extra axis {abridged(axis)} is not in the topology; its axes are {abridged(axes)}")
 
 
-def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
+def check_meanings(axes: Iterable[str], extra_axes: Collection[str]) -> None:
     """Refuse axes without a meaning unless they are declared: a misspelt name would otherwise become replicas.
 
     >>> check_meanings(["pipe", "hosts", "data"], extra_axes=["hosts"])
@@ -100,12 +100,9 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
 
     Raises:
         UnknownAxisError: an axis has no meaning and is not declared.
-        TopologyError: a declared axis is absent or has a meaning.
     """
-    axes, declared = list(axes), {checked_name(axis) for axis in extra_axes}
-    check_declared(axes, declared)
     for axis in axes:
-        if axis not in MEANINGS and axis not in declared:
+        if axis not in MEANINGS and axis not in extra_axes:
             known = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
             near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
             meant = f": did you mean {axis_in_spec(near[0])!r}?" if near else "."
@@ -139,6 +136,10 @@ MAX_AXES, MAX_DEGREE = 64, 2**31 - 1
 EXTRA_MARK = "+"
 """The mark before an axis name in a spec that declares an axis of replicas without a meaning."""
 _SPEC_EXAMPLE = 'expected "axis=degree,axis=degree,...", outermost axis first, such as "pipe=2,data=4,model=2"'
+_STRIDED_EXAMPLE = (
+    'once an axis has strides, every axis of a degree above 1 needs them, "axis=size:stride*size:stride", outermost '
+    'first, such as "pipe=2:2,data=2:4*2:1"'
+)
 
 
 def whole_number(value: object) -> int | None:
@@ -207,98 +208,64 @@ class ParsedSpec(NamedTuple):
     degrees: list[int]
     extra_axes: frozenset[str]
     """The axes marked with ``+``."""
+    factors: tuple[Factors, ...] | None = None
+    """The factors of each axis, if the spec has strides."""
 
 
 def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
     """Parse a spec; a degree of -1 is computed from the other degrees and ``world_size``.
 
-    >>> parse_spec("PP=2, data=-1, tensor=2, +copy=2", world_size=16)
-    ParsedSpec(axes=['pipe', 'data', 'model', 'copy'], degrees=[2, 2, 2, 2], extra_axes=frozenset({'copy'}))
+    A degree may be written with strides, ``size:stride*size:stride``, outermost factor first.
+
+    >>> parse_spec("PP=2, data=-1, tensor=2, +copy=2", world_size=16)[:3]
+    (['pipe', 'data', 'model', 'copy'], [2, 2, 2, 2], frozenset({'copy'}))
+    >>> parse_spec("pipe=2:2,data=2:4*2:1,model=1").factors
+    (((2, 2),), ((2, 4), (2, 1)), ())
 
     Raises:
         TopologyError: the spec is malformed, has more than one degree of -1, or has -1 without a world size.
         WorldSizeError: the product of the degrees is not ``world_size``. The message gives the nearest degrees.
     """
-    given, degrees = _split_spec(spec)
-    left_out = [position for position, degree in enumerate(degrees) if degree == -1]
-    known_degrees = [1 if degree == -1 else degree for degree in degrees]
-    names, extra_axes = _checked_axes(given, known_degrees)
+    given, degrees, factors = _split_spec(spec)
+    left_out = [position for position, degree in enumerate(degrees) if degree == -1 and factors is None]
+    marks = [isinstance(axis, str) and axis.startswith(EXTRA_MARK) for axis in given]
+    plain = [axis.removeprefix(EXTRA_MARK).strip() if mark else axis for axis, mark in zip(given, marks, strict=True)]
+    known_degrees = [1 if position in left_out else degree for position, degree in enumerate(degrees)]
+    names, checked = check_axes([axis_in_spec(axis) for axis in plain], known_degrees, given)
+    sizes = list(checked)
+    extra_axes = frozenset(name for name, mark in zip(names, marks, strict=True) if mark)
+    check_declared(names, extra_axes)
     if len(left_out) > 1:
         raise TopologyError(
             f"degrees of {abridged([given[i] for i in left_out])} are all left out (-1): at most one can be computed"
         )
     if left_out:
-        known = [degree for degree in degrees if degree != -1]
+        known = [size for position, size in enumerate(sizes) if position not in left_out]
         if world_size is None:
             raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree")
         world_size = _checked_world_size(world_size)
         if world_size % prod(known):
             others = [position for position in range(len(names)) if position != left_out[0]]
-            nearest = _rounded_down(degrees, [left_out[0], *others], world_size)
+            nearest = _rounded_down(sizes, [left_out[0], *others], world_size)
             raise WorldSizeError(
                 f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees {known} make "
                 f"{prod(known)}, which does not divide the world size {world_size}. Nearest that does: "
                 f"{spec_text(names, nearest)!r}"
             )
-        degrees[left_out[0]] = world_size // prod(known)
+        sizes[left_out[0]] = world_size // prod(known)
     elif world_size is not None:
-        check_world_size(names, degrees, world_size)
-    return ParsedSpec(names, degrees, extra_axes)
-
-
-def _checked_axes(given: Sequence[str], degrees: Sequence[int]) -> tuple[list[str], frozenset[str]]:
-    """Return the canonical names of the axes of a spec, and those marked with ``+``."""
-    marks = [isinstance(axis, str) and axis.startswith(EXTRA_MARK) for axis in given]
-    plain = [axis.removeprefix(EXTRA_MARK).strip() if mark else axis for axis, mark in zip(given, marks, strict=True)]
-    names, _ = check_axes([axis_in_spec(axis) for axis in plain], degrees, given)
-    extra = frozenset(name for name, mark in zip(names, marks, strict=True) if mark)
-    check_declared(names, extra)
-    return list(names), extra
-
-
-def is_strided(spec: Spec) -> bool:
-    """Tell whether a spec has strides, as the spec of a topology with interleaved axes has."""
-    return isinstance(spec, str) and ":" in spec and "=" in spec
+        check_world_size(names, sizes, world_size)
+    return ParsedSpec(list(names), sizes, extra_axes, factors)
 
 
 def leaves_out_a_degree(spec: Spec) -> bool:
     """Tell whether a degree of the spec is -1."""
-    return not is_strided(spec) and -1 in _split_spec(spec)[1]
-
-
-def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], frozenset[str]]:
-    """Parse ``axis=size:stride*size:stride,...``, outermost factor first, into axes, factors and extra axes.
-
-    >>> parse_strided_spec("pipe=2:2,data=2:4*2:1,model=1")
-    (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()), frozenset())
-
-    Raises:
-        TopologyError: the spec is malformed.
-    """
-    given: list[str] = []
-    layouts: list[Factors] = []
-    for part in spec.split(","):
-        axis, _, text = (word.strip() for word in part.partition("="))
-        try:
-            pairs = [factor.split(":") for factor in text.split("*")] if text != "1" else []
-            factors = tuple((int(size), int(stride)) for size, stride in pairs)
-        except ValueError:
-            raise TopologyError(
-                f"malformed topology {abridged(spec)} at {abridged(part.strip())}: once an axis has strides, every "
-                'axis of a degree above 1 needs them, "axis=size:stride*size:stride", outermost first, such as '
-                '"pipe=2:2,data=2:4*2:1"'
-            ) from None
-        given.append(axis)
-        layouts.append(factors)
-    degrees = [
-        prod(_checked_degree(axis, size) for size, _ in factors) for axis, factors in zip(given, layouts, strict=True)
-    ]
-    names, extra_axes = _checked_axes(given, degrees)
-    return names, tuple(layouts), extra_axes
+    _, degrees, factors = _split_spec(spec)
+    return factors is None and -1 in degrees
 
 
 def spec_text(axes: Sequence[str], degrees: Iterable[object], extra_axes: Collection[str] = ()) -> str:
-    """Write a spec that ``parse_spec`` parses, or ``parse_strided_spec`` where degrees are texts with strides.
+    """Write a spec that ``parse_spec`` parses; degrees are numbers, or texts with strides.
 
     >>> spec_text(["pipe", "copy"], [2, 4], extra_axes={"copy"})
     'pipe=2,+copy=4'
@@ -385,30 +352,37 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:
+def _split_spec(spec: Spec) -> tuple[list[str], list[int], tuple[Factors, ...] | None]:
+    """Return the axes of a spec as they are written, their degrees, and their factors if it has strides."""
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(spec, str):
-        pairs: list[tuple[Any, Any]] = []
+        is_strided = ":" in spec and "=" in spec
+        factors: list[Factors] = []
         for part in spec.split(","):
-            axis, equals, degree = (word.strip() for word in part.partition("="))
+            axis, equals, text = (word.strip() for word in part.partition("="))
             try:
-                pairs.append((axis, int(degree)))
+                if is_strided:
+                    written = [factor.split(":") for factor in text.split("*")] if text != "1" else []
+                    factors.append(tuple((int(size), int(stride)) for size, stride in written))
+                pairs.append((axis, prod(size for size, _ in factors[-1]) if is_strided else int(text)))
             except ValueError:
                 equals = ""
             if not axis or not equals:
-                raise TopologyError(f"malformed topology {abridged(spec)} at {abridged(part.strip())}: {_SPEC_EXAMPLE}")
-    elif isinstance(spec, (set, frozenset)):
+                expected = _STRIDED_EXAMPLE if is_strided else _SPEC_EXAMPLE
+                raise TopologyError(f"malformed topology {abridged(spec)} at {abridged(part.strip())}: {expected}")
+        return [axis for axis, _ in pairs], [degree for _, degree in pairs], tuple(factors) if is_strided else None
+    if isinstance(spec, (set, frozenset)):
         raise TopologyError(
             f"malformed topology {abridged(spec)}: a set has no order, but the order of axes places ranks; give a list "
             "of pairs (axis, degree), or a mapping"
         )
-    else:
-        try:
-            pairs = [(axis, degree) for axis, degree in (spec.items() if isinstance(spec, Mapping) else spec)]
-        except (TypeError, ValueError) as error:
-            raise TopologyError(
-                f"malformed topology {abridged(spec)}: {_SPEC_EXAMPLE}, or pairs (axis, degree), or a mapping"
-            ) from error
-    return [axis for axis, _ in pairs], [degree for _, degree in pairs]
+    try:
+        pairs = [(axis, degree) for axis, degree in (spec.items() if isinstance(spec, Mapping) else spec)]
+    except (TypeError, ValueError) as error:
+        raise TopologyError(
+            f"malformed topology {abridged(spec)}: {_SPEC_EXAMPLE}, or pairs (axis, degree), or a mapping"
+        ) from error
+    return [axis for axis, _ in pairs], [degree for _, degree in pairs], None
 
 
 def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> list[int]:

@@ -31,10 +31,8 @@ from ds_topo.topology.axes import (
     check_axes,
     check_declared,
     check_world_size,
-    is_strided,
     leaves_out_a_degree,
     parse_spec,
-    parse_strided_spec,
     read_config,
     spec_text,
     warn_of_misspelling,
@@ -260,14 +258,9 @@ class ProcessTopology:
         >>> ProcessTopology.from_spec([("data", 2), ("pipe", 2)]) == ProcessTopology.from_spec({"data": 2, "pipe": 2})
         True
         """
-        if not is_strided(spec):
-            axes, degrees, extra_axes = parse_spec(spec, world_size)
-            return ProcessTopology(axes, degrees).with_extra_axes(extra_axes)
-        axes, factors, extra_axes = parse_strided_spec(str(spec))
-        topology = cls._laid_out(axes, Layout(factors)).with_extra_axes(extra_axes)
-        if world_size is not None:
-            topology.check_world_size(world_size)
-        return topology
+        axes, degrees, extra_axes, factors = parse_spec(spec, world_size)
+        layout = Layout.row_major(degrees) if factors is None else Layout(factors)
+        return cls._laid_out(axes, layout).with_extra_axes(extra_axes)
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, object], world_size: int | None = None) -> ProcessTopology:
@@ -316,9 +309,7 @@ class ProcessTopology:
         check_declared(self._axes, declared)
         if declared == self._extra_axes:
             return self
-        same = ProcessTopology.__new__(ProcessTopology)
-        same._set(self._axes, self._layout, declared)
-        return same
+        return self._laid_out(self._axes, self._layout, declared)
 
     @property
     def layout(self) -> Layout:
@@ -382,9 +373,7 @@ class ProcessTopology:
                 f"get_rank() needs one index for every axis of {self._axes}, {missing} missing; "
                 "filter_match() takes some of them"
             )
-        return self._layout.rank_of(
-            [self._checked_index(position, indices[position]) for position in range(len(self._axes))]
-        )
+        return self._layout.rank_of([self._checked(indices[position], position) for position in range(len(self._axes))])
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinate of ``rank``, a named tuple with one field per axis.
@@ -392,7 +381,7 @@ class ProcessTopology:
         Raises:
             TopologyError: a rank out of range.
         """
-        return self._coordinate_at(self._checked_rank(rank))
+        return self._coordinate_at(self._checked(rank))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
@@ -403,7 +392,7 @@ class ProcessTopology:
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
         ('model_01', 'pipe_00-model_01')
         """
-        rank = self._checked_rank(rank)
+        rank = self._checked(rank)
         omitted = {canonical_axis(axis) for axis in omit_axes}
         return outer_sep.join(
             f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
@@ -469,7 +458,7 @@ class ProcessTopology:
 
         An axis that the topology does not have has degree 1: the list is ``[rank]``.
         """
-        rank = self._checked_rank(rank)
+        rank = self._checked(rank)
         span = self._span(axis)
         origin = rank - offset_at(index_along(rank, span), span)
         return [origin + offset for offset in offsets_of(span)]
@@ -480,7 +469,7 @@ class ProcessTopology:
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_index(("pipe", "model"), rank=6)
         2
         """
-        return index_along(self._checked_rank(rank), self._span(axis))
+        return index_along(self._checked(rank), self._span(axis))
 
     def get_axis_peer(self, axis: str | Iterable[str], rank: int, index: int) -> int:
         """Return ``get_axis_ranks(axis, rank)[index]`` without building that list; any ``index`` wraps around.
@@ -488,7 +477,7 @@ class ProcessTopology:
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_peer(("pipe", "model"), rank=6, index=-1)
         7
         """
-        rank = self._checked_rank(rank)
+        rank = self._checked(rank)
         span = self._span(axis)
         wrapped = index % prod(size for size, _ in span)
         return rank - offset_at(index_along(rank, span), span) + offset_at(wrapped, span)
@@ -516,14 +505,16 @@ class ProcessTopology:
         return self._laid_out(axes, layout).with_extra_axes(self._extra_axes.intersection(axes))
 
     @classmethod
-    def _laid_out(cls, axes: Iterable[str], layout: Layout) -> ProcessTopology:
+    def _laid_out(
+        cls, axes: Iterable[str], layout: Layout, extra_axes: frozenset[str] = frozenset()
+    ) -> ProcessTopology:
         """Create a topology of any layout in which ranks ascend along each axis."""
         names = tuple(axes)
         for axis, factors in zip(names, layout.axes, strict=True):
             if not _ranks_ascend(factors):
                 raise TopologyError(f"axis {axis!r}: strides of {factors} must fall, so that ranks ascend along it")
         topology = ProcessTopology.__new__(ProcessTopology)
-        topology._set(names, layout)
+        topology._set(names, layout, extra_axes)
         return topology
 
     # -- value semantics -----------------------------------------------------------------------------------------
@@ -588,26 +579,18 @@ class ProcessTopology:
             raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
         return indices
 
-    def _checked_index(self, position: int, index: int) -> int:
-        whole = whole_number(index)
-        if whole is None or not 0 <= whole < self._layout.sizes[position]:
+    def _checked(self, number: int, position: int | None = None) -> int:
+        """Return a rank, or the index along the axis at a position, as an integer; raise if it is out of range."""
+        whole, count = whole_number(number), self._layout.size if position is None else self._layout.sizes[position]
+        if whole is None or not 0 <= whole < count:
+            problem = "is not a whole number" if whole is None else "is out of range"
+            if position is None:
+                raise TopologyError(f"rank {abridged(number)} {problem}: {self.spec!r} has ranks 0 to {count - 1}")
             raise CoordinateError(
-                f"index {abridged(index)} of axis {self._axes[position]!r} {_problem(whole)}: "
-                f"{self.spec!r} has 0 to {self._layout.sizes[position] - 1}"
+                f"index {abridged(number)} of axis {self._axes[position]!r} {problem}: {self.spec!r} has 0 to "
+                f"{count - 1}"
             )
         return whole
-
-    def _checked_rank(self, rank: int) -> int:
-        whole = whole_number(rank)
-        if whole is None or not 0 <= whole < self._layout.size:
-            raise TopologyError(
-                f"rank {abridged(rank)} {_problem(whole)}: {self.spec!r} has ranks 0 to {self._layout.size - 1}"
-            )
-        return whole
-
-
-def _problem(whole: int | None) -> str:
-    return "is not a whole number" if whole is None else "is out of range"
 
 
 def _ranks_ascend(factors: Factors) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,33 +63,15 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class _Collective:
-    work: dist.Work
+class _Started:
+    """An exchange that torch, or a side stream of the device, has started."""
 
-    def is_done(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def wait(self) -> int:
-        """Wait for the collective; on a GPU the current stream waits, not the caller."""
-        self.work.wait()
-        return time.perf_counter_ns()
-
-
-@dataclass(frozen=True)
-class _Queued:
-    """An exchange that was queued on a side stream."""
-
-    end: torch.Event | None
-    """The end of the exchange; None on a CPU, where it has ended already."""
-    device: torch.device
-
-    def is_done(self) -> bool:
-        """Return True if the device has reached the end."""
-        return self.end is None or self.end.query()
+    is_done: Callable[[], bool] = lambda: True
+    order: Callable[[], object] = lambda: None
+    """Wait for the end; on an accelerator, order the current stream after it."""
 
     def wait(self) -> int:
-        """Order the current stream after the end."""
-        order_after(self.end, self.device)
+        self.order()
         return time.perf_counter_ns()
 
 
@@ -113,15 +95,15 @@ class Exchange:
             op: the operation; with copies, a sum.
             over_copies: also sum the slice over the ranks that hold copies of it; no-op without such ranks.
         """
-        return _Queued(None, flat.device)
+        return _Started()
 
     def gather(self, flat: torch.Tensor) -> Pending:
         """Receive the slices of all other ranks, in place."""
-        return _Queued(None, flat.device)
+        return _Started()
 
     def all_reduce(self, flat: torch.Tensor) -> Pending:
         """Sum all slices over all ranks, in place, inside hosts first and then across them."""
-        return _Queued(None, flat.device)
+        return _Started()
 
     def gather_now(self, flat: torch.Tensor) -> None:
         """Gather and block until the slices have arrived; starts no background thread."""
@@ -231,15 +213,17 @@ class CollectiveExchange(Exchange):
     ) -> Pending:
         flat, own = self._with_own(flat)
         if self._copies is None or not over_copies:
-            return _Collective(dist.reduce_scatter_tensor(own, flat, op, group=self._group, async_op=True))
+            work = dist.reduce_scatter_tensor(own, flat, op, group=self._group, async_op=True)
+            return _Started(work.is_completed, work.wait)
         with self._stream.after_current(flat):
             dist.reduce_scatter_tensor(own, flat, op, group=self._group)
             dist.all_reduce(own, group=self._copies)
-        return _Queued(self._stream.mark(), self._device)
+        return self._queued()
 
     def gather(self, flat: torch.Tensor) -> Pending:
         flat, own = self._with_own(flat)
-        return _Collective(self._gather(flat, own, async_op=True))
+        work = self._gather(flat, own, async_op=True)
+        return _Started(work.is_completed, work.wait)
 
     def all_reduce(self, flat: torch.Tensor) -> Pending:
         flat, own = self._with_own(flat)
@@ -247,11 +231,15 @@ class CollectiveExchange(Exchange):
             dist.reduce_scatter_tensor(own, flat, group=self._group)
             dist.all_reduce(own, group=self._copies)
             self._gather(flat, own)
-        return _Queued(self._stream.mark(), self._device)
+        return self._queued()
 
     def rest(self) -> None:
         if self._created is not None:
             self._created.destroy()
+
+    def _queued(self) -> Pending:
+        end = self._stream.mark()
+        return _Started(lambda: end is None or end.query(), lambda: order_after(end, self._device))
 
     def _gather(self, flat: torch.Tensor, own: torch.Tensor, async_op: bool = False) -> Any:
         own = own if traits_of(self._group, flat.device).gathers_in_place else own.clone()
@@ -580,14 +568,12 @@ class _Worker:
         return spare
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.living_group, group_dst=rank, tag=self._tag(number, index))
-        assert work is not None
-        return work
+        tag = self._tag(number, index)
+        return cast("dist.Work", dist.isend(tensor, group=self.living_group, group_dst=rank, tag=tag))
 
     def _receive(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.living_group, group_src=rank, tag=self._tag(number, index))
-        assert work is not None
-        return work
+        tag = self._tag(number, index)
+        return cast("dist.Work", dist.irecv(tensor, group=self.living_group, group_src=rank, tag=tag))
 
     @property
     def living_group(self) -> ProcessGroup:

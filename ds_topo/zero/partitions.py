@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -216,16 +215,6 @@ _LENT = 3
 """The number of regions in flight at a time where gradients are not kept."""
 
 
-class Reducing(Protocol):
-    """The reduction of a region in flight."""
-
-    def is_done(self) -> bool:
-        """Return True if ``wait()`` would return at once."""
-
-    def wait(self) -> None:
-        """Wait until the sum is collected. Idempotent."""
-
-
 class PartitionedGradients:
     """The gradients of one flat tensor's parameters, of which each rank owns a partition.
 
@@ -270,7 +259,7 @@ class PartitionedGradients:
         """Indices of the regions in it."""
         self._whole: dict[int, torch.Tensor] = {}
         """Sums that every rank needs whole, by the index of the region."""
-        self._lent: deque[Reducing] = deque()
+        self._lent: deque[Pending] = deque()
         self.regions = {
             parameters[member]: owned
             for owned in (RegionOfGradients(self, region) for region in layout.regions)
@@ -356,7 +345,7 @@ class PartitionedGradients:
             return self._memory[offset : offset + parameter.numel()]
         return self._whole[region.index][offset - region.start :][: parameter.numel()]
 
-    def note(self, reduction: Reducing) -> None:
+    def note(self, reduction: Pending) -> None:
         """Record a region in flight; its memory can be lent again after the wait for it."""
         if self._memory is None:
             while self._lent and self._lent[0].is_done():

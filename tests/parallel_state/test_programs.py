@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from itertools import permutations
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, groups, parallel_state
-from ds_topo.errors import TopologyError
+from ds_topo.errors import DisagreementError, TopologyError
 from ds_topo.parallel_state.__main__ import main, rows
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
@@ -205,6 +206,22 @@ def test_virtual_and_split_stages_follow_the_program() -> None:
         megatron.initialize_model_parallel(1, 4, 2)
         assert megatron.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
         assert not megatron.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_only_the_absence_of_embedding_groups_is_excused(stage: int) -> None:
+    with fake_world(stage, 4), PipelineParallelGrid("pipe=4") as grid:
+        state = parallel_state.of(grid)
+        embeds, is_first = stage in (0, 3), stage == 0
+        for ask, exists in ((state.get_embedding_group, embeds), (state.get_position_embedding_group, is_first)):
+            assert (ask(check_initialized=False) is not None) is exists
+            with mock.patch.object(grid, "create_group", side_effect=DisagreementError("other ranks")):
+                with pytest.raises(RuntimeError, match="other ranks" if exists else f"is on stage {stage}"):
+                    ask()
+                with pytest.raises(DisagreementError) if exists else nullcontext():
+                    ask(check_initialized=False)
+        grid.destroy()
+        assert state.get_embedding_group(check_initialized=False) is None
 
 
 def test_global_memory_buffer_is_reused() -> None:

@@ -321,6 +321,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         ([*JOB, "--topology", "foo=8"], "--topology 'foo=8': axes ['foo'] cannot be planned; choose among ['pipe',"),
         ([*JOB, "--compare", "modle=2,data=4"], "--compare 'modle=2,data=4': axes ['modle'] cannot be planned"),
         ([*JOB, "--fix", "model=-1"], "--fix 'model=-1': give degrees from 1 on"),
+        ([*JOB, "--fix", "model=2:1"], "give degrees from 1 on, without strides"),
         ([*JOB, "--fix", "model=2", "--topology", "data=8"], "--topology and --fix both decide degrees"),
         ([*JOB, "--memory-gbps", "2000"], "--accelerator and --memory-gbps both say how fast it is"),
         ([*JOB, "--peak-tflops", "400"], "--accelerator and --peak-tflops both say how fast it is"),

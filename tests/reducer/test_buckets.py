@@ -19,12 +19,12 @@ from ds_topo.reducer.buckets import (
     BucketLayout,
     CommHookBucket,
     GradientBucket,
-    ParameterPlan,
     accumulate_gradient,
     copy_in,
     is_copied_at_once,
     late_gradient,
     plan_buckets,
+    plan_parameters,
 )
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.reducer.parameters import ParameterState
@@ -118,7 +118,7 @@ ROUTE = _route()
 def _buckets(
     states: Sequence[ParameterState], sizes: BucketSizes = GREAT, order: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
-    return ParameterPlan(states, sizes).buckets(range(len(states)) if order is None else order)
+    return plan_parameters(states, sizes, range(len(states)) if order is None else order)
 
 
 @pytest.mark.parametrize("name", ["bucket_bytes", "first_bytes", "last_bytes"])

@@ -23,7 +23,7 @@ from ds_topo import GradientReducer, backends
 from ds_topo.reducer import ReductionOptions, reductions
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
 from ds_topo.reducer.parameters import ParameterState, Route
-from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, launch, scaling
+from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, scaling
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.zero import exchange
 from tests.support.fake_world import fake_world
@@ -279,7 +279,7 @@ def test_bucket_is_summed_and_scaled_once() -> None:
         with fake_world(0, 2), _recorded_sums(2.0) as sums:
             route = _route(after, op=dist.ReduceOp.AVG)
             bucket, sparse = _bucket(VALUES, route), _sparse_bucket(VALUES, route)
-            in_flight = [launch(bucket, True), launch(sparse, True)]
+            in_flight = [Reduction(bucket, True), Reduction(sparse, True)]
             for reduction, (_, _, work) in zip(in_flight, sums, strict=True):
                 assert not work.wait.called, "the reduction is in flight"
                 reduction.wait()
@@ -290,7 +290,7 @@ def test_bucket_is_summed_and_scaled_once() -> None:
         assert sums[0][1] == dist.ReduceOp.AVG
     with fake_world(0, 1), _recorded_sums() as sums:
         bucket = _bucket(VALUES, _route(0.25))
-        launch(bucket, True).wait()
+        Reduction(bucket, True).wait()
         assert torch.equal(bucket.flat, VALUES * 0.25), "a single rank only scales"
         assert not sums
 
@@ -299,7 +299,7 @@ def test_communication_dtype_applies_to_real_gradients_only() -> None:
     with fake_world(0, 2), _recorded_sums() as sums:
         for values in (VALUES / 3, VALUES.to(torch.complex64) / 3):
             bucket = _bucket(values, _route(communication_dtype=torch.bfloat16))
-            launch(bucket, True).wait()
+            Reduction(bucket, True).wait()
             is_sent_narrow = sums[-1][0].dtype == torch.bfloat16
             assert is_sent_narrow is not values.is_complex()
             assert torch.equal(bucket.flat, values.bfloat16().float() if is_sent_narrow else values)
@@ -307,7 +307,7 @@ def test_communication_dtype_applies_to_real_gradients_only() -> None:
 
 def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
     with fake_world(0, 2), _recorded_sums() as sums:
-        early, late = launch(_bucket(VALUES, _route()), False), launch(_bucket(VALUES, _route()), True)
+        early, late = Reduction(_bucket(VALUES, _route()), False), Reduction(_bucket(VALUES, _route()), True)
         sums[0][2].future.set_result(None)
         for reduction in (early, late):
             reduction.wait()
@@ -330,7 +330,7 @@ def test_two_level_padding_is_sent_but_not_copied_back() -> None:
         with fake_world(0, 2):
             bucket = _bucket(VALUES, _route(two_level=levels))
             levels.slices = slices
-            reduction = launch(bucket, True)
+            reduction = Reduction(bucket, True)
             reduction.wait()
         assert torch.equal(bucket.flat, VALUES * 2)
         assert reduction.timing.done_ns == 1234
@@ -359,7 +359,7 @@ def test_result_of_comm_hook_becomes_the_gradient(kind: str) -> None:
     with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
         route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(slices=3))
         buckets = [_bucket(VALUES, route), _bucket(VALUES, route)]
-        in_flight: list[Reduction] = [launch(bucket, bucket is buckets[1]) for bucket in buckets]
+        in_flight: list[Reduction] = [Reduction(bucket, bucket is buckets[1]) for bucket in buckets]
         route.wait_for_hook()
         assert futures[1].done()
         assert route.last_hook is None
@@ -377,10 +377,10 @@ def test_comm_hook_serves_a_single_rank_but_not_sparse_gradients() -> None:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(VALUES)
         hook = mock.Mock(return_value=done)
-        launch(_sparse_bucket(VALUES, _route(hook=hook)), True).wait()
+        Reduction(_sparse_bucket(VALUES, _route(hook=hook)), True).wait()
         assert len(sums) == 1
         assert not hook.called
-        launch(_bucket(VALUES, _route(hook=hook)), True).wait()
+        Reduction(_bucket(VALUES, _route(hook=hook)), True).wait()
         assert hook.called
 
 
@@ -444,6 +444,11 @@ def test_two_levels_are_used_if_wanted_or_faster(
             assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
     assert asked.called is (wish is not False)
     assert made.rest.called is (measures and not is_faster)
+
+
+def test_a_stage_without_trainable_parameters_measures_no_levels() -> None:
+    with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a", "a", "b", "b"]):
+        assert assign_routes([], ReductionOptions(bucket_bytes=10), dist.group.WORLD, CPU).two_level is None
 
 
 def test_two_levels_are_refused_if_the_placement_has_none() -> None:
