@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ds_topo.cli.shared import (
@@ -29,7 +30,7 @@ from ds_topo.planner.explain import differences, explain_axes, explain_memory, e
 from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.planner.model import Model, read_model, transformer
-from ds_topo.planner.published_runs import judge_rows, read_rows
+from ds_topo.planner.published_runs import judge, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.planner.stages import Costs
 from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
@@ -444,18 +445,20 @@ def _judge(arguments: argparse.Namespace) -> int:
     """Print predictions of published runs. Return 1 if a row is beyond the bound or does not fit."""
     from ds_topo.cli import plan_report
 
-    judgement = judge_rows(read_rows(arguments.runs), share_of(arguments.within or BOUND))
+    within = share_of(arguments.within or BOUND)
+    verdicts = [judge(row) for row in read_rows(arguments.runs)]
+    beyond = [verdict for verdict in verdicts if abs(verdict.error) > within or not verdict.fits]
     if arguments.json:
         content = {
-            "within": judgement.within,
-            "median_error": judgement.median_error,
-            "beyond": [verdict.row.number for verdict in judgement.beyond],
-            "rows": [verdict.as_json() for verdict in judgement.verdicts],
+            "within": within,
+            "median_error": median(abs(verdict.error) for verdict in verdicts),
+            "beyond": [verdict.row.number for verdict in beyond],
+            "rows": [verdict.as_json() for verdict in verdicts],
         }
         print(json.dumps(content))
     else:
-        plan_report.print_judgement(judgement)
-    return 1 if judgement.beyond else 0
+        plan_report.print_verdicts(verdicts, beyond, within)
+    return 1 if beyond else 0
 
 
 def share_of(text: str) -> float:

@@ -19,18 +19,10 @@ formulas and their sources.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
-
-_KINDS = {
-    "": ("a DeepSpeed config", {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}),
-    "--model": ("the config of a model", {"model_type", "architectures"}),
-    "--machine": ("a file of measurements", {"inside", "across", "speeds"}),
-}
-"""The kind of file that each option reads, and the keys by which it is recognised."""
 
 
 def read_json(path: str | Path, name: str) -> Any:
@@ -45,18 +37,3 @@ def read_json(path: str | Path, name: str) -> Any:
         raise TopologyError(f"{name} {str(path)!r} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
         raise TopologyError(f"{name} {str(path)!r} is not JSON: {error}") from error
-
-
-def what_it_is(content: Any, option: str, otherwise: str) -> str:
-    """Return what a file seems to be that ``option`` cannot read, for an error; ``otherwise`` if nothing is recognised.
-
-    >>> what_it_is({"model_type": "gpt2"}, "--machine", "no numbers"), what_it_is({}, "--machine", "no numbers")
-    ('it is the config of a model, which --model reads', 'no numbers')
-    """
-    if isinstance(content, list) and content and all(isinstance(row, Mapping) for row in content):
-        return "it is a list of runs, which --runs reads"
-    keys = set(content) if isinstance(content, Mapping) else set()
-    for reader, (kind, signs) in _KINDS.items():
-        if keys & signs and reader != option:
-            return f"it is {kind}{f', which {reader} reads' if reader else ''}"
-    return otherwise

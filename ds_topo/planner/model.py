@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.planner import read_json, what_it_is
+from ds_topo.planner import read_json
 
 MOST_LAYERS = 2048
 """More than any model has, and few enough to plan in seconds."""
@@ -411,8 +411,7 @@ def read_model(path: str | Path) -> Model:
         )
     config = read_json(path, "model")
     if not isinstance(config, Mapping) or "model_type" not in config:
-        wrong = what_it_is(config, "--model", "it has no model_type")
-        raise TopologyError(f"model {str(path)!r} cannot be used: {wrong}; give the config.json of Hugging Face")
+        raise TopologyError(f"model {str(path)!r} has no model_type: give the config.json of a model of Hugging Face")
     return model_from_config(config, name=str(config.get("_name_or_path") or path.resolve().parent.name))
 
 

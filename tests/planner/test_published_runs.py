@@ -10,40 +10,40 @@ import pytest
 
 from ds_topo.cli import main
 from ds_topo.errors import TopologyError
-from ds_topo.planner.published_runs import AVAILABLE, Judgement, judge_rows, read_rows
+from ds_topo.planner.published_runs import AVAILABLE, Verdict, judge, read_rows
 
 FOLDER = Path(__file__).parent
 FILES = ["published_runs.json", "more_published_runs.json"]
 
 
 @pytest.fixture(scope="module", params=[FILES[0], pytest.param(FILES[1], marks=pytest.mark.exhaustive)])
-def judged(request: pytest.FixtureRequest) -> Judgement:
-    return judge_rows(read_rows(FOLDER / request.param), 0.15)
+def judged(request: pytest.FixtureRequest) -> list[Verdict]:
+    return [judge(row) for row in read_rows(FOLDER / request.param)]
 
 
-def test_predictions_are_within_15_percent_and_their_median_within_7(judged: Judgement) -> None:
-    errors = {verdict.row.name: verdict.error for verdict in judged.verdicts}
+def test_predictions_are_within_15_percent_and_their_median_within_7(judged: list[Verdict]) -> None:
+    errors = {verdict.row.name: verdict.error for verdict in judged}
     assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
     assert median(map(abs, errors.values())) <= 0.07
-    assert len(judged.verdicts) >= 15
+    assert len(judged) >= 15
 
 
-def test_published_layouts_fit_in_memory(judged: Judgement) -> None:
-    assert [str(verdict.plan.layout) for verdict in judged.verdicts if not verdict.fits] == []
+def test_published_layouts_fit_in_memory(judged: list[Verdict]) -> None:
+    assert [str(verdict.plan.layout) for verdict in judged if not verdict.fits] == []
 
 
-def test_note_names_what_a_much_faster_layout_changes(judged: Judgement) -> None:
-    for verdict in judged.verdicts:
+def test_note_names_what_a_much_faster_layout_changes(judged: list[Verdict]) -> None:
+    for verdict in judged:
         assert verdict.best is not None
         far = verdict.plan.seconds > AVAILABLE * verdict.best.seconds
         assert bool(verdict.note) == far
         assert not far or "->" in verdict.note
-    near = [verdict for verdict in judged.verdicts if not verdict.note]
-    assert len(near) >= 0.7 * len(judged.verdicts)
+    near = [verdict for verdict in judged if not verdict.note]
+    assert len(near) >= 0.7 * len(judged)
 
 
-def test_full_recomputation_computes_a_third_more(judged: Judgement) -> None:
-    for verdict in judged.verdicts:
+def test_full_recomputation_computes_a_third_more(judged: list[Verdict]) -> None:
+    for verdict in judged:
         if verdict.plan.layout.recompute.value == "full":
             assert verdict.plan.time.recompute == pytest.approx(verdict.plan.time.compute / 3, rel=0.1)
 
@@ -105,7 +105,7 @@ def test_runs_refuse_bad_rows(
     ("content", "text"),
     [
         ("[]", "must be a JSON list of objects"),
-        ('{"inside": 1}', "one for each run: it is a file of measurements, which --machine reads"),
+        ('{"inside": 1}', "must be a JSON list of objects, one for each run"),
         ("{", "is not JSON"),
     ],
 )
