@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_topo.errors import TopologyError, abridged
 from ds_topo.planner import job as jobs
-from ds_topo.planner import read_json
+from ds_topo.planner import read_json, whole_number
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
 from ds_topo.planner.job import Job, Layout, Recompute, Software
 from ds_topo.planner.model import Model, transformer
@@ -62,13 +62,7 @@ class Row:
         Raises:
             TopologyError: if it is missing and there is no default, or it is no such number.
         """
-        value = self.content.get(field)
-        if value is None and default is not None:
-            return default
-        least = 0 if field in MAY_BE_ZERO else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise TopologyError(f"{field!r} is {abridged(value)}; it must be a whole number from {least} on")
-        return value
+        return whole_number(self.content, field, least=0 if field in MAY_BE_ZERO else 1, default=default)
 
     def text(self, field: str, default: str = "") -> str:
         """Return a text field of the row."""

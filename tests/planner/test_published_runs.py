@@ -79,13 +79,13 @@ def test_runs_print_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ({"gpus": 33}, "data=33 does not divide the batch of"),
         ({"accelerator": "abacus"}, "'abacus' is not in the table"),
         *(
-            ({field: 0}, f"row 1 .*: '{field}' is 0; it must be a whole number from 1 on")
+            ({field: 0}, f"row 1 .*: '{field}' is 0; a whole number from 1 on must be there")
             for field in ("gpus", "global_batch", "ffn", "layers", "heads", "data", "sequence")
         ),
         ({"kv_heads": 5}, "row 1 .*: --kv-heads 5 must divide"),
         ({"accelerator": "X"}, "row 1 .*: accelerator 'X' is not in the table"),
         ({"model": None, "parameters_billion": "many", "layers": 0}, "row 1 .*: 'layers' is 0"),
-        ({"layers": None}, "'layers' is None; it must be a whole number"),
+        ({"layers": None}, "'layers' is missing; a whole number from 1 on"),
         ({"tflops_per_gpu_with_recomputation": None}, "reports nothing: give one of"),
         ({"tflops_per_gpu_with_recomputation": -1}, "must be a positive number"),
         ({"data": 5}, "data=5 are not 32 GPUs"),
