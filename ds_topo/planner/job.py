@@ -250,33 +250,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of a micro-batch that one rank works on.
-
-    >>> Share(micro_batch=2, sequence=1024, seq=4).tokens
-    512.0
-    """
-
-    micro_batch: int
-    sequence: int
-    tensor: int = 1
-    seq: int = 1
-    sequence_parallel: bool = False
-    expert_parallel: int = 1
-    expert_load: float = 1.0
-
-    @property
-    def tokens(self) -> float:
-        """The tokens of a micro-batch for which this rank computes (its part of) attention and feed-forward layers."""
-        return self.micro_batch * self.sequence / self.seq
-
-    @property
-    def spread(self) -> int:
-        """The ranks that share the activations between tensor-parallel layers (``r`` in formulas)."""
-        return self.tensor if self.sequence_parallel else 1
-
-
-@dataclass(frozen=True)
 class Layout:
     """A layout of a job.
 
@@ -328,21 +301,18 @@ class Layout:
         """The ranks over which ZeRO partitions: those along ``shard``, or all replicas without that axis."""
         return self.topology.get_dim(SHARD) if SHARD in self.topology.axes else self.replicas
 
+    @property
+    def spread(self) -> int:
+        """The ranks that share the activations between tensor-parallel layers (``r`` in formulas)."""
+        return self.model if self.sequence_parallel else 1
+
     def micro_batches(self, batch: int) -> int:
         """Return the micro-batches of a replica in one step."""
         return batch // (self.data * self.micro_batch)
 
-    def share(self, job: Job) -> Share:
-        """Return a rank's part of a micro-batch."""
-        return Share(
-            self.micro_batch,
-            job.sequence,
-            self.model,
-            self.seq,
-            self.sequence_parallel,
-            self.expert_parallel,
-            job.expert_load,
-        )
+    def tokens(self, job: Job) -> float:
+        """Return the tokens of a micro-batch for which a rank computes (its part of) attention and other layers."""
+        return self.micro_batch * job.sequence / self.seq
 
     def details(self) -> list[str]:
         """Return the settings beside topology, micro-batch and ZeRO stage that are not the default, in words."""

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from typing import TypeAlias
 
-from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Share, Software
+from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Software
 from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model
 from ds_topo.planner.work import PassCost, Work, block_work, embedding_work, head_work, measured_work, pass_cost
 
@@ -188,7 +188,7 @@ class Costs:
         """Seconds of the messages of pieces in forward and backward, by piece and by the spans of their axes."""
         self.states: dict[tuple[int, ...], float] = {}
         """Bytes of the states of the fullest rank, by the numbers of a layout that decide them."""
-        self._pieces: dict[tuple[int | str, Share], PieceCost] = {}
+        self._pieces: dict[tuple[int | str, ...], PieceCost] = {}
         self._kinds: dict[tuple[int, int], list[StageKind]] = {}
         self._parameters: dict[tuple[int, ...], StageParameters] = {}
 
@@ -214,26 +214,23 @@ class Costs:
 
     def pieces(self, kind: StageKind, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
         """Return how many of which pieces a stage has, and what of each is recomputed."""
-        share = layout.share(self.job)
-        dense = replace(share, expert_parallel=1, expert_load=1.0)
-        pieces = [
-            (count, self._piece(block, share if block.expert_parameters else dense), layout.recompute)
-            for count, block in kind.blocks
-        ]
+        pieces = [(count, self._piece(block, layout), layout.recompute) for count, block in kind.blocks]
         for name, is_there in (("embedding", kind.has_embedding), ("head", kind.has_head)):
             if is_there and not self.job.model.is_measured:
-                pieces.append((1, self._piece(name, dense), Recompute.NONE))
+                pieces.append((1, self._piece(name, layout), Recompute.NONE))
         return pieces
 
-    def _piece(self, piece: AnyBlock | str, share: Share) -> PieceCost:
-        key = (piece if isinstance(piece, str) else id(piece), share)
+    def _piece(self, piece: AnyBlock | str, layout: Layout) -> PieceCost:
+        name, experts = (piece, 0) if isinstance(piece, str) else (id(piece), piece.expert_parameters)
+        sharers = layout.expert_parallel if experts else 1
+        key = (name, layout.micro_batch, layout.model, layout.seq, layout.spread, sharers)
         if key not in self._pieces:
             if isinstance(piece, MeasuredLayer):
-                work = measured_work(piece, share, self.job.precision)
+                work = measured_work(piece, layout, self.job)
             elif isinstance(piece, Block):
-                work = block_work(piece, share, self.job)
+                work = block_work(piece, layout, self.job)
             else:
-                work = embedding_work(share, self.job) if piece == "embedding" else head_work(share, self.job)
+                work = embedding_work(layout, self.job) if piece == "embedding" else head_work(layout, self.job)
             passes = (work.forward, work.backward, work.again)
             forward, backward, again = (pass_cost(one, self.job.cluster.accelerator) for one in passes)
             seconds = {Recompute.NONE: 0.0, Recompute.SELECTIVE: again.seconds, Recompute.FULL: forward.seconds}
@@ -384,8 +381,7 @@ def _activation_bytes(costs: Costs, kind: StageKind, layout: Layout) -> tuple[fl
     if job.software.eager and layout.pipe > 1:
         # DeepSpeed's pipeline has at least two buffers, each with an input and an output
         buffers = max(2, chunks)
-        share = layout.share(job)
-        received = share.tokens * job.model.hidden * job.precision.activation_bytes / share.spread
+        received = layout.tokens(job) * job.model.hidden * job.precision.activation_bytes / layout.spread
         activations += buffers * output + (buffers - chunks) * (received if kind.first else 0.0)
     if micro_batches > 1 or layout.pipe > 1:
         # a weight's gradient exists on its own before it is added to the sum

@@ -540,7 +540,7 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
 
 def activation_bytes(costs: Costs, layout: Layout) -> float:
     """Return the bytes of a micro-batch's activations between stages, over all ranks of ``model``."""
-    return layout.share(costs.job).tokens * costs.job.model.hidden * costs.job.precision.activation_bytes
+    return layout.tokens(costs.job) * costs.job.model.hidden * costs.job.precision.activation_bytes
 
 
 def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
