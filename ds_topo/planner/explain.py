@@ -71,7 +71,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(layout.activation_bytes(job) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         f"are equal{mirrored}",
@@ -267,7 +267,7 @@ def _messages(
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), layout.activation_bytes(job)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
     for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
         yield Transfer(PIPE, "send", size / layout.model, times * micro_batches), (rank, peer)

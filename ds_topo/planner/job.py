@@ -314,6 +314,10 @@ class Layout:
         """Return the tokens of a micro-batch for which a rank computes (its part of) attention and other layers."""
         return self.micro_batch * job.sequence / self.seq
 
+    def activation_bytes(self, job: Job) -> float:
+        """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""
+        return self.tokens(job) * job.model.hidden * job.precision.activation_bytes
+
     def details(self) -> list[str]:
         """Return the settings beside topology, micro-batch and ZeRO stage that are not the default, in words."""
         details = {

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
-from typing import TypeAlias
 
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Software
 from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model
@@ -175,16 +174,12 @@ class Sum:
         return sum(self.parts().values())
 
 
-Messages: TypeAlias = tuple[float, float, float]
-"""Seconds of messages over ``model``, over ``seq``, and to and from experts."""
-
-
 class Costs:
     """The costs of one job. Values that depend on few numbers of a layout are computed once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.messages: dict[tuple[object, ...], tuple[Messages, Messages]] = {}
+        self.messages: dict[tuple[object, ...], list[dict[str, float]]] = {}
         """Seconds of the messages of pieces in forward and backward, by piece and by the spans of their axes."""
         self.states: dict[tuple[int, ...], float] = {}
         """Bytes of the states of the fullest rank, by the numbers of a layout that decide them."""
@@ -381,8 +376,8 @@ def _activation_bytes(costs: Costs, kind: StageKind, layout: Layout) -> tuple[fl
     if job.software.eager and layout.pipe > 1:
         # DeepSpeed's pipeline has at least two buffers, each with an input and an output
         buffers = max(2, chunks)
-        received = layout.tokens(job) * job.model.hidden * job.precision.activation_bytes / layout.spread
-        activations += buffers * output + (buffers - chunks) * (received if kind.first else 0.0)
+        received = layout.activation_bytes(job) / layout.spread if kind.first else 0.0
+        activations += buffers * output + (buffers - chunks) * received
     if micro_batches > 1 or layout.pipe > 1:
         # a weight's gradient exists on its own before it is added to the sum
         largest = max((block.largest_linear(layout.model) for _, block in kind.blocks), default=0)

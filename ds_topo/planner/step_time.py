@@ -16,7 +16,7 @@ from math import ceil, gcd, log2
 
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
-from ds_topo.planner.stages import Costs, Messages, PieceCost, StageKind, Sum
+from ds_topo.planner.stages import Costs, PieceCost, StageKind, Sum
 from ds_topo.planner.work import Cover, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
@@ -459,26 +459,25 @@ def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str
         compute_forward += count * cost.forward.seconds
         compute_backward += count * cost.backward.seconds
         recomputed += count * again
-        forward += count * (cost.forward.seconds + sum(ahead))
-        backward += count * (cost.backward.seconds + again + sum(back) + (times - 1) * sum(ahead))
-        for axis, one, other in zip(PASS_AXES, ahead, back, strict=True):
-            messages[axis] += count * (times * one + other)
+        forward += count * (cost.forward.seconds + sum(ahead.values()))
+        backward += count * (cost.backward.seconds + again + sum(back.values()) + (times - 1) * sum(ahead.values()))
+        for axis in PASS_AXES:
+            messages[axis] += count * (times * ahead[axis] + back[axis])
     return PassTime(compute_forward, compute_backward, recomputed, messages, forward, backward)
 
 
-def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple[Messages, Messages]:
-    """Return the seconds of a piece's messages in forward and in backward that nothing covers."""
+def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> list[dict[str, float]]:
+    """Return the seconds of a piece's messages in forward and in backward that nothing covers, by axis."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
     if key not in costs.messages:
         passes = (cost.work.forward, cost.forward), (cost.work.backward, cost.backward)
-        ahead, back = (_bare_seconds(costs, work.transfers, one.covers, spans) for work, one in passes)
-        costs.messages[key] = ahead, back
+        costs.messages[key] = [_bare_seconds(costs, work.transfers, one.covers, spans) for work, one in passes]
     return costs.messages[key]
 
 
 def _bare_seconds(
     costs: Costs, transfers: Iterable[Transfer], covers: Mapping[Cover, float], spans: Mapping[str, Span]
-) -> Messages:
+) -> dict[str, float]:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
     covered: dict[tuple[Cover, str], float] = {}
     for transfer in transfers:
@@ -494,7 +493,7 @@ def _bare_seconds(
             covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
     for (cover, axis), hidden in covered.items():
         seconds[axis] += max(0.0, hidden - covers[cover])
-    return seconds[MODEL], seconds[SEQ], seconds[EXPERT]
+    return seconds
 
 
 def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
@@ -538,11 +537,6 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
-def activation_bytes(costs: Costs, layout: Layout) -> float:
-    """Return the bytes of a micro-batch's activations between stages, over all ranks of ``model``."""
-    return layout.tokens(costs.job) * costs.job.model.hidden * costs.job.precision.activation_bytes
-
-
 def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
     """Return the seconds to send one activation to the next stage, on average over stages.
 
@@ -551,7 +545,7 @@ def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> fl
     """
     if layout.pipe == 1:
         return 0.0
-    cluster, size = costs.job.cluster, activation_bytes(costs, layout)
+    cluster, size = costs.job.cluster, layout.activation_bytes(costs.job)
     span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
     within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
     leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
@@ -737,6 +731,6 @@ def _shared_seconds(costs: Costs, layout: Layout, passes: list[PassTime], each: 
     ranks_per_stage = cluster.ranks / layout.pipe
     kinds = costs.stage_kinds(layout)
     work = sum(kind.count * micro_batches * one.computing for kind, one in zip(kinds, passes, strict=True))
-    sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * activation_bytes(costs, layout)
+    sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * layout.activation_bytes(costs.job)
     copies = sent / cluster.inside.bandwidth / cluster.ranks
     return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors + copies

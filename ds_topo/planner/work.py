@@ -205,7 +205,7 @@ def measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
 
 def embedding_work(layout: Layout, job: Job) -> Work:
     """Return the work of the vocabulary-parallel look-up of tokens (and positions)."""
-    result = layout.tokens(job) * job.model.hidden * job.precision.activation_bytes
+    result = layout.activation_bytes(job)
     traffic = 2 * result / layout.model + (3 * result if job.model.positions else 0) / layout.spread
     indices = layout.tokens(job) * 8
     return Work(
@@ -219,7 +219,7 @@ def embedding_work(layout: Layout, job: Job) -> Work:
 def head_work(layout: Layout, job: Job) -> Work:
     """Return the work of the last norm, the output layer and the cross entropy, with logits split over ``model``."""
     model, precision = job.model, job.precision
-    hidden = layout.tokens(job) * model.hidden * precision.activation_bytes
+    hidden = layout.activation_bytes(job)
     logits = layout.tokens(job) * (model.vocabulary / layout.model)
     shape = layout.tokens(job), model.hidden, model.vocabulary // layout.model, 1
     product, products_back = _products([shape], precision.attention, precision.activation_bytes)
