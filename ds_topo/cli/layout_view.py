@@ -28,6 +28,7 @@ from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from rich.table import Table
 
 ROW = 8
 """Ranks in a row where hosts are not known."""
@@ -313,41 +314,35 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
     """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
-    rows, stages, world, known = view.rows, view.stages, view.topology.world_size(), view.host_map is not None
-    most = max(len(ranks) for _, ranks in rows)
-    headed = len(f"slot {most - 1}") if view.has_first_slots else 0
-    names = [[name] for name, _ in rows]
-    name_width = max(len("host" if known else "ranks"), *(len(name) for name, _ in rows))
-    coordinate = max(len(view.coordinate(rank)) for rank in range(world))
-    number = len(str(world - 1))
-    fitting = max(1, (console.width - name_width) // (number + 1 + coordinate + 2))
-    columns, gap = ["host" if known else "ranks"], 2
-    with_slots = headed > 0 and name_width + most * (max(number + 1 + coordinate, headed) + 2) <= console.width
-    per_line = ceil(most / ceil(most / fitting))
-    if per_line < most:
-        ranges = [placements.fold_numbers(ranks) for _, ranks in rows]
-        free = console.width - name_width - (max(map(len, ranges)) + 2 if known else 0)
-        gap_without = min(2, free // most - max(coordinate, headed))
-        if gap_without > 0 and not any("," in numbers for numbers in ranges):  # a line each, without numbers
-            per_line, gap, number, with_slots = most, gap_without, 0, headed > 0
-            if known:
-                columns, names = (
-                    ["host", "ranks"],
-                    [[*one, numbers] for one, numbers in zip(names, ranges, strict=True)],
-                )
-    table = table_of(*columns, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
-    table.padding = (0, gap, 0, 0)
-    for name, (_, ranks) in zip(names, rows, strict=True):
-        for first in range(0, len(ranks), per_line):
-            cells = [
-                _coloured((f"{rank:{number}d} " if number else "") + view.coordinate(rank), stages[rank])
-                for rank in ranks[first : first + per_line]
-            ]
-            table.add_row(*(name if first == 0 else [""]), *cells)
-    console.print(table)
+    most = max(len(ranks) for _, ranks in view.rows)
+    tables = [_ranks_table(view, most, headed=view.has_first_slots), _ranks_table(view, most)]
+    if not any("," in placements.fold_numbers(ranks) for _, ranks in view.rows):
+        tables += [_ranks_table(view, most, headed=view.has_first_slots, ranges=True, gap=gap) for gap in (2, 1)]
+    tables += [_ranks_table(view, ceil(most / lines)) for lines in range(2, most + 1)]
+    wide = console.options.update(width=1 << 16)
+    console.print(
+        next((one for one in tables if console.measure(one, options=wide).maximum <= console.width), tables[-1])
+    )
     in_colour = console.color_system is not None and not console.no_color
     colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
     say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
+
+
+def _ranks_table(view: LayoutView, per_line: int, *, headed: bool = False, ranges: bool = False, gap: int = 2) -> Table:
+    """Return a table of the ranks of every row, with their numbers or, with ``ranges``, with the range of a row's."""
+    known, stages, number = view.host_map is not None, view.stages, len(str(view.topology.world_size() - 1))
+    columns = ["host" if known else "ranks", *(["ranks"] if ranges and known else [])]
+    table = table_of(*columns, *(f"slot {slot}" if headed else "" for slot in range(per_line)))
+    table.padding = (0, gap, 0, 0)
+    for name, ranks in view.rows:
+        names = [name, placements.fold_numbers(ranks)][: len(columns)]
+        for first in range(0, len(ranks), per_line):
+            cells = [
+                _coloured(("" if ranges else f"{rank:{number}d} ") + view.coordinate(rank), stages[rank])
+                for rank in ranks[first : first + per_line]
+            ]
+            table.add_row(*(names if first == 0 else [""]), *cells)
+    return table
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
