@@ -61,10 +61,9 @@ class Wanted:
 
     def degree(self, axis: str) -> int | None:
         """Return the degree that an axis must have, or None."""
-        if self.topology is not None:
-            shard = self.topology.get_dim(SHARD) if axis == DATA else 1
-            return max(1, self.topology.get_dim(axis)) * max(1, shard)
         decided = dict(self.degrees)
+        if self.topology is not None:
+            decided = {one: max(1, self.topology.get_dim(one)) for one in AXES}
         if axis == DATA and DATA in decided:
             return decided[DATA] * decided.get(SHARD, 1)
         return decided.get(axis)

@@ -79,8 +79,9 @@ def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
     if SHARD in topology.axes:
         spans[SHARD] = span_of(factors_of(topology, [SHARD]), world, slots)
         spans[COPIES] = span_of(factors_of(topology, [DATA, SEQ]), world, slots)
-    if costs.job.model.tied:
-        spans[ENDS] = ends_span(factors[PIPE], world, slots)
+    if costs.job.model.tied and layout.pipe > 1:
+        [(stages, stride)] = factors[PIPE]
+        spans[ENDS] = ends_span(stages, stride, world, slots)
     if costs.job.model.expert_count:
         near, far = split_factors(replicas, layout.expert_parallel)
         spans[EXPERT] = span_of(near, world, slots)
@@ -115,18 +116,15 @@ def split_factors(factors: Factors, inner: int) -> tuple[Factors, Factors]:
 
 
 @lru_cache(maxsize=4096)
-def ends_span(factors: Factors, world: int, slots: int) -> Span:
-    """Return the span of the pairs of a first and a last stage, which share a tied embedding, from ``pipe``'s factors.
+def ends_span(stages: int, stride: int, world: int, slots: int) -> Span:
+    """Return the span of the pairs of a first and a last stage, which share a tied embedding.
 
-    >>> ends_span(((4, 2),), world=8, slots=4).ring_edges
+    >>> ends_span(stages=4, stride=2, world=8, slots=4).ring_edges
     2
     """
-    if not factors:
-        return Span(1, 1, slots, 0, 0, 0)
-    [(size, stride)] = factors
-    reach = (size - 1) * stride
+    reach = (stages - 1) * stride
     edges = max(
-        sum(rank // stride % size == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
+        sum(rank // stride % stages == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
         for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
     )
     return Span(2, 2 if edges else 1, slots, edges, edges, edges)
@@ -139,8 +137,6 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     >>> span_of(((2, 1),), world=8, slots=4).hosts, span_of(((2, 4),), world=8, slots=4)
     (1, Span(size=2, hosts=2, groups=4, ring_edges=4, remote_pairs=4, forward_edges=4))
     """
-    if not factors:
-        return Span(1, 1, slots, 0, 0, 0)
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     offsets = sorted(offsets_of(factors))
     hosts = -(-world // slots)
@@ -419,10 +415,7 @@ def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float
     """
     job, ranks = costs.job, costs.job.cluster.ranks
     degrees = {PIPE: layout.pipe, SEQ: layout.seq, MODEL: layout.model, EXPERT: layout.expert_parallel}
-    best = {
-        axis: span_of(((degree, 1),) if degree > 1 else (), ranks, job.cluster.slots)
-        for axis, degree in degrees.items()
-    }
+    best = {axis: span_of(((degree, 1),), ranks, job.cluster.slots) for axis, degree in degrees.items()}
     kinds = costs.stage_kinds(layout)
     totals = [stage_pass(costs, kind, layout, best).total for kind in kinds]
     every = sum(kind.count * total for kind, total in zip(kinds, totals, strict=True))
