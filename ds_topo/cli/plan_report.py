@@ -31,25 +31,6 @@ EXAMPLE_VOCABULARY = 256
 SHOWN_ORDERS = 6
 FILE_COLUMNS = 132
 """The width of tables that are written to a file or a pipe."""
-COLORS = {
-    "compute": "#4c78a8",
-    "recompute": "#9ecae9",
-    "model": "#f58518",
-    "seq": "#ffbf79",
-    "expert": "#b279a2",
-    "pipe": "#54a24b",
-    "bubble": "#d9d9d9",
-    "gradients": "#e45756",
-    "parameters": "#ff9da6",
-    "optimizer": "#72b7b2",
-    "agreement": "#9d755d",
-    "program": "#eeca3b",
-    "sharing": "#bab0ac",
-    "weights": "#4c78a8",
-    "activations": "#f58518",
-    "working": "#ffbf79",
-    "buffers": "#bab0ac",
-}
 
 
 def _console() -> Console:
@@ -250,12 +231,15 @@ def save_picture(found: Found, path: str | Path) -> None:
 
 def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], unit: float, legend_columns: int) -> None:
     """Draw stacked horizontal bars, one per row, the first on top."""
+    from matplotlib import colormaps
+
     left = [0.0] * len(rows)
     whole = max(sum(row.values()) for row in rows)
-    for part in rows[0]:
+    for number, part in enumerate(rows[0]):
         widths = [row[part] * unit for row in rows]
         if max(widths) > 0.002 * whole * unit:
-            axes.barh(range(len(rows)), widths, left=left, color=COLORS[part], label=part, height=0.7)
+            color = colormaps["tab20"](number)
+            axes.barh(range(len(rows)), widths, left=left, color=color, label=part, height=0.7)
         left = [before + width for before, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -1.1)
