@@ -16,7 +16,7 @@ from math import ceil, gcd, log2
 
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
-from ds_topo.planner.stages import Costs, PieceCost, StageKind, Sum
+from ds_topo.planner.stages import Costs, PieceCost, Stage, Sum
 from ds_topo.planner.work import Cover, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
@@ -441,7 +441,7 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
 
 
-def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
+def stage_pass(costs: Costs, kind: Stage, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
     """Return the seconds of one micro-batch in all chunks of one stage."""
     compute_forward = compute_backward = recomputed = forward = backward = 0.0
     messages = dict.fromkeys(PASS_AXES, 0.0)
@@ -562,7 +562,7 @@ def _replica_seconds(
     reduced = gathered = 0.0
     for kind, one in zip(costs.stage_kinds(layout), passes, strict=True):
         reduce, gather, of_copies = _replica_collectives(costs, layout, spans, kind)
-        last_layer = 1 / max(1, sum(count for count, _ in kind.blocks))
+        last_layer = 1 / max(1, len(kind.blocks))
         if layout.zero == 3:
             exposed = max(0.0, gather - one.forward) + max(0.0, gather + reduce - one.backward)
             felt = COVERED_FELT * (2 * gather + reduce - exposed)
@@ -585,7 +585,7 @@ def _replica_seconds(
 
 
 def _replica_collectives(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: StageKind
+    costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: Stage
 ) -> tuple[float, float, float]:
     """Return the seconds of one reduction of a stage's gradients, one gathering of its parameters, and one sum.
 
@@ -593,7 +593,7 @@ def _replica_collectives(
     """
     cluster = costs.job.cluster
     reduce = gather = of_copies = 0.0
-    calls = max(1, sum(layers for layers, _ in kind.blocks))  # about one for each layer
+    calls = max(1, len(kind.blocks))  # about one for each layer
     levels = two_level_pays(costs, layout, spans)
     for message in gradient_messages(costs, layout, kind):
         operation, span = message.operation, spans[message.axis]
@@ -609,7 +609,7 @@ def _replica_collectives(
     return reduce, gather, of_copies
 
 
-def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[Transfer]:
+def gradient_messages(costs: Costs, layout: Layout, kind: Stage) -> list[Transfer]:
     """Return a step's reductions of gradients and gatherings of parameters.
 
     ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
@@ -695,7 +695,7 @@ def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
     return costs.job.software.agreements * longest
 
 
-def _program_seconds(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> float:
+def _program_seconds(costs: Costs, kind: Stage, layout: Layout, spans: Mapping[str, Span]) -> float:
     """Return the seconds of the program's own work in a step of one rank; 0 on GPUs, which compute meanwhile."""
     cluster = costs.job.cluster
     if not cluster.is_cpu:
