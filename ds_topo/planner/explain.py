@@ -10,7 +10,7 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.search import TIE, Found, Plan, Tally
 from ds_topo.planner.stages import Costs, Stage, chunks_in_flight, stage_memory
-from ds_topo.planner.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, TO_OWNERS, Span
+from ds_topo.planner.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, TO_OWNERS, Span, Spans
 from ds_topo.planner.work import Transfer
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
@@ -84,7 +84,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     return [Term(name, seconds, texts[name]) for name, seconds in plan.time.parts().items() if seconds > 0]
 
 
-def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> str:
+def _gradients_text(costs: Costs, layout: Layout, spans: Spans) -> str:
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []

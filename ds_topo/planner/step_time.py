@@ -8,16 +8,17 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, gcd, log2
+from typing import TypeAlias
 
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
 from ds_topo.planner.stages import Costs, PieceCost, Stage, Sum
-from ds_topo.planner.work import Cover, Transfer
+from ds_topo.planner.work import Cover, Pass, PassCost, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
@@ -66,6 +67,10 @@ class Span:
     def crosses(self) -> bool:
         """True if its messages leave hosts."""
         return self.hosts > 1
+
+
+Spans: TypeAlias = Mapping[str, Span]
+"""The span of every group of a layout, by axis or group."""
 
 
 def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
@@ -167,7 +172,7 @@ def _ranks_on(host: int, world: int, slots: int) -> range:
     return range(host * slots, min((host + 1) * slots, world))
 
 
-def senders_on_one_link(spans: Mapping[str, Span]) -> tuple[int, int]:
+def senders_on_one_link(spans: Spans) -> tuple[int, int]:
     """Return how many stages send their collectives over one host's link, and how many independent replicas of each.
 
     Both are 1 if no collective of a pass leaves a host. Replicas that exchange tokens with experts count as one.
@@ -179,12 +184,12 @@ def senders_on_one_link(spans: Mapping[str, Span]) -> tuple[int, int]:
     return spans[PIPE].size // spans[PIPE].hosts, replicas
 
 
-def with_sends_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
+def with_sends_shared(spans: Spans, share: float) -> dict[str, Span]:
     """Return the spans with a share of the pipeline's sends to other hosts."""
     return {**spans, PIPE: replace(spans[PIPE], forward_edges=spans[PIPE].forward_edges * share)}
 
 
-def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
+def with_link_shared(spans: Spans, share: float) -> dict[str, Span]:
     """Return the spans with a share of the edges between hosts: those that are busy at the same time."""
     return {
         axis: replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
@@ -441,7 +446,7 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
 
 
-def stage_pass(costs: Costs, kind: Stage, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
+def stage_pass(costs: Costs, kind: Stage, layout: Layout, spans: Spans) -> PassTime:
     """Return the seconds of one micro-batch in all chunks of one stage."""
     compute_forward = compute_backward = recomputed = forward = backward = 0.0
     messages = dict.fromkeys(PASS_AXES, 0.0)
@@ -459,21 +464,19 @@ def stage_pass(costs: Costs, kind: Stage, layout: Layout, spans: Mapping[str, Sp
     return PassTime(compute_forward, compute_backward, recomputed, messages, forward, backward)
 
 
-def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> list[dict[str, float]]:
+def _messages(costs: Costs, cost: PieceCost, spans: Spans) -> list[dict[str, float]]:
     """Return the seconds of a piece's messages in forward and in backward that nothing covers, by axis."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
     if key not in costs.messages:
         passes = (cost.work.forward, cost.forward), (cost.work.backward, cost.backward)
-        costs.messages[key] = [_bare_seconds(costs, work.transfers, one.covers, spans) for work, one in passes]
+        costs.messages[key] = [_bare_seconds(costs, work, one, spans) for work, one in passes]
     return costs.messages[key]
 
 
-def _bare_seconds(
-    costs: Costs, transfers: Iterable[Transfer], covers: Mapping[Cover, float], spans: Mapping[str, Span]
-) -> dict[str, float]:
+def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dict[str, float]:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
     covered: dict[tuple[Cover, str], float] = {}
-    for transfer in transfers:
+    for transfer in work.transfers:
         span = spans[transfer.axis]
         if span.size == 1:
             continue
@@ -485,11 +488,11 @@ def _bare_seconds(
             key = (transfer.cover, transfer.axis)
             covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
     for (cover, axis), hidden in covered.items():
-        seconds[axis] += max(0.0, hidden - covers[cover])
+        seconds[axis] += max(0.0, hidden - cost.covers[cover])
     return seconds
 
 
-def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
+def shared_spans(costs: Costs, layout: Layout) -> tuple[Spans, Spans]:
     """Return the spans of a layout's axes in a stage's own passes, and in those of others that make its bubble.
 
     On CPUs, stages of a pipeline and replicas share a host's link: only the edges that are busy at the same time count.
@@ -530,7 +533,7 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
-def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
+def _send_seconds(costs: Costs, layout: Layout, spans: Spans) -> float:
     """Return the seconds to send one activation to the next stage, on average over stages.
 
     Tensor-parallel peers send a part each. They gather it there unless it stays split along the sequence (Narayanan et
@@ -549,9 +552,7 @@ def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> fl
     return sent + gathers * collective_seconds("all_gather", size, spans[MODEL], cluster)
 
 
-def _replica_seconds(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], passes: list[PassTime]
-) -> tuple[float, float]:
+def _replica_seconds(costs: Costs, layout: Layout, spans: Spans, passes: list[PassTime]) -> tuple[float, float]:
     """Return the exposed seconds of reducing gradients, and of gathering parameters.
 
     A stage's reduction runs during its own last backward, and while the stages before it still compute. ZeRO 2 reduces
@@ -584,9 +585,7 @@ def _replica_seconds(
     return reduced, gathered
 
 
-def _replica_collectives(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: Stage
-) -> tuple[float, float, float]:
+def _replica_collectives(costs: Costs, layout: Layout, spans: Spans, kind: Stage) -> tuple[float, float, float]:
     """Return the seconds of one reduction of a stage's gradients, one gathering of its parameters, and one sum.
 
     The sum is that of a partition's gradients over its copies, in the last micro-batch.
@@ -649,7 +648,7 @@ def tied_bytes(costs: Costs, layout: Layout) -> float:
     return job.model.vocabulary * job.model.hidden / layout.model * job.software.reduced_bytes(job.precision)
 
 
-def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> bool:
+def two_level_pays(costs: Costs, layout: Layout, spans: Spans) -> bool:
     """Return True if reducing gradients inside hosts and then across hosts is faster than one ring."""
     job, span = costs.job, spans[GRADIENTS]
     if not job.software.two_level or span.hosts == 1 or span.size // span.hosts == 1:
@@ -688,14 +687,14 @@ def _optimizer_seconds(costs: Costs, layout: Layout) -> float:
     return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
 
 
-def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
+def _agreement_seconds(costs: Costs, spans: Spans) -> float:
     """Return the seconds of a step's small collectives, each over the axis that takes longest."""
     wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
     longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in wide), default=0.0)
     return costs.job.software.agreements * longest
 
 
-def _program_seconds(costs: Costs, kind: Stage, layout: Layout, spans: Mapping[str, Span]) -> float:
+def _program_seconds(costs: Costs, kind: Stage, layout: Layout, spans: Spans) -> float:
     """Return the seconds of the program's own work in a step of one rank; 0 on GPUs, which compute meanwhile."""
     cluster = costs.job.cluster
     if not cluster.is_cpu:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ds_topo.planner.hardware import Accelerator
 from ds_topo.planner.job import Job, Layout, Precision, Recompute, Software
@@ -84,6 +84,8 @@ class Transfer:
     bare: float = 0.0
 
 
+Products: TypeAlias = tuple[Product, ...]
+Transfers: TypeAlias = tuple[Transfer, ...]
 Addable = TypeVar("Addable", bound="_Addable")
 
 
@@ -99,11 +101,11 @@ class _Addable:
 class Pass(_Addable):
     """Forward or backward of a piece."""
 
-    products: tuple[Product, ...] = ()
+    products: Products = ()
     cores: tuple[Core, ...] = ()
     memory_bytes: float = 0.0
     kernels: int = 0
-    transfers: tuple[Transfer, ...] = ()
+    transfers: Transfers = ()
 
 
 @dataclass(frozen=True)
@@ -358,9 +360,7 @@ def _around_work(block: Block, layout: Layout, job: Job) -> Work:
     )
 
 
-def _tensor_messages(
-    layout: Layout, size: float, software: Software
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+def _tensor_messages(layout: Layout, size: float, software: Software) -> tuple[Transfers, Transfers]:
     """Return the messages of tensor parallelism in one block, in forward and in backward.
 
     It sums ``T h B`` bytes after attention and after the feed-forward layer, and again in backward (Narayanan et al.,
@@ -382,19 +382,17 @@ def _tensor_messages(
     return (gather, scatter), (gather, Transfer("model", "reduce_scatter", size, 2, beside), *again)
 
 
-def _summed(layout: Layout, size: float) -> tuple[Transfer, ...]:
+def _summed(layout: Layout, size: float) -> Transfers:
     """Return the sum of partial results over the model axis; it may be split along the sequence."""
     return (Transfer("model", "reduce_scatter" if layout.sequence_parallel else "all_reduce", size),)
 
 
-def _gathered(layout: Layout, size: float) -> tuple[Transfer, ...]:
+def _gathered(layout: Layout, size: float) -> Transfers:
     """Return the all_gather of an activation that is split along the sequence."""
     return (Transfer("model", "all_gather", size),) if layout.sequence_parallel else ()
 
 
-def _sequence_exchange(
-    attention: Attention, layout: Layout, job: Job
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+def _sequence_exchange(attention: Attention, layout: Layout, job: Job) -> tuple[Transfers, Transfers]:
     """Return the messages of attention over a split sequence, in forward and in backward.
 
     ``ring``: keys and values go around while the core computes on what has arrived, in backward with their gradients
@@ -415,7 +413,7 @@ def _sequence_exchange(
 
 def _linears(
     linears: Iterable[Linear], tokens: float, tensor: int, precision: Precision, count: float = 1.0
-) -> tuple[tuple[Product, ...], tuple[Product, ...], list[float]]:
+) -> tuple[Products, Products, list[float]]:
     """Return the products of forward and of backward, and the bytes that casts to fp8 move in each."""
     shapes = [linear.shape(tensor) for linear in linears]
     products = ((tokens, *shape, count) for shape in shapes)
@@ -426,7 +424,7 @@ def _linears(
 
 def _products(
     shapes: Iterable[tuple[float, float, float, float]], number_format: str, size: float
-) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+) -> tuple[Products, Products]:
     """Return the products of forward and of backward for rows, inputs, outputs and number of linear layers.
 
     Backward computes the gradients of the inputs, and those of the weights, which are added to fp32 sums.
