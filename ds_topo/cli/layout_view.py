@@ -6,11 +6,10 @@ It is printed as tables of any width, or drawn: hosts as boxes, ranks coloured b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import pairwise
-from math import ceil, log2, sqrt
+from itertools import groupby, pairwise
+from math import ceil, hypot, log2, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from rich.table import Table
 
 ROW = 8
 """Ranks in a row where hosts are not known."""
@@ -314,41 +314,35 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
     """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
-    rows, stages, world, known = view.rows, view.stages, view.topology.world_size(), view.host_map is not None
-    most = max(len(ranks) for _, ranks in rows)
-    headed = len(f"slot {most - 1}") if view.has_first_slots else 0
-    names = [[name] for name, _ in rows]
-    name_width = max(len("host" if known else "ranks"), *(len(name) for name, _ in rows))
-    coordinate = max(len(view.coordinate(rank)) for rank in range(world))
-    number = len(str(world - 1))
-    fitting = max(1, (console.width - name_width) // (number + 1 + coordinate + 2))
-    columns, gap = ["host" if known else "ranks"], 2
-    with_slots = headed > 0 and name_width + most * (max(number + 1 + coordinate, headed) + 2) <= console.width
-    per_line = ceil(most / ceil(most / fitting))
-    if per_line < most:
-        ranges = [placements.fold_numbers(ranks) for _, ranks in rows]
-        free = console.width - name_width - (max(map(len, ranges)) + 2 if known else 0)
-        gap_without = min(2, free // most - max(coordinate, headed))
-        if gap_without > 0 and not any("," in numbers for numbers in ranges):  # a line each, without numbers
-            per_line, gap, number, with_slots = most, gap_without, 0, headed > 0
-            if known:
-                columns, names = (
-                    ["host", "ranks"],
-                    [[*one, numbers] for one, numbers in zip(names, ranges, strict=True)],
-                )
-    table = table_of(*columns, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
-    table.padding = (0, gap, 0, 0)
-    for name, (_, ranks) in zip(names, rows, strict=True):
-        for first in range(0, len(ranks), per_line):
-            cells = [
-                _coloured((f"{rank:{number}d} " if number else "") + view.coordinate(rank), stages[rank])
-                for rank in ranks[first : first + per_line]
-            ]
-            table.add_row(*(name if first == 0 else [""]), *cells)
-    console.print(table)
+    most = max(len(ranks) for _, ranks in view.rows)
+    tables = [_ranks_table(view, most, headed=view.has_first_slots), _ranks_table(view, most)]
+    if not any("," in placements.fold_numbers(ranks) for _, ranks in view.rows):
+        tables += [_ranks_table(view, most, headed=view.has_first_slots, ranges=True, gap=gap) for gap in (2, 1)]
+    tables += [_ranks_table(view, ceil(most / lines)) for lines in range(2, most + 1)]
+    wide = console.options.update(width=1 << 16)
+    console.print(
+        next((one for one in tables if console.measure(one, options=wide).maximum <= console.width), tables[-1])
+    )
     in_colour = console.color_system is not None and not console.no_color
     colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
     say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
+
+
+def _ranks_table(view: LayoutView, per_line: int, *, headed: bool = False, ranges: bool = False, gap: int = 2) -> Table:
+    """Return a table of the ranks of every row, with their numbers or, with ``ranges``, with the range of a row's."""
+    known, stages, number = view.host_map is not None, view.stages, len(str(view.topology.world_size() - 1))
+    columns = ["host" if known else "ranks", *(["ranks"] if ranges and known else [])]
+    table = table_of(*columns, *(f"slot {slot}" if headed else "" for slot in range(per_line)))
+    table.padding = (0, gap, 0, 0)
+    for name, ranks in view.rows:
+        names = [name, placements.fold_numbers(ranks)][: len(columns)]
+        for first in range(0, len(ranks), per_line):
+            cells = [
+                _coloured(("" if ranges else f"{rank:{number}d} ") + view.coordinate(rank), stages[rank])
+                for rank in ranks[first : first + per_line]
+            ]
+            table.add_row(*(names if first == 0 else [""]), *cells)
+    return table
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
@@ -406,7 +400,7 @@ def _shorten(text: str, most: int) -> str:
 
 MOST_LABELLED = 128
 """The most ranks whose boxes have labels, with the links of all groups; beyond it, only rank 0's group is drawn."""
-INK, PAPER, FRAME, INSIDE, ACROSS = "#222222", "#ffffff", "#9a9a9a", "#8c8c8c", "#d62728"
+INK, FRAME, HOST, INSIDE, ACROSS = "#222222", "#9a9a9a", "#f4f4f4", "#8c8c8c", "#d62728"
 Point = tuple[float, float]
 
 
@@ -427,21 +421,18 @@ class _Sheet:
         # stages, whose hosts are mostly a power of two, then start at the left edge
         self.columns = 2 ** round(log2(columns)) if columns > 4 else columns
         """The number of hosts in a row."""
-        self.row_pitch = 1.35 if self.labelled else 1.0
-        height = 1 + (inner_rows - 1) * self.row_pitch + (0.95 if self.labelled else 0.3)
-        self.host_size: Point = self.inner + 0.3, height
+        self.header, self.gap, self.row_pitch = (0.8, 0.9, 1.35) if self.labelled else (0.15, 0.35, 1.0)
+        self.host_size: Point = self.inner + 0.3, self.header + (inner_rows - 1) * self.row_pitch + 1.15
 
     def host_corner(self, host: int) -> Point:
         """Return the upper left corner of a host."""
         width, height = self.host_size
-        gap = 0.9 if self.labelled else 0.35
-        return (host % self.columns) * (width + gap), (host // self.columns) * (height + gap)
+        return (host % self.columns) * (width + self.gap), (host // self.columns) * (height + self.gap)
 
     def rank_corner(self, host: int, position: int) -> Point:
         """Return the upper left corner of the box at this position of a host."""
         x, y = self.host_corner(host)
-        top = y + (0.8 if self.labelled else 0.15)
-        return x + 0.15 + position % self.inner, top + position // self.inner * self.row_pitch
+        return x + 0.15 + position % self.inner, y + self.header + position // self.inner * self.row_pitch
 
 
 def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
@@ -455,25 +446,34 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
 
     # keep text as text in an SVG, and leave out the date, so that equal layouts give equal files
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_topo"}):
-        save_figure(figure, path, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+        metadata = {"Date": None} if kind == "svg" else None
+        save_figure(figure, path, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
 
 
 def draw(view: LayoutView, axis: str) -> Figure:
-    """Return the figure that ``save_picture`` writes."""
+    """Return the figure that ``save_picture`` writes: hosts, ranks and links below a title, and a legend of stages."""
     sheet = _Sheet(view.rows)
     corners = [sheet.host_corner(host) for host in (min(len(view.rows), sheet.columns) - 1, len(view.rows) - 1)]
     width, height = (max(ends) + size for ends, size in zip(zip(*corners, strict=True), sheet.host_size, strict=True))
     scale = min(0.62, 9.0 / width) if sheet.labelled else 9.0 / width
-    figure = new_figure(figsize=(max(3.6, width * scale) + 0.3, height * scale + 1.25), facecolor=PAPER)
-    plot = figure.add_axes((0.02, 0.02, 0.96, 0.96))
+    figure = new_figure(figsize=(width * scale, height * scale))
+    from matplotlib.patches import Patch
+
+    plot = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     plot.set_axis_off()
-    plot.set_aspect("equal")
-    margin = 1.1 / scale
-    plot.set_xlim(-0.3, max(width, 3.6 / scale) + 0.3)
-    plot.set_ylim(height + 0.3, -margin)
-    _draw_ranks(plot, view, sheet, scale)
+    stages = max(view.stages) + 1
+    colors = stage_colors(stages)
+    _draw_ranks(plot, view, sheet, colors, 72 * scale)
     _draw_links(plot, view, sheet, axis)
-    _draw_title(plot, view, sheet, axis, margin, scale)
+    title = view.spec if view.host_map is None else f"{view.spec} on {counted(len(view.rows), 'host')}"
+    name = view.names[axis]
+    lines = f"lines: {name} groups" if sheet.labelled else f"lines: the {name} group of rank 0"
+    if view.host_map is not None and len(view.rows) > 1:
+        lines += ", red between hosts"
+    plot.set_title(f"{title}\neach rank: {', '.join(view.axis_names)}; {lines}", loc="left", fontsize=8, color=INK)
+    shown = range(stages) if stages <= 8 else [0, stages // 4, stages // 2, 3 * stages // 4, stages - 1]
+    patches = [Patch(color=colors[stage], label=f"{view.stage_axis} {stage}") for stage in shown]
+    plot.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=5, frameon=False, fontsize=7)
     return figure
 
 
@@ -486,50 +486,40 @@ def stage_colors(stages: int) -> list[tuple[float, float, float, float]]:
     return [colormaps["viridis"](0.08 + 0.92 * stage / (stages - 1)) for stage in range(stages)]
 
 
-def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, scale: float) -> None:
+def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, colors: Sequence[Any], points: float) -> None:
+    """Draw hosts and ranks, in ``points`` per unit. Unlabelled neighbors in a row of one stage are drawn as one box."""
     from matplotlib.collections import PolyCollection
-    from matplotlib.patches import FancyBboxPatch
 
-    stages, write = view.stages, partial(plot.text, color=INK, va="center")
-    colors = stage_colors(max(stages) + 1)
-    boxes: list[list[Point]] = []
-    fills: list[tuple[float, float, float, float]] = []
-    hosts: list[list[Point]] = []
+    stages, hosts, boxes, fills = view.stages, [], [], []
+    inset = 0.05 if sheet.labelled else 0.0
+
+    def box_of(place: tuple[int, int]) -> tuple[int, int, int]:
+        position, rank = place
+        return position // sheet.inner, stages[rank], position if sheet.labelled else 0
+
     for host, (name, ranks) in enumerate(view.rows):
         x, y = sheet.host_corner(host)
-        width, height = sheet.host_size
-        for first, last, stage in _runs(ranks, stages, sheet):
-            left, top = sheet.rank_corner(host, first)
-            boxes.append(_box(left, top, last - first + 1, 1, 0.05 if sheet.labelled else 0.0))
+        hosts.append(_box(x, y, *sheet.host_size))
+        for (_, stage, _), run in groupby(enumerate(ranks), key=box_of):
+            first, *others = (position for position, _ in run)
+            boxes.append(_box(*sheet.rank_corner(host, first), 1 + len(others), 1, inset))
             fills.append(colors[stage])
-        if not sheet.labelled:
-            hosts.append(_box(x, y, width, height))
-            continue
-        style = "round,pad=0,rounding_size=0.12"
-        plot.add_patch(FancyBboxPatch((x, y), width, height, style, fc="#f4f4f4", ec=FRAME, lw=0.8))
-        write(x + 0.2, y + 0.27, name, fontsize=72 * 0.22 * scale, zorder=5)
-        for position, rank in enumerate(ranks):
-            left, top = sheet.rank_corner(host, position)
-            coordinate = view.coordinate(rank)
-            size = 72 * scale * min(0.2, 1.45 / max(len(coordinate), 5))
-            write(left + 0.5, top + 0.36, str(rank), fontsize=72 * 0.27 * scale, ha="center", zorder=6)
-            write(left + 0.5, top + 0.73, coordinate, fontsize=size, ha="center", zorder=6)
-    plot.add_collection(PolyCollection(hosts, facecolors="none", edgecolors=FRAME, linewidths=0.25, zorder=1))
+        if sheet.labelled:
+            plot.text(x + 0.2, y + 0.27, name, fontsize=0.22 * points, color=INK, va="center")
+            for position, rank in enumerate(ranks):
+                left, top = sheet.rank_corner(host, position)
+                coordinate = view.coordinate(rank)
+                size = points * min(0.22, 1.45 / max(len(coordinate), 5))
+                text = f"{rank}\n{coordinate}"
+                plot.text(left + 0.5, top + 0.5, text, fontsize=size, color=INK, ha="center", va="center")
+    fill, width = (HOST, 0.8) if sheet.labelled else ("none", 0.25)
+    frames = PolyCollection(hosts, facecolors=fill, edgecolors=FRAME, linewidths=width, zorder=1, clip_on=False)
+    plot.add_collection(frames)
     plot.add_collection(PolyCollection(boxes, facecolors=fills, edgecolors="none", zorder=2))
 
 
-def _runs(ranks: Sequence[int], stages: Sequence[int], sheet: _Sheet) -> Iterator[tuple[int, int, int]]:
-    """Yield the first position, last position and stage of boxes drawn as one; a labelled rank has its own box."""
-    start = 0
-    for position in range(1, len(ranks) + 1):
-        ends = position == len(ranks) or position % sheet.inner == 0
-        if ends or sheet.labelled or stages[ranks[position]] != stages[ranks[start]]:
-            yield start, position - 1, stages[ranks[start]]
-            start = position
-
-
 def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> None:
-    """Draw the links of all groups, or of rank 0's group if there are many ranks."""
+    """Draw the links of all groups, or of rank 0's group if there are many ranks. Labelled boxes cover their ends."""
     from matplotlib.collections import LineCollection
 
     groups = view.topology.get_axis_comm_lists(axis)
@@ -539,42 +529,15 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> None:
     lines: dict[str, list[Any]] = {INSIDE: [], ACROSS: []}
     for ranks in groups:
         for here, there in pairwise(ranks):
-            (host, position), (other, other_position) = place[here], place[there]
-            start, end = sheet.rank_corner(host, position), sheet.rank_corner(other, other_position)
-            color = ACROSS if host != other and view.host_map is not None else INSIDE
-            lines[color].append(_link(start, end, 0.45 if sheet.labelled else 0.0))
+            crosses = place[here][0] != place[there][0] and view.host_map is not None
+            link = _link(sheet.rank_corner(*place[here]), sheet.rank_corner(*place[there]))
+            lines[ACROSS if crosses else INSIDE].append(link)
+    zorder = 1.5 if sheet.labelled else 3
     for color, curves in lines.items():
-        width = (1.3 if color == ACROSS else 1.0) if sheet.labelled else 0.7
-        plot.add_collection(LineCollection(curves, colors=color, linewidths=width, alpha=0.75, zorder=4))
+        plot.add_collection(LineCollection(curves, colors=color, linewidths=1.2, alpha=0.75, zorder=zorder))
     if not sheet.labelled:
-        corners = (sheet.rank_corner(*place[rank]) for rank in groups[0])
-        x, y = zip(*((left + 0.5, top + 0.5) for left, top in corners), strict=True)
-        plot.scatter(x, y, s=5, color=INK, linewidths=0, zorder=5)
-
-
-def _draw_title(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str, margin: float, scale: float) -> None:
-    """Write the spec, the meaning of the lines and a legend of stages above the hosts."""
-    from matplotlib.patches import Rectangle
-
-    name = view.names[axis]
-    lines = f"lines: {name} groups" if sheet.labelled else f"lines: the {name} group of rank 0"
-    if view.host_map is not None and len(view.rows) > 1:
-        lines += ", red between hosts"
-    title = view.spec if view.host_map is None else f"{view.spec} on {counted(len(view.rows), 'host')}"
-    write = partial(plot.text, fontsize=7, color=INK, va="center")
-    write(0, -margin + 0.2 / scale, title, fontsize=9, weight="bold")
-    write(0, -margin + 0.42 / scale, f"each rank: {', '.join(view.axis_names)}; {lines}")
-    write(0, -margin + 0.71 / scale, view.stage_axis)
-    stages = max(view.stages) + 1
-    colors = stage_colors(stages)
-    size = 0.14 / scale
-    shown = list(range(stages)) if stages <= 8 else [0, stages // 4, stages // 2, 3 * stages // 4, stages - 1]
-    x = (0.09 * len(view.stage_axis) + 0.08) / scale
-    for stage in shown:
-        top = -margin + 0.71 / scale - size / 2
-        plot.add_patch(Rectangle((x, top), size, size, fc=colors[stage], ec="none"))
-        write(x + size * 1.35, top + size / 2, str(stage))
-        x += size + (0.17 + 0.06 * len(str(stage))) / scale
+        x, y = zip(*(sheet.rank_corner(*place[rank]) for rank in groups[0]), strict=True)
+        plot.scatter([left + 0.5 for left in x], [top + 0.5 for top in y], s=5, color=INK, linewidths=0, zorder=4)
 
 
 def _box(x: float, y: float, width: float, height: float, inset: float = 0.0) -> list[Point]:
@@ -582,21 +545,15 @@ def _box(x: float, y: float, width: float, height: float, inset: float = 0.0) ->
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _link(start: Point, end: Point, half: float) -> Any:
-    """Return the points of a bent line between two boxes, given by their upper left corners and half their height.
+def _link(start: Point, end: Point) -> Any:
+    """Return the points of a bent line between the centers of two boxes, given by their upper left corners.
 
-    Boxes in one row are joined above their upper edges, all others at their opposite edges.
+    A line between boxes of one row rises above their upper edges, but not to the host's name.
     """
     from matplotlib.bezier import BezierSegment
 
     (x0, y0), (x1, y1) = ((x + 0.5, y + 0.5) for x, y in (start, end))
-    if abs(y1 - y0) < 0.45:
-        y0, y1 = y0 - half, y1 - half
-        control = (x0 + x1) / 2, y0 - min(0.2 + 0.06 * abs(x1 - x0), 0.6)  # below the host's name
-    else:
-        down = half if y1 > y0 else -half
-        y0, y1 = y0 + down, y1 - down
-        across, up = 0.06 * (y1 - y0), 0.06 * (x0 - x1)
-        up = max(-0.15 * abs(y1 - y0), min(up, 0.15 * abs(y1 - y0)))  # a flat link avoids the boxes that it passes
-        control = (x0 + x1) / 2 + across, (y0 + y1) / 2 + up
+    length = hypot(x1 - x0, y1 - y0)
+    bend = (min(1.2 + 0.08 * length, 1.8) if y0 == y1 else min(0.1 * length, 0.4)) / length
+    control = (x0 + x1) / 2 + bend * (y1 - y0), (y0 + y1) / 2 - bend * (x1 - x0)
     return BezierSegment([(x0, y0), control, (x1, y1)])([step / 12 for step in range(13)])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ds_topo.cli.shared import (
@@ -29,7 +30,7 @@ from ds_topo.planner.explain import differences, explain_axes, explain_memory, e
 from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.planner.model import Model, read_model, transformer
-from ds_topo.planner.published_runs import judge_rows, read_rows
+from ds_topo.planner.published_runs import judge, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.planner.stages import Costs
 from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
@@ -125,14 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, judge published runs or calibrate. Return 1 if rows are beyond the bound, else 0."""
     from ds_topo.cli import plan_report
 
-    ranges = (
-        (WHOLE, f"give a number from 1 on, at most {MAX_DEGREE}", 1.0, MAX_DEGREE + 1),
-        (POSITIVE, "give a positive number", 0.0, inf),
-    )
-    for names, rule, least, beyond in ranges:
+    whole = f"give a number from 1 on, at most {MAX_DEGREE}"
+    for names, rule, beyond in ((WHOLE, whole, MAX_DEGREE + 1), (POSITIVE, "give a positive number", inf)):
         for name in names:
             value = getattr(arguments, name)
-            if value is not None and not (least <= value < beyond and value):
+            if value is not None and not 0 < value < beyond:
                 raise TopologyError(f"{option_of(name)} {value}: {rule}")
     planning = given_options(arguments, *(name for name in vars(arguments) if name not in NOT_OF_A_PLAN))
     if arguments.runs:
@@ -354,7 +352,8 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
     from ds_topo.measurement.calibrate import calibrate
 
     try:
-        rank, ranks = detect_launch().rank, detect_launch().world_size
+        launch = detect_launch()
+        rank, ranks = launch.rank, launch.world_size
     except LaunchError:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise
@@ -362,13 +361,12 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
     if path and rank == 0 and not Path(path).absolute().parent.is_dir():
         raise TopologyError(f"--calibrate {path!r}: there is no folder {str(Path(path).parent)!r}")
     if ranks > 1:
+        join(verbose=False)
+    machine = calibrate()
+    if ranks > 1:
         import torch.distributed as dist
 
-        join(verbose=False)
-        machine = calibrate()
         dist.destroy_process_group()
-    else:
-        machine = calibrate()
     if path and rank == 0:
         write_file("--calibrate", path, json.dumps(machine.as_json(), indent=1))
     return machine, rank == 0
@@ -381,7 +379,20 @@ def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -
     """
     job, best, tally, costs = found.job, found.best, found.tally, Costs(found.job)
     content: dict[str, Any] = {
-        "job": _job_as_json(job),
+        "job": {
+            "model": job.model.name,
+            "parameters": job.model.parameters,
+            "active_parameters": job.model.active_parameters,
+            "flops_per_token": job.model.flops_per_token(job.sequence),
+            "accelerator": job.cluster.accelerator.name,
+            "hosts": job.cluster.hosts,
+            "slots": job.cluster.slots,
+            "memory_limit": job.cluster.memory_limit,
+            "batch": job.batch,
+            "sequence": job.sequence,
+            "precision": job.precision.name,
+            "software": job.software.name,
+        },
         "plans": [_plan_as_json(job, plan) for plan in found.plans],
         "reason": reason(found),
         "explained": {
@@ -424,40 +435,24 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _job_as_json(job: Job) -> dict[str, Any]:
-    cluster = job.cluster
-    return {
-        "model": job.model.name,
-        "parameters": job.model.parameters,
-        "active_parameters": job.model.active_parameters,
-        "flops_per_token": job.model.flops_per_token(job.sequence),
-        "accelerator": cluster.accelerator.name,
-        "hosts": cluster.hosts,
-        "slots": cluster.slots,
-        "memory_limit": cluster.memory_limit,
-        "batch": job.batch,
-        "sequence": job.sequence,
-        "precision": job.precision.name,
-        "software": job.software.name,
-    }
-
-
 def _judge(arguments: argparse.Namespace) -> int:
     """Print predictions of published runs. Return 1 if a row is beyond the bound or does not fit."""
     from ds_topo.cli import plan_report
 
-    judgement = judge_rows(read_rows(arguments.runs), share_of(arguments.within or BOUND))
+    within = share_of(arguments.within or BOUND)
+    verdicts = [judge(row) for row in read_rows(arguments.runs)]
+    beyond = [verdict for verdict in verdicts if abs(verdict.error) > within or not verdict.fits]
     if arguments.json:
         content = {
-            "within": judgement.within,
-            "median_error": judgement.median_error,
-            "beyond": [verdict.row.number for verdict in judgement.beyond],
-            "rows": [verdict.as_json() for verdict in judgement.verdicts],
+            "within": within,
+            "median_error": median(abs(verdict.error) for verdict in verdicts),
+            "beyond": [verdict.row.number for verdict in beyond],
+            "rows": [verdict.as_json() for verdict in verdicts],
         }
         print(json.dumps(content))
     else:
-        plan_report.print_judgement(judgement)
-    return 1 if judgement.beyond else 0
+        plan_report.print_verdicts(verdicts, beyond, within)
+    return 1 if beyond else 0
 
 
 def share_of(text: str) -> float:

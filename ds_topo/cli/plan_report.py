@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from ds_topo.errors import TopologyError
 from ds_topo.planner import explain
 from ds_topo.planner.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, Layout, Recompute
 from ds_topo.planner.model import transformer
-from ds_topo.planner.published_runs import Judgement
+from ds_topo.planner.published_runs import Verdict
 from ds_topo.planner.search import Found, Plan, orders_of
 from ds_topo.planner.stages import BUCKET_PARAMETERS, Costs
 from ds_topo.planner.step_time import GRADIENTS, layout_spans, two_level_pays
@@ -30,25 +31,6 @@ EXAMPLE_VOCABULARY = 256
 SHOWN_ORDERS = 6
 FILE_COLUMNS = 132
 """The width of tables that are written to a file or a pipe."""
-COLORS = {
-    "compute": "#4c78a8",
-    "recompute": "#9ecae9",
-    "model": "#f58518",
-    "seq": "#ffbf79",
-    "expert": "#b279a2",
-    "pipe": "#54a24b",
-    "bubble": "#d9d9d9",
-    "gradients": "#e45756",
-    "parameters": "#ff9da6",
-    "optimizer": "#72b7b2",
-    "agreement": "#9d755d",
-    "program": "#eeca3b",
-    "sharing": "#bab0ac",
-    "weights": "#4c78a8",
-    "activations": "#f58518",
-    "working": "#ffbf79",
-    "buffers": "#bab0ac",
-}
 
 
 def _console() -> Console:
@@ -182,31 +164,31 @@ def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
             console.print(f"  {term.name:12} {1e3 * term.value:+10.2f} ms  ({term.text})")
 
 
-def print_judgement(judgement: Judgement) -> None:
-    """Print the predicted and the published value of every row."""
+def print_verdicts(verdicts: Sequence[Verdict], beyond: Sequence[Verdict], within: float) -> None:
+    """Print the predicted and the published value of every row; those ``beyond`` the bound in red."""
     console = _console()
     table = table_of("run", "metric", ">published", ">predicted", ">error", ">GB", ">of best")
-    for verdict in judgement.verdicts:
+    for verdict in verdicts:
         table.add_row(
             f"{verdict.row.number} {verdict.row.name}",
-            verdict.metric.key.replace("_per_", "/").replace("_", " "),
-            f"{verdict.metric.value:,.4g}",
+            verdict.metric.replace("_per_", "/").replace("_", " "),
+            f"{verdict.published:,.4g}",
             f"{verdict.predicted:,.4g}",
             f"{verdict.error:+.1%}",
             f"{verdict.plan.memory.total / 1e9:.0f}{'' if verdict.fits else ' !'}",
             f"{verdict.plan.seconds / verdict.best.seconds:.2f}" if verdict.best else "-",
-            style="red" if verdict in judgement.beyond else None,
+            style="red" if verdict in beyond else None,
         )
     console.print(table)
-    for verdict in judgement.verdicts:
+    for verdict in verdicts:
         if not verdict.fits:
             console.print(f"row {verdict.row.number}: {verdict.plan.layout} does not fit")
         if verdict.note:
             console.print(f"row {verdict.row.number}: the best is {verdict.note}")
-    largest = max(abs(verdict.error) for verdict in judgement.verdicts)
+    errors = [abs(verdict.error) for verdict in verdicts]
     console.print(
-        f"{len(judgement.verdicts)} rows: median error {judgement.median_error:.1%}, largest {largest:.1%}; "
-        f"{len(judgement.beyond)} beyond {judgement.within:.0%}"
+        f"{len(verdicts)} rows: median error {median(errors):.1%}, largest {max(errors):.1%}; {len(beyond)} beyond "
+        f"{within:.0%}"
     )
 
 
@@ -249,12 +231,15 @@ def save_picture(found: Found, path: str | Path) -> None:
 
 def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], unit: float, legend_columns: int) -> None:
     """Draw stacked horizontal bars, one per row, the first on top."""
+    from matplotlib import colormaps
+
     left = [0.0] * len(rows)
     whole = max(sum(row.values()) for row in rows)
-    for part in rows[0]:
+    for number, part in enumerate(rows[0]):
         widths = [row[part] * unit for row in rows]
         if max(widths) > 0.002 * whole * unit:
-            axes.barh(range(len(rows)), widths, left=left, color=COLORS[part], label=part, height=0.7)
+            color = colormaps["tab20"](number)
+            axes.barh(range(len(rows)), widths, left=left, color=color, label=part, height=0.7)
         left = [before + width for before, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -1.1)

@@ -281,18 +281,12 @@ def _best_alone(measure: Callable[[], float]) -> float:
 
 def _links(device: torch.device, hosts: list[list[int]]) -> tuple[Link | None, Link | None]:
     """Measure the link of a rank to a peer on its host, and of a host to another with all ranks at work; collective."""
-    rank, slots = dist.get_rank(), len(hosts[0])
-    mine, local = next((index, team.index(rank)) for index, team in enumerate(hosts) if rank in team)
-
-    def member(host: int, place: int) -> int | None:
-        return hosts[host][place] if host < len(hosts) and place < len(hosts[host]) else None
-
-    inside = across = None
+    ranks = {(host, place): rank for host, team in enumerate(hosts) for place, rank in enumerate(team)}
+    host, place = next(where for where, rank in ranks.items() if rank == dist.get_rank())
+    slots = len(hosts[0])
     with ProcessGrid("data=-1") as grid:
-        if slots > 1:
-            inside = _link(device, grid, member(mine, local ^ 1), 1)
-        if len(hosts) > 1:
-            across = _link(device, grid, member(mine ^ 1, local), slots)
+        inside = _link(device, grid, ranks.get((host, place ^ 1)), 1) if slots > 1 else None
+        across = _link(device, grid, ranks.get((host ^ 1, place)), slots) if len(hosts) > 1 else None
     return inside, across
 
 

@@ -48,12 +48,21 @@ def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
     (216, 3, True)
     """
     arguments = sample if isinstance(sample, tuple) else (sample,)
-    positions = _positions(module, arguments)
-    progress, owners = _run(module, arguments)
+    away = [key for key, parameter in module.named_parameters() if parameter.device.type != "meta"]
+    if away:
+        raise TopologyError(
+            f"module: parameter {away[0]!r} is not on the meta device; build the module under "
+            '`with torch.device("meta"):`'
+        )
+    first = next((argument for argument in arguments if isinstance(argument, torch.Tensor)), None)
+    if first is None or first.dim() < 2 or first.shape[0] != 1:
+        raise TopologyError("sample: give one sequence, a tensor of shape [1, positions] or [1, positions, width]")
+    positions = int(first.shape[1])
+    recorder, owners = _run(module, arguments)
     layers = []
     seen: set[int] = set()
     for key, parameters in owners.items():
-        counts = vars(progress.tallies.get(key, _Tally()))
+        counts = vars(recorder.tallies.get(key, _Tally()))
         sizes = [parameter.numel() for parameter in parameters if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in parameters)
         layer = MeasuredLayer(
@@ -75,19 +84,6 @@ def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
     )
 
 
-def _positions(module: nn.Module, arguments: tuple[Any, ...]) -> int:
-    away = [key for key, parameter in module.named_parameters() if parameter.device.type != "meta"]
-    if away:
-        raise TopologyError(
-            f"module: parameter {away[0]!r} is not on the meta device; build the module under "
-            '`with torch.device("meta"):`'
-        )
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    if not tensors or tensors[0].dim() < 2 or tensors[0].shape[0] != 1:
-        raise TopologyError("sample: give one sequence, a tensor of shape [1, positions] or [1, positions, width]")
-    return int(tensors[0].shape[1])
-
-
 @dataclass
 class _Tally:
     """The counts of one layer during forward."""
@@ -105,10 +101,11 @@ class _Tally:
     output: float = 0.0
 
 
-class _Progress:
-    """The layer that runs, and the counts so far."""
+class _Recorder(TorchDispatchMode):
+    """Counts a forward pass by the layer that runs: products by their sizes, other operators by what they move."""
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tallies: dict[str, _Tally] = {}
         self.stack: list[str] = []
         """The layers that run, the innermost last."""
@@ -142,39 +139,53 @@ class _Progress:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return tensor
         tally, storage = self.current, tensor.untyped_storage()
-        known = any(storage._cdata in other.kept for other in self.tallies.values())
-        if tensor.is_floating_point() and not known:
+        if not tensor.is_floating_point():
+            tally.kept_indices += tensor.numel() * tensor.element_size()
+        elif not any(storage._cdata in other.kept for other in self.tallies.values()):
             tally.kept[storage._cdata] = storage.nbytes() / tensor.element_size()
             self._storages.append(storage)
-        elif not tensor.is_floating_point():
-            tally.kept_indices += tensor.numel() * tensor.element_size()
         return tensor
 
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result, tally = function(*args, **(kwargs or {})), self.current
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not self.passed and not self.stack:
+            self.used_before.update(id(leaf) for leaf in inputs if isinstance(leaf, nn.Parameter))
+        if function.overloadpacket in _PRODUCTS:
+            left, right = inputs[-2:]
+            count = left.shape[0] if left.dim() == 3 else 1
+            product = MeasuredProduct(left.shape[-2], right.shape[-1], left.shape[-1], count, batched=left.dim() == 3)
+            tally.products.append(product)
+        elif not function.is_view and function.overloadpacket is not torch.ops.aten.new_empty:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            tally.values += sum(tensor.numel() for tensor in (*inputs, *outputs))
+            tally.operators += 1
+        return result
 
-def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[_Progress, dict[str, list[nn.Parameter]]]:
+
+def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[_Recorder, dict[str, list[nn.Parameter]]]:
     """Run forward once. Return the counts, and each layer's parameters.
 
     Parameters of no layer belong to the part before or after the layers, by their first use.
     """
     layers = _layers_of(module)
-    progress = _Progress()
+    recorder = _Recorder()
     with ExitStack() as stack:
         for name, layer in layers:
-            stack.callback(layer.register_forward_pre_hook(progress.enter(name)).remove)
-            stack.callback(layer.register_forward_hook(progress.leave, always_call=True).remove)
-        operators = _Operators(progress)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(progress.keep, lambda tensor: tensor))
-        stack.enter_context(operators)
-        stack.enter_context(_Functions(progress, operators))
+            stack.callback(layer.register_forward_pre_hook(recorder.enter(name)).remove)
+            stack.callback(layer.register_forward_hook(recorder.leave, always_call=True).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
+        stack.enter_context(recorder)
+        stack.enter_context(_WithoutScores(recorder))
         module(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments))
-    owners: dict[str, list[nn.Parameter]] = {BEFORE: []}
-    owners |= {name: list(layer.parameters()) for name, layer in layers}
-    owners[AFTER] = []
-    inside = {id(parameter) for _, layer in layers for parameter in layer.parameters()}
+    owners = {BEFORE: [], **{name: list(layer.parameters()) for name, layer in layers}, AFTER: []}
+    inside = {id(parameter) for parameters in owners.values() for parameter in parameters}
     for parameter in module.parameters():
         if id(parameter) not in inside:
-            owners[BEFORE if id(parameter) in progress.used_before else AFTER].append(parameter)
-    return progress, owners
+            owners[BEFORE if id(parameter) in recorder.used_before else AFTER].append(parameter)
+    return recorder, owners
 
 
 def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -200,46 +211,12 @@ class _Attention(torch.autograd.Function):
         return result
 
 
-class _Operators(TorchDispatchMode):
-    """Counts products by their sizes, and all other operators by the values that they move."""
-
-    def __init__(self, progress: _Progress) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._progress = progress
-        self.is_paused = False
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not self.is_paused:
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self._count(function, inputs, result)
-        return result
-
-    def _count(self, function: Any, inputs: list[torch.Tensor], result: Any) -> None:
-        progress, tally = self._progress, self._progress.current
-        if not progress.passed and not progress.stack:
-            progress.used_before.update(id(leaf) for leaf in inputs if isinstance(leaf, nn.Parameter))
-        if function.overloadpacket in _PRODUCTS:
-            left, right = inputs[-2:]
-            batched = left.dim() == 3
-            count = left.shape[0] if batched else 1
-            tally.products.append(
-                MeasuredProduct(left.shape[-2], right.shape[-1], left.shape[-1], count, batched=batched)
-            )
-        elif not function.is_view:
-            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            tally.values += sum(tensor.numel() for tensor in (*inputs, *outputs))
-            tally.operators += 1
-
-
-class _Functions(TorchFunctionMode):
+class _WithoutScores(TorchFunctionMode):
     """Replaces torch's attention by :class:`_Attention`, since torch has no flash kernel for meta tensors."""
 
-    def __init__(self, progress: _Progress, operators: _Operators) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self._progress, self._operators = progress, operators
+        self._recorder = recorder
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -250,11 +227,7 @@ class _Functions(TorchFunctionMode):
         query, key, value = (args[index] if index < len(args) else options[name] for index, name in _QKV)
         causal = bool(options.get("is_causal", args[5] if len(args) > 5 else False))
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
-        tally = self._progress.current
+        tally = self._recorder.current
         tally.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
         tally.core_width = query.shape[-1]
-        self._operators.is_paused = True
-        try:
-            return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
-        finally:
-            self._operators.is_paused = False
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]

@@ -23,14 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_topo.errors import TopologyError
-
-_KINDS = {
-    "": ("a DeepSpeed config", {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}),
-    "--model": ("the config of a model", {"model_type", "architectures"}),
-    "--machine": ("a file of measurements", {"inside", "across", "speeds"}),
-}
-"""The kind of file that each option reads, and the keys by which it is recognised."""
+from ds_topo.errors import TopologyError, abridged
 
 
 def read_json(path: str | Path, name: str) -> Any:
@@ -47,16 +40,20 @@ def read_json(path: str | Path, name: str) -> Any:
         raise TopologyError(f"{name} {str(path)!r} is not JSON: {error}") from error
 
 
-def what_it_is(content: Any, option: str, otherwise: str) -> str:
-    """Return what a file seems to be that ``option`` cannot read, for an error; ``otherwise`` if nothing is recognised.
+def whole_number(content: Mapping[str, Any], *keys: str, least: int = 1, default: int | None = None) -> int:
+    """Return the value of the first of ``keys`` that an object of a JSON file has, or the default if it has none.
 
-    >>> what_it_is({"model_type": "gpt2"}, "--machine", "no numbers"), what_it_is({}, "--machine", "no numbers")
-    ('it is the config of a model, which --model reads', 'no numbers')
+    >>> whole_number({"heads": 8, "ffn": None}, "heads"), whole_number({"heads": 8, "ffn": None}, "ffn", default=4)
+    (8, 4)
+
+    Raises:
+        TopologyError: if the value is not a whole number from ``least`` on, or is missing without a default.
     """
-    if isinstance(content, list) and content and all(isinstance(row, Mapping) for row in content):
-        return "it is a list of runs, which --runs reads"
-    keys = set(content) if isinstance(content, Mapping) else set()
-    for reader, (kind, signs) in _KINDS.items():
-        if keys & signs and reader != option:
-            return f"it is {kind}{f', which {reader} reads' if reader else ''}"
-    return otherwise
+    key = next((key for key in keys if content.get(key) is not None), keys[0])
+    value = content.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        found = "is missing" if value is None else f"is {abridged(value)}"
+        raise TopologyError(f"{key!r} {found}; a whole number from {least} on must be there")
+    return value

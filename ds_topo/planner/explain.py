@@ -9,8 +9,8 @@ from ds_topo.planner import step_time
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.search import TIE, Found, Plan, Tally
-from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
-from ds_topo.planner.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, TO_OWNERS, Span
+from ds_topo.planner.stages import Costs, Stage, chunks_in_flight, stage_memory
+from ds_topo.planner.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, TO_OWNERS, Span, Spans
 from ds_topo.planner.work import Transfer
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
@@ -58,20 +58,19 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     micro_batches = layout.micro_batches(job.batch)
     passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
-    blocks = sum(count for count, _ in kind.blocks)
     updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
     factor = step_time.mirrored_bubble(layout.pipe, slowest)
     mirrored = f", x {factor:.2f} by DualPipeV" if job.software.mirrors else ""
     texts = {
         "compute": f"{micro_batches} micro-batches x ({_ms(slowest.compute_forward)} forward + "
-        f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({blocks} layers"
+        f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({len(kind.blocks)} layers"
         f"{', output' if kind.has_head else ''})",
         "recompute": f"{micro_batches} x {_ms(slowest.recompute)}, {layout.recompute.value}",
         "model": f"{micro_batches} x {_ms(slowest.messages[MODEL])} of messages among model={layout.model}, "
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(layout.activation_bytes(job) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         f"are equal{mirrored}",
@@ -85,7 +84,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     return [Term(name, seconds, texts[name]) for name, seconds in plan.time.parts().items() if seconds > 0]
 
 
-def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> str:
+def _gradients_text(costs: Costs, layout: Layout, spans: Spans) -> str:
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
@@ -228,7 +227,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     slots, world = costs.job.cluster.slots, layout.topology.world_size()
     hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
-    kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
+    kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.numbers}
     two_level = step_time.two_level_pays(costs, layout, step_time.layout_spans(costs, layout))
     traffic: list[dict[str, float]] = []
     for host in counted:
@@ -242,7 +241,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
 
 
 def _messages(
-    costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank: int
+    costs: Costs, layout: Layout, kinds: Mapping[int, Stage], rank: int
 ) -> Iterator[tuple[Transfer, Sequence[int]]]:
     """Yield everything that a rank sends in a step (``"send"``: to one rank), and the ranks that take part.
 
@@ -267,7 +266,7 @@ def _messages(
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), layout.activation_bytes(job)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
     for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
         yield Transfer(PIPE, "send", size / layout.model, times * micro_batches), (rank, peer)

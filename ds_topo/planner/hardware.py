@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner import read_json, what_it_is
+from ds_topo.planner import read_json
 
 GIGA, TERA = 1e9, 1e12
 CONTEXT_BYTES = 3e9
@@ -362,8 +362,8 @@ def read_machine(path: str | Path) -> Machine:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         wrong = f"{error} is missing" if isinstance(error, KeyError) else f"a value is of another type ({error})"
         raise TopologyError(
-            f"machine file {str(path)!r} cannot be used: {what_it_is(content, '--machine', wrong)}; give a file that "
-            "ds-topo plan --calibrate FILE or ds-topo check SPEC --json FILE has written"
+            f"machine file {str(path)!r} cannot be used: {wrong}; give a file that ds-topo plan --calibrate FILE or "
+            "ds-topo check SPEC --json FILE has written"
         ) from error
 
 

@@ -6,7 +6,7 @@ samples. ``layout_problem`` holds the rules that a layout must keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -250,33 +250,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of a micro-batch that one rank works on.
-
-    >>> Share(micro_batch=2, sequence=1024, seq=4).tokens
-    512.0
-    """
-
-    micro_batch: int
-    sequence: int
-    tensor: int = 1
-    seq: int = 1
-    sequence_parallel: bool = False
-    expert_parallel: int = 1
-    expert_load: float = 1.0
-
-    @property
-    def tokens(self) -> float:
-        """The tokens of a micro-batch for which this rank computes (its part of) attention and feed-forward layers."""
-        return self.micro_batch * self.sequence / self.seq
-
-    @property
-    def spread(self) -> int:
-        """The ranks that share the activations between tensor-parallel layers (``r`` in formulas)."""
-        return self.tensor if self.sequence_parallel else 1
-
-
-@dataclass(frozen=True)
 class Layout:
     """A layout of a job.
 
@@ -328,21 +301,22 @@ class Layout:
         """The ranks over which ZeRO partitions: those along ``shard``, or all replicas without that axis."""
         return self.topology.get_dim(SHARD) if SHARD in self.topology.axes else self.replicas
 
+    @property
+    def spread(self) -> int:
+        """The ranks that share the activations between tensor-parallel layers (``r`` in formulas)."""
+        return self.model if self.sequence_parallel else 1
+
     def micro_batches(self, batch: int) -> int:
         """Return the micro-batches of a replica in one step."""
         return batch // (self.data * self.micro_batch)
 
-    def share(self, job: Job) -> Share:
-        """Return a rank's part of a micro-batch."""
-        return Share(
-            self.micro_batch,
-            job.sequence,
-            self.model,
-            self.seq,
-            self.sequence_parallel,
-            self.expert_parallel,
-            job.expert_load,
-        )
+    def tokens(self, job: Job) -> float:
+        """Return the tokens of a micro-batch for which a rank computes (its part of) attention and other layers."""
+        return self.micro_batch * job.sequence / self.seq
+
+    def activation_bytes(self, job: Job) -> float:
+        """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""
+        return self.tokens(job) * job.model.hidden * job.precision.activation_bytes
 
     def details(self) -> list[str]:
         """Return the settings beside topology, micro-batch and ZeRO stage that are not the default, in words."""
@@ -358,90 +332,77 @@ class Layout:
         return ", ".join([self.topology.spec, f"micro-batch {self.micro_batch}", f"ZeRO {self.zero}", *self.details()])
 
 
-def degrees_problem(job: Job, pipe: int, data: int, seq: int, tensor: int) -> str | None:
-    """Return why these degrees do not divide heads, widths, layers, batch or positions, or None."""
+def layout_problem(job: Job, layout: Layout) -> str | None:
+    """Return the first rule that a layout breaks, or None."""
+    return next(_layout_problems(job, layout), None)
+
+
+def degree_problems(job: Job, pipe: int, data: int, seq: int, tensor: int) -> Iterator[str]:
+    """Yield why these degrees do not divide heads, widths, layers, batch or positions."""
     model, software, batch, heads = job.model, job.software, job.batch, job.model.heads
     if heads % tensor:
-        return f"model={tensor} does not divide the {heads} attention heads; choose one of {divisors(heads)}"
+        yield f"model={tensor} does not divide the {heads} attention heads; choose one of {divisors(heads)}"
     if seq > 1 and software.seq_exchange == "all_to_all" and (heads // tensor) % seq:
-        return f"seq={seq} does not divide the {heads // tensor} attention heads of a model rank"
+        yield f"seq={seq} does not divide the {heads // tensor} attention heads of a model rank"
     odd = [width for width in model.split_widths if width % tensor]
     if odd:
-        return f"model={tensor} does not divide the width {min(odd)} of a feed-forward layer"
+        yield f"model={tensor} does not divide the width {min(odd)} of a feed-forward layer"
     if pipe > max(model.layers, 1):
-        return f"pipe={pipe} is more than the {model.layers} layers"
+        yield f"pipe={pipe} is more than the {model.layers} layers"
     if batch % data:
         less = batch // data * data
         near = f"{less} or {less + data}" if less else f"{data}"
-        return f"data={data} does not divide the batch of {batch} sequences (a batch of {near} would do)"
+        yield f"data={data} does not divide the batch of {batch} sequences (a batch of {near} would do)"
     if job.sequence % seq:
-        return f"seq={seq} does not divide the {job.sequence} positions of a sequence"
+        yield f"seq={seq} does not divide the {job.sequence} positions of a sequence"
     if seq > 1 and not software.seq[pipe > 1]:
-        others = _programs(lambda other: other.seq[pipe > 1])
-        return f"{software.name} cannot split sequences{' in a pipeline' if pipe > 1 else ''} ({others})"
-    return None
+        others = _programs([other.seq[pipe > 1] for other in SOFTWARE.values()])
+        yield f"{software.name} cannot split sequences{' in a pipeline' if pipe > 1 else ''} ({others})"
 
 
-def layout_problem(job: Job, layout: Layout) -> str | None:
-    """Return the rule that a layout breaks, or None."""
-    model, batch, data, micro_batch = job.model, job.batch, layout.data, layout.micro_batch
+def _layout_problems(job: Job, layout: Layout) -> Iterator[str]:
+    """Yield the rules that a layout breaks. Those that follow a broken rule may not apply."""
+    model, software, batch, data = job.model, job.software, job.batch, layout.data
     unknown = [axis for axis in layout.topology.axes if axis not in AXES]
     if unknown:
-        return f"axes {unknown} cannot be planned; choose among {list(AXES)}"
+        yield f"axes {unknown} cannot be planned; choose among {list(AXES)}"
     if layout.topology.world_size() != job.cluster.ranks:
-        return f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
-    problem = degrees_problem(job, layout.pipe, data, layout.seq, layout.model)
-    problem = problem or _software_problem(job.software, job.precision, layout)
-    if problem:
-        return problem
+        yield f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
+    yield from degree_problems(job, layout.pipe, data, layout.seq, layout.model)
+    for number, (is_offered, problem) in enumerate(_abilities(software, job.precision, layout)):
+        if not is_offered:
+            offers = [list(_abilities(other, job.precision, layout))[number][0] for other in SOFTWARE.values()]
+            yield f"{software.name} {problem} ({_programs(offers)})"
+    if layout.virtual_stages > 1 and layout.pipe == 1:
+        yield f"{layout.virtual_stages} virtual stages need a pipeline, pipe=2 or more"
+    if layout.sequence_parallel and layout.model == 1:
+        yield "sequence parallelism needs a model axis, model=2 or more"
+    if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
+        stages = [stage for stage in software.zero_stages(layout.pipe, job.precision) if stage < 3]
+        yield f"{software.name} has no ZeRO 3 where experts are distributed over ranks, only {stages}"
     if layout.pipe * layout.virtual_stages > model.layers + 2:
-        return f"pipe={layout.pipe} x {layout.virtual_stages} virtual stages are too many for {model.layers} layers"
-    if batch % (data * micro_batch):
-        return (
-            f"the batch of {batch} sequences is not a multiple of data={data} x micro-batch {micro_batch}; "
+        yield f"pipe={layout.pipe} x {layout.virtual_stages} virtual stages are too many for {model.layers} layers"
+    if batch % (data * layout.micro_batch):
+        yield (
+            f"the batch of {batch} sequences is not a multiple of data={data} x micro-batch {layout.micro_batch}; "
             f"choose a micro-batch among {divisors(batch // data)}"
         )
     if job.sequence % (layout.seq * (layout.model if layout.sequence_parallel else 1)):
-        return f"{job.sequence} positions cannot be split over seq={layout.seq} x model={layout.model}"
+        yield f"{job.sequence} positions cannot be split over seq={layout.seq} x model={layout.model}"
     if model.positions and job.sequence > model.positions:
-        return f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
-    if layout.virtual_stages > 1 and layout.micro_batches(batch) % layout.pipe:
-        return f"virtual stages need a multiple of pipe={layout.pipe} micro-batches, not {layout.micro_batches(batch)}"
+        yield f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
     parts, count = 2 * layout.pipe, layout.micro_batches(batch)
-    if job.software.mirrors and layout.pipe > 1 and parts > min(count, model.layers + 2):
-        return f"DualPipeV on pipe={layout.pipe} needs {parts} micro-batches and layers, not {count} and {model.layers}"
-    return _experts_problem(model, layout)
-
-
-def _experts_problem(model: Model, layout: Layout) -> str | None:
-    size = layout.expert_parallel
-    if size == 1:
-        return None
-    if not model.expert_count:
-        return f"experts over {size} ranks, but the model has none"
-    if model.expert_count % size:
-        return f"{model.expert_count} experts cannot be distributed over {size} ranks"
+    if layout.virtual_stages > 1 and count % layout.pipe:
+        yield f"virtual stages need a multiple of pipe={layout.pipe} micro-batches, not {count}"
+    if software.mirrors and layout.pipe > 1 and parts > min(count, model.layers + 2):
+        yield f"DualPipeV on pipe={layout.pipe} needs {parts} micro-batches and layers, not {count} and {model.layers}"
+    size, experts = layout.expert_parallel, model.expert_count
+    if size > 1 and not experts:
+        yield f"experts over {size} ranks, but the model has none"
+    if experts % size:
+        yield f"{experts} experts cannot be distributed over {size} ranks"
     if layout.replicas % size:
-        return f"experts over {size} ranks: not a divisor of the {layout.replicas} replicas"
-    return None
-
-
-def _software_problem(software: Software, precision: Precision, layout: Layout) -> str | None:
-    """Return what the layout has and the program does not offer, and which programs offer it, or None."""
-    abilities = enumerate(_abilities(software, precision, layout))
-    lacking = [(number, problem) for number, (is_offered, problem) in abilities if not is_offered]
-    if lacking:
-        number, problem = lacking[0]
-        others = _programs(lambda other: list(_abilities(other, precision, layout))[number][0])
-        return f"{software.name} {problem} ({others})"
-    if layout.virtual_stages > 1 and layout.pipe == 1:
-        return f"{layout.virtual_stages} virtual stages need a pipeline, pipe=2 or more"
-    if layout.sequence_parallel and layout.model == 1:
-        return "sequence parallelism needs a model axis, model=2 or more"
-    if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
-        stages = [stage for stage in software.zero_stages(layout.pipe, precision) if stage < 3]
-        return f"{software.name} has no ZeRO 3 where experts are distributed over ranks, only {stages}"
-    return None
+        yield f"experts over {size} ranks: not a divisor of the {layout.replicas} replicas"
 
 
 def _abilities(software: Software, precision: Precision, layout: Layout) -> Iterator[tuple[bool, str]]:
@@ -455,7 +416,7 @@ def _abilities(software: Software, precision: Precision, layout: Layout) -> Iter
     yield software.shards or SHARD not in layout.topology.axes, "has no axis 'shard'"
 
 
-def _programs(offers: Callable[[Software], bool]) -> str:
-    """Return the programs that offer something, as advice."""
-    names = [software.name for software in SOFTWARE.values() if offers(software)]
+def _programs(offers: Sequence[bool]) -> str:
+    """Return the programs of ``SOFTWARE`` that offer something, as advice."""
+    names = [name for name, is_offered in zip(SOFTWARE, offers, strict=True) if is_offered]
     return f"--software {' or '.join(names)} can" if names else "nor can any other --software"

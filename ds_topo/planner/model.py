@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.planner import read_json, what_it_is
+from ds_topo.planner import read_json, whole_number
 
 MOST_LAYERS = 2048
 """More than any model has, and few enough to plan in seconds."""
@@ -411,8 +411,7 @@ def read_model(path: str | Path) -> Model:
         )
     config = read_json(path, "model")
     if not isinstance(config, Mapping) or "model_type" not in config:
-        wrong = what_it_is(config, "--model", "it has no model_type")
-        raise TopologyError(f"model {str(path)!r} cannot be used: {wrong}; give the config.json of Hugging Face")
+        raise TopologyError(f"model {str(path)!r} has no model_type: give the config.json of a model of Hugging Face")
     return model_from_config(config, name=str(config.get("_name_or_path") or path.resolve().parent.name))
 
 
@@ -433,105 +432,82 @@ def model_from_config(config: Mapping[str, Any], name: str = "") -> Model:
             f"model_type {family!r} is not a family that the planner knows ({known}): give its numbers by hand with "
             "--layers --hidden --heads --kv-heads --ffn --vocab --sequence (and --experts --top-k)"
         )
-    return FAMILIES[family](_Config(family, config), name or family)
+    try:
+        return FAMILIES[family](config, name or family)
+    except TopologyError as error:
+        raise TopologyError(f"config of family {family!r}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Config:
-    """A config whose values are checked when they are read."""
-
-    family: str
-    content: Mapping[str, Any]
-
-    def number(self, *keys: str, least: int = 1, default: int | None = None) -> int:
-        """Return the first of ``keys`` that is present, a whole number from ``least`` on."""
-        key = next((key for key in keys if self.content.get(key) is not None), keys[0])
-        value = self.content.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            found = "is missing" if value is None else f"is {abridged(value)}"
-            raise self.error(f"{key!r} {found}; a whole number from {least} on must be there")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.content.get(key)
-        return default if value is None else bool(value)
-
-    def numbers(self, key: str) -> list[int]:
-        values = self.content.get(key) or []
-        if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise self.error(f"{key!r} is {abridged(values)}; a list of whole numbers must be there")
-        return values
-
-    def head_width(self, hidden: int, heads: int) -> int:
-        if hidden % heads:
-            raise self.error(f"{heads} attention heads must divide the hidden size {hidden}")
-        return hidden // heads
-
-    def experts(self, count: int, width: int, shared: int = 0, gates: int = 0) -> Experts:
-        """Return ``count`` experts of a width, beside one of width ``shared`` whose output has ``gates``."""
-        hidden, top_k = self.number("hidden_size"), self.number("num_experts_per_tok")
-        if top_k > count:
-            raise self.error(f"'num_experts_per_tok' is {top_k}, more than the {count} experts")
-        of_width = partial(FeedForward, hidden, gated=True)
-        return Experts(count, top_k, of_width(width), hidden * (count + gates), of_width(shared) if shared else None)
-
-    def error(self, text: str) -> TopologyError:
-        return TopologyError(f"config of family {self.family!r}: {text}")
+def _is_set(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    return default if value is None else bool(value)
 
 
-def _gpt2(config: _Config, name: str) -> Model:
-    hidden, heads = config.number("n_embd"), config.number("n_head")
-    config.head_width(hidden, heads)  # raises if heads do not divide the hidden size
+def _experts(config: Mapping[str, Any], count: int, width: int, shared: int = 0, gates: int = 0) -> Experts:
+    """Return ``count`` experts of a width, beside one of width ``shared`` whose output has ``gates``."""
+    hidden, top_k = whole_number(config, "hidden_size"), whole_number(config, "num_experts_per_tok")
+    if top_k > count:
+        raise TopologyError(f"'num_experts_per_tok' is {top_k}, more than the {count} experts")
+    of_width = partial(FeedForward, hidden, gated=True)
+    return Experts(count, top_k, of_width(width), hidden * (count + gates), of_width(shared) if shared else None)
+
+
+def _gpt2(config: Mapping[str, Any], name: str) -> Model:
+    number = partial(whole_number, config)
     return transformer(
-        layers=config.number("n_layer"),
-        hidden=hidden,
-        heads=heads,
-        vocabulary=config.number("vocab_size"),
-        sequence=config.number("n_positions"),
-        ffn=config.number("n_inner", default=4 * hidden),
+        layers=number("n_layer"),
+        hidden=number("n_embd"),
+        heads=number("n_head"),
+        vocabulary=number("vocab_size"),
+        sequence=number("n_positions"),
+        ffn=number("n_inner", default=4 * number("n_embd")),
         gated=False,
-        tied=config.flag("tie_word_embeddings", True),
+        tied=_is_set(config, "tie_word_embeddings", True),
         name=name,
     )
 
 
-def _llama(config: _Config, name: str) -> Model:
+def _llama(config: Mapping[str, Any], name: str) -> Model:
     """Build Llama, Mistral or Qwen: RMSNorm, rotary positions, grouped queries, SwiGLU or experts."""
-    family, hidden, heads = config.family, config.number("hidden_size"), config.number("num_attention_heads")
-    bias = family in ("llama", "qwen3", "qwen3_moe") and config.flag("attention_bias")
-    bias_in = bias or family == "qwen2" or (family == "qwen2_moe" and config.flag("qkv_bias", True))
-    kv_heads = config.number("num_key_value_heads", default=heads)
+    number, family = partial(whole_number, config), config["model_type"]
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    bias = family in ("llama", "qwen3", "qwen3_moe") and _is_set(config, "attention_bias")
+    bias_in = bias or family == "qwen2" or (family == "qwen2_moe" and _is_set(config, "qkv_bias", True))
+    kv_heads, width = number("num_key_value_heads", default=heads), number("head_dim", default=0)
     if heads % kv_heads:
-        raise config.error(f"{kv_heads} key-value heads must divide the {heads} attention heads")
-    width = config.number("head_dim", default=0) or config.head_width(hidden, heads)
+        raise TopologyError(f"{kv_heads} key-value heads must divide the {heads} attention heads")
+    if not width and hidden % heads:
+        raise TopologyError(f"{heads} attention heads must divide the hidden size {hidden}")
+    width = width or hidden // heads
     norms = 2 * width if family in ("qwen3", "qwen3_moe") else 0
     attention = dense_attention(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias, norm_parameters=norms)
     if family == "mixtral":
-        experts = config.experts(config.number("num_local_experts"), config.number("intermediate_size"))
+        experts = _experts(config, number("num_local_experts"), number("intermediate_size"))
         return _decoder(config, name, attention, experts)
-    count = config.number("num_experts", "num_local_experts", least=0) if family.endswith("_moe") else 0
+    count = number("num_experts", "num_local_experts", least=0) if family.endswith("_moe") else 0
     if not count:
         return _decoder(config, name, attention)
-    shared = config.number("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
-    experts = config.experts(count, config.number("moe_intermediate_size"), shared, gates=1 if shared else 0)
-    dense_layers, step = set(config.numbers("mlp_only_layers")), config.number("decoder_sparse_step", default=1)
+    shared = number("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+    experts = _experts(config, count, number("moe_intermediate_size"), shared, gates=1 if shared else 0)
+    dense_layers, step = config.get("mlp_only_layers") or [], number("decoder_sparse_step", default=1)
+    if not isinstance(dense_layers, list) or not all(type(layer) is int for layer in dense_layers):
+        raise TopologyError(f"'mlp_only_layers' is {abridged(dense_layers)}; a list of whole numbers must be there")
     return _decoder(
         config, name, attention, experts, lambda layer: layer not in dense_layers and (layer + 1) % step == 0
     )
 
 
-def _deepseek(config: _Config, name: str) -> Model:
+def _deepseek(config: Mapping[str, Any], name: str) -> Model:
     """Build DeepSeek-V2 or V3: latent attention (arXiv:2405.04434), shared experts, dense first layers.
 
     V3's layers for predicting further tokens (``num_nextn_predict_layers``) are not part of ``transformers``' model and
     not counted. Neither is the router's correction bias, which is no parameter there.
     """
-    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    rope, nope, value = (config.number(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-    kv_rank, query_rank = config.number("kv_lora_rank"), config.number("q_lora_rank", least=0, default=0)
-    bias = config.flag("attention_bias")
+    number = partial(whole_number, config)
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    rope, nope, value = (number(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    kv_rank, query_rank = number("kv_lora_rank"), number("q_lora_rank", least=0, default=0)
+    bias = _is_set(config, "attention_bias")
     queries = heads * (nope + rope)
     linears = [Linear(hidden, queries, False, Split.COLUMN)]
     if query_rank:
@@ -542,40 +518,41 @@ def _deepseek(config: _Config, name: str) -> Model:
         Linear(heads * value, hidden, bias, Split.ROW),
     ]
     attention = Attention(heads, heads, nope + rope, value, tuple(linears), query_rank + kv_rank)
-    count = config.number("n_routed_experts", least=0, default=0)
+    count = number("n_routed_experts", least=0, default=0)
     if not count:
         return _decoder(config, name, attention)
-    width, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", least=0, default=0)
-    experts = config.experts(count, width, shared * width)
-    first_sparse = config.number("first_k_dense_replace", least=0, default=0)
-    every = config.number("moe_layer_freq", default=1)
+    width, shared = number("moe_intermediate_size"), number("n_shared_experts", least=0, default=0)
+    experts = _experts(config, count, width, shared * width)
+    first_sparse = number("first_k_dense_replace", least=0, default=0)
+    every = number("moe_layer_freq", default=1)
     return _decoder(config, name, attention, experts, lambda layer: layer >= first_sparse and layer % every == 0)
 
 
 def _decoder(
-    config: _Config,
+    config: Mapping[str, Any],
     name: str,
     attention: Attention,
     experts: Experts | None = None,
     has_experts: Callable[[int], bool] = lambda layer: True,
 ) -> Model:
     """Return a model with RMSNorm, rotary positions, and experts in those layers that have them."""
-    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    number = partial(whole_number, config)
+    hidden, layers = number("hidden_size"), number("num_hidden_layers")
     _check_layers(layers)
-    dense = FeedForward(hidden, config.number("intermediate_size"), gated=True, bias=config.flag("mlp_bias"))
+    dense = FeedForward(hidden, number("intermediate_size"), gated=True, bias=_is_set(config, "mlp_bias"))
     mlps = (experts if experts and has_experts(layer) else dense for layer in range(layers))
     return Model(
         name=name,
         hidden=hidden,
-        vocabulary=config.number("vocab_size"),
-        sequence=config.number("max_position_embeddings"),
+        vocabulary=number("vocab_size"),
+        sequence=number("max_position_embeddings"),
         blocks=tuple(Block(hidden, attention, mlp, 2 * hidden) for mlp in mlps),
         final_norm_parameters=hidden,
-        tied=config.flag("tie_word_embeddings"),
+        tied=_is_set(config, "tie_word_embeddings"),
     )
 
 
-FAMILIES: dict[str, Callable[[_Config, str], Model]] = {
+FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Model]] = {
     "gpt2": _gpt2,
     **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _llama),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek),

@@ -8,17 +8,16 @@ had none.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import inf
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ds_topo.errors import TopologyError, abridged
 from ds_topo.planner import job as jobs
-from ds_topo.planner import read_json, what_it_is
+from ds_topo.planner import read_json, whole_number
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
 from ds_topo.planner.job import Job, Layout, Recompute, Software
 from ds_topo.planner.model import Model, transformer
@@ -63,13 +62,7 @@ class Row:
         Raises:
             TopologyError: if it is missing and there is no default, or it is no such number.
         """
-        value = self.content.get(field)
-        if value is None and default is not None:
-            return default
-        least = 0 if field in MAY_BE_ZERO else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise TopologyError(f"{field!r} is {abridged(value)}; it must be a whole number from {least} on")
-        return value
+        return whole_number(self.content, field, least=0 if field in MAY_BE_ZERO else 1, default=default)
 
     def text(self, field: str, default: str = "") -> str:
         """Return a text field of the row."""
@@ -77,38 +70,26 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The reported value of a row: ``per_second / seconds of a step``, or with ``per_second`` 0 those seconds."""
-
-    key: str
-    value: float
-    per_second: float
-
-    def of(self, seconds: float) -> float:
-        """Return the metric of a step that takes so many seconds. The function is its own inverse."""
-        return self.per_second / seconds if self.per_second else seconds
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """A row, the planner's prediction for its layout, and the best layout that it finds for the same job."""
+    """A row, the planner's prediction for its layout, and the best layout that it finds for the same job.
+
+    Args:
+        metric: the name of the reported value that is compared.
+        published: the reported value.
+        predicted: the same by the planner's prediction.
+        error: the predicted throughput over the published one, minus one.
+        note: what the best layout changes, if it is much faster.
+    """
 
     row: Row
-    metric: Metric
+    metric: str
+    published: float
+    predicted: float
+    error: float
     plan: Plan
     fits: bool
     best: Plan | None
     note: str
-
-    @property
-    def predicted(self) -> float:
-        """The row's metric as the planner predicts it."""
-        return self.metric.of(self.plan.seconds)
-
-    @property
-    def error(self) -> float:
-        """The predicted throughput over the published one, minus one."""
-        return self.metric.of(self.metric.value) / self.plan.seconds - 1
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict for ``--json``."""
@@ -116,8 +97,8 @@ class Verdict:
             "row": self.row.number,
             "name": self.row.name,
             "source": self.row.text("source"),
-            "metric": self.metric.key,
-            "published": self.metric.value,
+            "metric": self.metric,
+            "published": self.published,
             "predicted": self.predicted,
             "error": self.error,
             "layout": str(self.plan.layout),
@@ -130,24 +111,6 @@ class Verdict:
         }
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The verdicts on all rows of a file, and the bound for their errors."""
-
-    verdicts: tuple[Verdict, ...]
-    within: float
-
-    @property
-    def median_error(self) -> float:
-        """The median of the absolute errors."""
-        return median(abs(verdict.error) for verdict in self.verdicts)
-
-    @property
-    def beyond(self) -> tuple[Verdict, ...]:
-        """The rows beyond the bound, or judged not to fit."""
-        return tuple(verdict for verdict in self.verdicts if abs(verdict.error) > self.within or not verdict.fits)
-
-
 def read_rows(path: str | Path) -> list[Row]:
     """Return the rows of a file.
 
@@ -156,16 +119,8 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     content = read_json(path, "runs")
     if not isinstance(content, list) or not content or not all(isinstance(row, Mapping) for row in content):
-        raise TopologyError(
-            f"runs {str(path)!r} must be a JSON list of objects, one for each run: "
-            f"{what_it_is(content, '--runs', 'it is something else')}"
-        )
+        raise TopologyError(f"runs {str(path)!r} must be a JSON list of objects, one for each run, and it is not")
     return [Row(row, number) for number, row in enumerate(content, start=1)]
-
-
-def judge_rows(rows: Sequence[Row], within: float) -> Judgement:
-    """Predict every row, and look for a better layout of its job."""
-    return Judgement(tuple(judge(row) for row in rows), within)
 
 
 def judge(row: Row, *, compare: bool = True, accelerator: Accelerator | None = None) -> Verdict:
@@ -178,12 +133,15 @@ def judge(row: Row, *, compare: bool = True, accelerator: Accelerator | None = N
     """
     try:
         job = row_job(row, accelerator)
-        metric = row_metric(row, job)
+        metric, published, per_second = row_metric(row, job)
         plan, fits = _planned(row, job)
         best, note = _better(row, job, plan) if compare and fits else (None, "")
     except TopologyError as error:
         raise TopologyError(f"row {row.number} ({row.name}): {error}") from error
-    return Verdict(row, metric, plan, fits, best, note)
+    seconds, predicted = published, plan.seconds
+    if per_second:
+        seconds, predicted = per_second / published, per_second / plan.seconds
+    return Verdict(row, metric, published, predicted, seconds / plan.seconds - 1, plan, fits, best, note)
 
 
 def row_job(row: Row, accelerator: Accelerator | None = None) -> Job:
@@ -231,8 +189,11 @@ def row_software(row: Row) -> Software:
     return jobs.MEGATRON_2021 if year <= 2021 else jobs.MEGATRON_2022 if year == 2022 else jobs.MEGATRON
 
 
-def row_metric(row: Row, job: Job) -> Metric:
-    """Return the metric that a row is judged by: of those that it reports, the one that needs the fewest conventions.
+def row_metric(row: Row, job: Job) -> tuple[str, float, float]:
+    """Return the name and the value of the metric that a row is judged by, and what it counts in a step.
+
+    Of the metrics that a row reports, it is the one that needs the fewest conventions. Its value is the count divided
+    by the seconds of a step; where the count is 0, the value is these seconds.
 
     ``model_tflops_per_gpu`` counts a causal mask's half of attention, as Megatron-Bridge does (737 TFLOP/s at
     292 tokens/s for Llama 3.1 405B is exactly that). ``tflops_per_gpu`` and ``mfu`` count all of it, as Megatron-LM and
@@ -266,7 +227,7 @@ def row_metric(row: Row, job: Job) -> Metric:
         raise TopologyError(f"{key!r} is {abridged(value)}; it must be a positive number")
     if key in ("mfu", "hfu") and value > 1.5:
         value = value / 100  # given in percent
-    return Metric(key, float(value), metrics[key])
+    return key, float(value), metrics[key]
 
 
 def recomputed_flops_per_token(model: Model, sequence: int) -> float:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
+from ds_topo.planner.job import AXES, Job, Layout, Recompute, degree_problems, layout_problem
 from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
@@ -61,10 +61,9 @@ class Wanted:
 
     def degree(self, axis: str) -> int | None:
         """Return the degree that an axis must have, or None."""
-        if self.topology is not None:
-            shard = self.topology.get_dim(SHARD) if axis == DATA else 1
-            return max(1, self.topology.get_dim(axis)) * max(1, shard)
         decided = dict(self.degrees)
+        if self.topology is not None:
+            decided = {one: max(1, self.topology.get_dim(one)) for one in AXES}
         if axis == DATA and DATA in decided:
             return decided[DATA] * decided.get(SHARD, 1)
         return decided.get(axis)
@@ -201,7 +200,7 @@ def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterat
         data = ranks // (pipe * seq * tensor)
         if wanted.degree(DATA) not in (None, data):
             continue
-        problem = degrees_problem(job, pipe, data, seq, tensor)
+        problem = next(degree_problems(job, pipe, data, seq, tensor), None)
         if problem:
             problems[problem] += 1
         else:

@@ -7,23 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
-from typing import TypeAlias
 
-from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Share, Software
+from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Software
 from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model
 from ds_topo.planner.work import PassCost, Work, block_work, embedding_work, head_work, measured_work, pass_cost
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that one pipeline rank holds: the blocks of all its virtual stages, and the ends of the model."""
+    """The layers that one pipeline rank holds: the blocks of all its virtual stages, and the ends of the model.
+
+    Several stages can hold the same layers. ``numbers`` are those of all of them, ascending; the first of them keeps
+    the most activations and waits the least.
+    """
 
     blocks: tuple[AnyBlock, ...]
     has_embedding: bool
     has_head: bool
+    numbers: tuple[int, ...] = ()
+
+    @cached_property
+    def runs(self) -> list[tuple[int, AnyBlock]]:
+        """The blocks, equal neighbors together, with how many there are of each."""
+        return [(len(list(run)), block) for block, run in groupby(self.blocks)]
+
+    @property
+    def first(self) -> int:
+        """The number of the first stage."""
+        return self.numbers[0]
+
+    @property
+    def count(self) -> int:
+        """The number of stages with these layers."""
+        return len(self.numbers)
 
 
 def even_stages(model: Model, pipe: int, virtual: int = 1) -> list[Stage]:
@@ -114,29 +133,6 @@ def _partitions(weights: tuple[int, ...], parts: int) -> list[tuple[float, float
 
 
 @dataclass(frozen=True)
-class StageKind:
-    """The stages that hold the same layers: their numbers, ascending, and the blocks with how many there are of each.
-
-    Of these stages, the first keeps the most activations and waits the least.
-    """
-
-    stages: tuple[int, ...]
-    blocks: tuple[tuple[int, AnyBlock], ...]
-    has_embedding: bool
-    has_head: bool
-
-    @property
-    def first(self) -> int:
-        """The number of the first stage."""
-        return self.stages[0]
-
-    @property
-    def count(self) -> int:
-        """The number of stages of this kind."""
-        return len(self.stages)
-
-
-@dataclass(frozen=True)
 class StageParameters:
     """The parameters of one rank of a stage before any sharding by ZeRO: outside experts, and experts'."""
 
@@ -175,24 +171,20 @@ class Sum:
         return sum(self.parts().values())
 
 
-Messages: TypeAlias = tuple[float, float, float]
-"""Seconds of messages over ``model``, over ``seq``, and to and from experts."""
-
-
 class Costs:
     """The costs of one job. Values that depend on few numbers of a layout are computed once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.messages: dict[tuple[object, ...], tuple[Messages, Messages]] = {}
+        self.messages: dict[tuple[object, ...], list[dict[str, float]]] = {}
         """Seconds of the messages of pieces in forward and backward, by piece and by the spans of their axes."""
         self.states: dict[tuple[int, ...], float] = {}
         """Bytes of the states of the fullest rank, by the numbers of a layout that decide them."""
-        self._pieces: dict[tuple[int | str, Share], PieceCost] = {}
-        self._kinds: dict[tuple[int, int], list[StageKind]] = {}
+        self._pieces: dict[tuple[int | str, ...], PieceCost] = {}
+        self._kinds: dict[tuple[int, int], list[Stage]] = {}
         self._parameters: dict[tuple[int, ...], StageParameters] = {}
 
-    def stage_kinds(self, layout: Layout) -> list[StageKind]:
+    def stage_kinds(self, layout: Layout) -> list[Stage]:
         """Return the stages of the layout's pipeline, equal ones together, in the order of their first."""
         pipe, virtual = key = layout.pipe, layout.virtual_stages
         if key not in self._kinds:
@@ -203,37 +195,32 @@ class Costs:
             if parts > pipe:
                 pairs = zip(stages[:pipe], reversed(stages[pipe:]), strict=True)
                 stages = [Stage(one.blocks + other.blocks, one.has_embedding, other.has_head) for one, other in pairs]
-            kinds: dict[tuple[object, ...], StageKind] = {}
+            kinds: dict[tuple[object, ...], Stage] = {}
             for number, stage in enumerate(stages):
-                blocks = tuple((len(list(run)), block) for block, run in groupby(stage.blocks))
-                same = (tuple((count, id(block)) for count, block in blocks), stage.has_embedding, stage.has_head)
-                before = kinds[same].stages if same in kinds else ()
-                kinds[same] = StageKind((*before, number), blocks, stage.has_embedding, stage.has_head)
+                same = (tuple(map(id, stage.blocks)), stage.has_embedding, stage.has_head)
+                kinds[same] = replace(stage, numbers=(*kinds.get(same, stage).numbers, number))
             self._kinds[key] = list(kinds.values())
         return self._kinds[key]
 
-    def pieces(self, kind: StageKind, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
+    def pieces(self, kind: Stage, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
         """Return how many of which pieces a stage has, and what of each is recomputed."""
-        share = layout.share(self.job)
-        dense = replace(share, expert_parallel=1, expert_load=1.0)
-        pieces = [
-            (count, self._piece(block, share if block.expert_parameters else dense), layout.recompute)
-            for count, block in kind.blocks
-        ]
+        pieces = [(count, self._piece(block, layout), layout.recompute) for count, block in kind.runs]
         for name, is_there in (("embedding", kind.has_embedding), ("head", kind.has_head)):
             if is_there and not self.job.model.is_measured:
-                pieces.append((1, self._piece(name, dense), Recompute.NONE))
+                pieces.append((1, self._piece(name, layout), Recompute.NONE))
         return pieces
 
-    def _piece(self, piece: AnyBlock | str, share: Share) -> PieceCost:
-        key = (piece if isinstance(piece, str) else id(piece), share)
+    def _piece(self, piece: AnyBlock | str, layout: Layout) -> PieceCost:
+        name, experts = (piece, 0) if isinstance(piece, str) else (id(piece), piece.expert_parameters)
+        sharers = layout.expert_parallel if experts else 1
+        key = (name, layout.micro_batch, layout.model, layout.seq, layout.spread, sharers)
         if key not in self._pieces:
             if isinstance(piece, MeasuredLayer):
-                work = measured_work(piece, share, self.job.precision)
+                work = measured_work(piece, layout, self.job)
             elif isinstance(piece, Block):
-                work = block_work(piece, share, self.job)
+                work = block_work(piece, layout, self.job)
             else:
-                work = embedding_work(share, self.job) if piece == "embedding" else head_work(share, self.job)
+                work = embedding_work(layout, self.job) if piece == "embedding" else head_work(layout, self.job)
             passes = (work.forward, work.backward, work.again)
             forward, backward, again = (pass_cost(one, self.job.cluster.accelerator) for one in passes)
             seconds = {Recompute.NONE: 0.0, Recompute.SELECTIVE: again.seconds, Recompute.FULL: forward.seconds}
@@ -244,13 +231,13 @@ class Costs:
         """Return the parameters of one rank of each kind of stage."""
         return [self.parameters(kind, layout) for kind in self.stage_kinds(layout)]
 
-    def parameters(self, kind: StageKind, layout: Layout) -> StageParameters:
+    def parameters(self, kind: Stage, layout: Layout) -> StageParameters:
         """Return the exact parameters of one rank of a stage. Both ends of a pipeline have a tied embedding."""
         key = (layout.pipe, layout.virtual_stages, kind.first, layout.model, layout.expert_parallel)
         if key not in self._parameters:
             model, tensor = self.job.model, layout.model
-            dense = sum(count * block.parameters(tensor) for count, block in kind.blocks)
-            experts = sum(count * block.expert_parameters for count, block in kind.blocks) // layout.expert_parallel
+            dense = sum(count * block.parameters(tensor) for count, block in kind.runs)
+            experts = sum(count * block.expert_parameters for count, block in kind.runs) // layout.expert_parallel
             rows = -(-model.vocabulary // tensor)  # a vocabulary that the degree does not divide is padded
             if kind.has_embedding:
                 dense += (rows + model.positions) * model.hidden
@@ -350,7 +337,7 @@ def largest_states(costs: Costs, layout: Layout) -> float:
     return costs.states[key]
 
 
-def stage_memory(costs: Costs, kind: StageKind, layout: Layout) -> MemoryUse:
+def stage_memory(costs: Costs, kind: Stage, layout: Layout) -> MemoryUse:
     """Return the bytes of a rank of one stage at its peak, which is in backward or in the update.
 
     Backward needs the states, the kept activations of the micro-batches in flight, one block's activations again under
@@ -369,7 +356,7 @@ def stage_memory(costs: Costs, kind: StageKind, layout: Layout) -> MemoryUse:
     return replace(states, activations=activations, working=working, buffers=buffers)
 
 
-def _activation_bytes(costs: Costs, kind: StageKind, layout: Layout) -> tuple[float, float]:
+def _activation_bytes(costs: Costs, kind: Stage, layout: Layout) -> tuple[float, float]:
     """Return the bytes that forward keeps for all micro-batches in flight, and those that backward adds."""
     job = costs.job
     kept = working = again = output = 0.0
@@ -384,12 +371,11 @@ def _activation_bytes(costs: Costs, kind: StageKind, layout: Layout) -> tuple[fl
     if job.software.eager and layout.pipe > 1:
         # DeepSpeed's pipeline has at least two buffers, each with an input and an output
         buffers = max(2, chunks)
-        share = layout.share(job)
-        received = share.tokens * job.model.hidden * job.precision.activation_bytes / share.spread
-        activations += buffers * output + (buffers - chunks) * (received if kind.first else 0.0)
+        received = layout.activation_bytes(job) / layout.spread if kind.first else 0.0
+        activations += buffers * output + (buffers - chunks) * received
     if micro_batches > 1 or layout.pipe > 1:
         # a weight's gradient exists on its own before it is added to the sum
-        largest = max((block.largest_linear(layout.model) for _, block in kind.blocks), default=0)
+        largest = max((block.largest_linear(layout.model) for _, block in kind.runs), default=0)
         working += largest * job.precision.activation_bytes
     return activations, working + again
 

@@ -8,16 +8,17 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, gcd, log2
+from typing import TypeAlias
 
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
-from ds_topo.planner.stages import Costs, Messages, PieceCost, StageKind, Sum
-from ds_topo.planner.work import Cover, Transfer
+from ds_topo.planner.stages import Costs, PieceCost, Stage, Sum
+from ds_topo.planner.work import Cover, Pass, PassCost, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
@@ -68,6 +69,10 @@ class Span:
         return self.hosts > 1
 
 
+Spans: TypeAlias = Mapping[str, Span]
+"""The span of every group of a layout, by axis or group."""
+
+
 def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
     """Return the span of every group of the layout, by axis or group."""
     topology, slots, world = layout.topology, costs.job.cluster.slots, costs.job.cluster.ranks
@@ -79,8 +84,9 @@ def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
     if SHARD in topology.axes:
         spans[SHARD] = span_of(factors_of(topology, [SHARD]), world, slots)
         spans[COPIES] = span_of(factors_of(topology, [DATA, SEQ]), world, slots)
-    if costs.job.model.tied:
-        spans[ENDS] = ends_span(factors[PIPE], world, slots)
+    if costs.job.model.tied and layout.pipe > 1:
+        [(stages, stride)] = factors[PIPE]
+        spans[ENDS] = ends_span(stages, stride, world, slots)
     if costs.job.model.expert_count:
         near, far = split_factors(replicas, layout.expert_parallel)
         spans[EXPERT] = span_of(near, world, slots)
@@ -115,18 +121,15 @@ def split_factors(factors: Factors, inner: int) -> tuple[Factors, Factors]:
 
 
 @lru_cache(maxsize=4096)
-def ends_span(factors: Factors, world: int, slots: int) -> Span:
-    """Return the span of the pairs of a first and a last stage, which share a tied embedding, from ``pipe``'s factors.
+def ends_span(stages: int, stride: int, world: int, slots: int) -> Span:
+    """Return the span of the pairs of a first and a last stage, which share a tied embedding.
 
-    >>> ends_span(((4, 2),), world=8, slots=4).ring_edges
+    >>> ends_span(stages=4, stride=2, world=8, slots=4).ring_edges
     2
     """
-    if not factors:
-        return Span(1, 1, slots, 0, 0, 0)
-    [(size, stride)] = factors
-    reach = (size - 1) * stride
+    reach = (stages - 1) * stride
     edges = max(
-        sum(rank // stride % size == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
+        sum(rank // stride % stages == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
         for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
     )
     return Span(2, 2 if edges else 1, slots, edges, edges, edges)
@@ -139,8 +142,6 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     >>> span_of(((2, 1),), world=8, slots=4).hosts, span_of(((2, 4),), world=8, slots=4)
     (1, Span(size=2, hosts=2, groups=4, ring_edges=4, remote_pairs=4, forward_edges=4))
     """
-    if not factors:
-        return Span(1, 1, slots, 0, 0, 0)
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     offsets = sorted(offsets_of(factors))
     hosts = -(-world // slots)
@@ -171,7 +172,7 @@ def _ranks_on(host: int, world: int, slots: int) -> range:
     return range(host * slots, min((host + 1) * slots, world))
 
 
-def senders_on_one_link(spans: Mapping[str, Span]) -> tuple[int, int]:
+def senders_on_one_link(spans: Spans) -> tuple[int, int]:
     """Return how many stages send their collectives over one host's link, and how many independent replicas of each.
 
     Both are 1 if no collective of a pass leaves a host. Replicas that exchange tokens with experts count as one.
@@ -183,12 +184,12 @@ def senders_on_one_link(spans: Mapping[str, Span]) -> tuple[int, int]:
     return spans[PIPE].size // spans[PIPE].hosts, replicas
 
 
-def with_sends_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
+def with_sends_shared(spans: Spans, share: float) -> dict[str, Span]:
     """Return the spans with a share of the pipeline's sends to other hosts."""
     return {**spans, PIPE: replace(spans[PIPE], forward_edges=spans[PIPE].forward_edges * share)}
 
 
-def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
+def with_link_shared(spans: Spans, share: float) -> dict[str, Span]:
     """Return the spans with a share of the edges between hosts: those that are busy at the same time."""
     return {
         axis: replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
@@ -419,10 +420,7 @@ def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float
     """
     job, ranks = costs.job, costs.job.cluster.ranks
     degrees = {PIPE: layout.pipe, SEQ: layout.seq, MODEL: layout.model, EXPERT: layout.expert_parallel}
-    best = {
-        axis: span_of(((degree, 1),) if degree > 1 else (), ranks, job.cluster.slots)
-        for axis, degree in degrees.items()
-    }
+    best = {axis: span_of(((degree, 1),), ranks, job.cluster.slots) for axis, degree in degrees.items()}
     kinds = costs.stage_kinds(layout)
     totals = [stage_pass(costs, kind, layout, best).total for kind in kinds]
     every = sum(kind.count * total for kind, total in zip(kinds, totals, strict=True))
@@ -448,7 +446,7 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
 
 
-def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
+def stage_pass(costs: Costs, kind: Stage, layout: Layout, spans: Spans) -> PassTime:
     """Return the seconds of one micro-batch in all chunks of one stage."""
     compute_forward = compute_backward = recomputed = forward = backward = 0.0
     messages = dict.fromkeys(PASS_AXES, 0.0)
@@ -459,29 +457,26 @@ def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str
         compute_forward += count * cost.forward.seconds
         compute_backward += count * cost.backward.seconds
         recomputed += count * again
-        forward += count * (cost.forward.seconds + sum(ahead))
-        backward += count * (cost.backward.seconds + again + sum(back) + (times - 1) * sum(ahead))
-        for axis, one, other in zip(PASS_AXES, ahead, back, strict=True):
-            messages[axis] += count * (times * one + other)
+        forward += count * (cost.forward.seconds + sum(ahead.values()))
+        backward += count * (cost.backward.seconds + again + sum(back.values()) + (times - 1) * sum(ahead.values()))
+        for axis in PASS_AXES:
+            messages[axis] += count * (times * ahead[axis] + back[axis])
     return PassTime(compute_forward, compute_backward, recomputed, messages, forward, backward)
 
 
-def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple[Messages, Messages]:
-    """Return the seconds of a piece's messages in forward and in backward that nothing covers."""
+def _messages(costs: Costs, cost: PieceCost, spans: Spans) -> list[dict[str, float]]:
+    """Return the seconds of a piece's messages in forward and in backward that nothing covers, by axis."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
     if key not in costs.messages:
         passes = (cost.work.forward, cost.forward), (cost.work.backward, cost.backward)
-        ahead, back = (_bare_seconds(costs, work.transfers, one.covers, spans) for work, one in passes)
-        costs.messages[key] = ahead, back
+        costs.messages[key] = [_bare_seconds(costs, work, one, spans) for work, one in passes]
     return costs.messages[key]
 
 
-def _bare_seconds(
-    costs: Costs, transfers: Iterable[Transfer], covers: Mapping[Cover, float], spans: Mapping[str, Span]
-) -> Messages:
+def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dict[str, float]:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
     covered: dict[tuple[Cover, str], float] = {}
-    for transfer in transfers:
+    for transfer in work.transfers:
         span = spans[transfer.axis]
         if span.size == 1:
             continue
@@ -493,11 +488,11 @@ def _bare_seconds(
             key = (transfer.cover, transfer.axis)
             covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
     for (cover, axis), hidden in covered.items():
-        seconds[axis] += max(0.0, hidden - covers[cover])
-    return seconds[MODEL], seconds[SEQ], seconds[EXPERT]
+        seconds[axis] += max(0.0, hidden - cost.covers[cover])
+    return seconds
 
 
-def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
+def shared_spans(costs: Costs, layout: Layout) -> tuple[Spans, Spans]:
     """Return the spans of a layout's axes in a stage's own passes, and in those of others that make its bubble.
 
     On CPUs, stages of a pipeline and replicas share a host's link: only the edges that are busy at the same time count.
@@ -538,12 +533,7 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
-def activation_bytes(costs: Costs, layout: Layout) -> float:
-    """Return the bytes of a micro-batch's activations between stages, over all ranks of ``model``."""
-    return layout.share(costs.job).tokens * costs.job.model.hidden * costs.job.precision.activation_bytes
-
-
-def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
+def _send_seconds(costs: Costs, layout: Layout, spans: Spans) -> float:
     """Return the seconds to send one activation to the next stage, on average over stages.
 
     Tensor-parallel peers send a part each. They gather it there unless it stays split along the sequence (Narayanan et
@@ -551,7 +541,7 @@ def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> fl
     """
     if layout.pipe == 1:
         return 0.0
-    cluster, size = costs.job.cluster, activation_bytes(costs, layout)
+    cluster, size = costs.job.cluster, layout.activation_bytes(costs.job)
     span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
     within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
     leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
@@ -562,9 +552,7 @@ def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> fl
     return sent + gathers * collective_seconds("all_gather", size, spans[MODEL], cluster)
 
 
-def _replica_seconds(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], passes: list[PassTime]
-) -> tuple[float, float]:
+def _replica_seconds(costs: Costs, layout: Layout, spans: Spans, passes: list[PassTime]) -> tuple[float, float]:
     """Return the exposed seconds of reducing gradients, and of gathering parameters.
 
     A stage's reduction runs during its own last backward, and while the stages before it still compute. ZeRO 2 reduces
@@ -575,7 +563,7 @@ def _replica_seconds(
     reduced = gathered = 0.0
     for kind, one in zip(costs.stage_kinds(layout), passes, strict=True):
         reduce, gather, of_copies = _replica_collectives(costs, layout, spans, kind)
-        last_layer = 1 / max(1, sum(count for count, _ in kind.blocks))
+        last_layer = 1 / max(1, len(kind.blocks))
         if layout.zero == 3:
             exposed = max(0.0, gather - one.forward) + max(0.0, gather + reduce - one.backward)
             felt = COVERED_FELT * (2 * gather + reduce - exposed)
@@ -597,16 +585,14 @@ def _replica_seconds(
     return reduced, gathered
 
 
-def _replica_collectives(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: StageKind
-) -> tuple[float, float, float]:
+def _replica_collectives(costs: Costs, layout: Layout, spans: Spans, kind: Stage) -> tuple[float, float, float]:
     """Return the seconds of one reduction of a stage's gradients, one gathering of its parameters, and one sum.
 
     The sum is that of a partition's gradients over its copies, in the last micro-batch.
     """
     cluster = costs.job.cluster
     reduce = gather = of_copies = 0.0
-    calls = max(1, sum(layers for layers, _ in kind.blocks))  # about one for each layer
+    calls = max(1, len(kind.blocks))  # about one for each layer
     levels = two_level_pays(costs, layout, spans)
     for message in gradient_messages(costs, layout, kind):
         operation, span = message.operation, spans[message.axis]
@@ -622,7 +608,7 @@ def _replica_collectives(
     return reduce, gather, of_copies
 
 
-def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[Transfer]:
+def gradient_messages(costs: Costs, layout: Layout, kind: Stage) -> list[Transfer]:
     """Return a step's reductions of gradients and gatherings of parameters.
 
     ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
@@ -662,7 +648,7 @@ def tied_bytes(costs: Costs, layout: Layout) -> float:
     return job.model.vocabulary * job.model.hidden / layout.model * job.software.reduced_bytes(job.precision)
 
 
-def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> bool:
+def two_level_pays(costs: Costs, layout: Layout, spans: Spans) -> bool:
     """Return True if reducing gradients inside hosts and then across hosts is faster than one ring."""
     job, span = costs.job, spans[GRADIENTS]
     if not job.software.two_level or span.hosts == 1 or span.size // span.hosts == 1:
@@ -701,14 +687,14 @@ def _optimizer_seconds(costs: Costs, layout: Layout) -> float:
     return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
 
 
-def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
+def _agreement_seconds(costs: Costs, spans: Spans) -> float:
     """Return the seconds of a step's small collectives, each over the axis that takes longest."""
     wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
     longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in wide), default=0.0)
     return costs.job.software.agreements * longest
 
 
-def _program_seconds(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> float:
+def _program_seconds(costs: Costs, kind: Stage, layout: Layout, spans: Spans) -> float:
     """Return the seconds of the program's own work in a step of one rank; 0 on GPUs, which compute meanwhile."""
     cluster = costs.job.cluster
     if not cluster.is_cpu:
@@ -737,6 +723,6 @@ def _shared_seconds(costs: Costs, layout: Layout, passes: list[PassTime], each: 
     ranks_per_stage = cluster.ranks / layout.pipe
     kinds = costs.stage_kinds(layout)
     work = sum(kind.count * micro_batches * one.computing for kind, one in zip(kinds, passes, strict=True))
-    sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * activation_bytes(costs, layout)
+    sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * layout.activation_bytes(costs.job)
     copies = sent / cluster.inside.bandwidth / cluster.ranks
     return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors + copies

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ds_topo.planner.hardware import Accelerator
-from ds_topo.planner.job import Job, Precision, Recompute, Share, Software
+from ds_topo.planner.job import Job, Layout, Precision, Recompute, Software
 from ds_topo.planner.model import Attention, Block, Experts, FeedForward, Linear, MeasuredLayer, Split
 
 DROPOUT_MASK_BYTES = 1
@@ -84,6 +84,8 @@ class Transfer:
     bare: float = 0.0
 
 
+Products: TypeAlias = tuple[Product, ...]
+Transfers: TypeAlias = tuple[Transfer, ...]
 Addable = TypeVar("Addable", bound="_Addable")
 
 
@@ -99,11 +101,11 @@ class _Addable:
 class Pass(_Addable):
     """Forward or backward of a piece."""
 
-    products: tuple[Product, ...] = ()
+    products: Products = ()
     cores: tuple[Core, ...] = ()
     memory_bytes: float = 0.0
     kernels: int = 0
-    transfers: tuple[Transfer, ...] = ()
+    transfers: Transfers = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Work(_Addable):
     output: float = 0.0
 
 
-def block_work(block: Block, share: Share, job: Job) -> Work:
+def block_work(block: Block, layout: Layout, job: Job) -> Work:
     """Return the work of a transformer layer.
 
     Kept bytes, with half-precision activations, dropout and scores in memory, are Korthikanti et al.'s
@@ -150,20 +152,22 @@ def block_work(block: Block, share: Share, job: Job) -> Work:
     >>> from ds_topo.planner.hardware import accelerator_of, cluster_of
     >>> from ds_topo.planner.job import FP16, MEGATRON_2022
     >>> from ds_topo.planner.model import transformer
+    >>> from ds_topo.topology.process_topology import ProcessTopology
     >>> model = transformer(layers=1, hidden=1024, heads=16, vocabulary=8, sequence=2048)
     >>> job = Job(model, cluster_of(accelerator_of("A100"), 1), 4, 2048, FP16, MEGATRON_2022)
-    >>> work = block_work(model.blocks[0], Share(4, 2048, tensor=8, sequence_parallel=True), job)
+    >>> layout = Layout(ProcessTopology.from_spec("model=8"), micro_batch=4, sequence_parallel=True)
+    >>> work = block_work(model.blocks[0], layout, job)
     >>> work.kept.none / (4 * 2048 * 1024) == 34 / 8 + 5 * 16 * 2048 / 1024 / 8
     True
     """
-    attention = _attention_work(block.attention, share, job)
+    attention = _attention_work(block.attention, layout, job)
     if isinstance(block.mlp, Experts):
-        mlp = _experts_work(block.mlp, share, job)
+        mlp = _experts_work(block.mlp, layout, job)
     else:
-        mlp = _feed_forward_work(block.mlp, share.tokens, share.tensor, job)
-    around = _around_work(block, share, job)
+        mlp = _feed_forward_work(block.mlp, layout.tokens(job), layout.model, job)
+    around = _around_work(block, layout, job)
     work = attention + mlp + around
-    output = share.tokens * block.hidden * job.precision.activation_bytes / share.spread
+    output = layout.tokens(job) * block.hidden * job.precision.activation_bytes / layout.spread
     return replace(
         work,
         kept=replace(work.kept, full=output),
@@ -172,12 +176,13 @@ def block_work(block: Block, share: Share, job: Job) -> Work:
     )
 
 
-def measured_work(layer: MeasuredLayer, share: Share, precision: Precision) -> Work:
+def measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
     """Return the work of a live module's layer for a micro-batch, from the measurement of one sequence.
 
     In backward, products have twice their work and other operators twice their traffic.
     """
-    size, count = precision.activation_bytes, share.micro_batch * share.sequence / layer.positions / share.seq
+    precision = job.precision
+    size, count = precision.activation_bytes, layout.micro_batch * job.sequence / layer.positions / layout.seq
     forward, backward = _products(
         (
             (item.rows, item.inner, item.columns, item.count * count)
@@ -188,7 +193,7 @@ def measured_work(layer: MeasuredLayer, share: Share, precision: Precision) -> W
         precision.products,
         size,
     )
-    core, core_back = _cores(layer.core_flops * count, share, layer.core_width, precision)
+    core, core_back = _cores(layer.core_flops * count, layer.core_width, job)
     traffic, output = layer.values * size * count, layer.output * size * count
     kept = layer.kept * size * count + layer.kept_indices * count
     return Work(
@@ -200,32 +205,32 @@ def measured_work(layer: MeasuredLayer, share: Share, precision: Precision) -> W
     )
 
 
-def embedding_work(share: Share, job: Job) -> Work:
+def embedding_work(layout: Layout, job: Job) -> Work:
     """Return the work of the vocabulary-parallel look-up of tokens (and positions)."""
-    result = share.tokens * job.model.hidden * job.precision.activation_bytes
-    traffic = 2 * result / share.tensor + (3 * result if job.model.positions else 0) / share.spread
-    indices = share.tokens * 8
+    result = layout.activation_bytes(job)
+    traffic = 2 * result / layout.model + (3 * result if job.model.positions else 0) / layout.spread
+    indices = layout.tokens(job) * 8
     return Work(
-        forward=Pass(memory_bytes=traffic, kernels=4, transfers=_summed(share, result)),
-        backward=Pass(memory_bytes=2 * traffic, kernels=4, transfers=_gathered(share, result)),
+        forward=Pass(memory_bytes=traffic, kernels=4, transfers=_summed(layout, result)),
+        backward=Pass(memory_bytes=2 * traffic, kernels=4, transfers=_gathered(layout, result)),
         kept=Kept(indices, indices, indices),
-        output=result / share.spread,
+        output=result / layout.spread,
     )
 
 
-def head_work(share: Share, job: Job) -> Work:
+def head_work(layout: Layout, job: Job) -> Work:
     """Return the work of the last norm, the output layer and the cross entropy, with logits split over ``model``."""
     model, precision = job.model, job.precision
-    hidden = share.tokens * model.hidden * precision.activation_bytes
-    logits = share.tokens * (model.vocabulary / share.tensor)
-    shape = share.tokens, model.hidden, model.vocabulary // share.tensor, 1
+    hidden = layout.activation_bytes(job)
+    logits = layout.tokens(job) * (model.vocabulary / layout.model)
+    shape = layout.tokens(job), model.hidden, model.vocabulary // layout.model, 1
     product, products_back = _products([shape], precision.attention, precision.activation_bytes)
-    gathers = _gathered(share, hidden)
-    sums = (Transfer("model", "all_reduce", share.tokens * 4, 3),)
+    gathers = _gathered(layout, hidden)
+    sums = (Transfer("model", "all_reduce", layout.tokens(job) * 4, 3),)
     # kept: the norm's input and output, the softmax in fp32 (and its logits, if they are another tensor)
-    kept = 2 * hidden / share.spread + logits * 4
-    traffic, traffic_back = (norm * hidden / share.spread + logits * LOGIT_BYTES / 2 for norm in (2, 3))
-    summed = _summed(share, hidden) + (gathers if job.software.regathers else ())
+    kept = 2 * hidden / layout.spread + logits * 4
+    traffic, traffic_back = (norm * hidden / layout.spread + logits * LOGIT_BYTES / 2 for norm in (2, 3))
+    summed = _summed(layout, hidden) + (gathers if job.software.regathers else ())
     return Work(
         forward=Pass(product, (), traffic, 10, gathers + sums),
         backward=Pass(products_back, (), traffic_back, 10, summed),
@@ -235,10 +240,10 @@ def head_work(share: Share, job: Job) -> Work:
     )
 
 
-def _attention_work(attention: Attention, share: Share, job: Job) -> Work:
+def _attention_work(attention: Attention, layout: Layout, job: Job) -> Work:
     """Return the work of projections and core, of ``2 T s a (key width + value width) / t`` FLOPs, half if causal."""
     precision, dropout = job.precision, job.model.dropout
-    tokens, tensor, size = share.tokens, share.tensor, precision.activation_bytes
+    tokens, tensor, size = layout.tokens(job), layout.model, precision.activation_bytes
     forward, backward, casts = _linears(attention.linears, tokens, tensor, precision)
     queries = attention.heads * attention.key_width / tensor
     values = attention.heads * attention.value_width / tensor
@@ -248,12 +253,12 @@ def _attention_work(attention: Attention, share: Share, job: Job) -> Work:
     moved = 2 * inputs + (2 * (queries + key_values / 2) if attention.rotary else 0)
     low_rank = sum(linear.outputs for linear in attention.linears[:-1] if linear.split is Split.WHOLE)
     kept = tokens * size * (inputs + values + 2 * low_rank)
-    scores = tokens * share.sequence * attention.heads / tensor
+    scores = tokens * job.sequence * attention.heads / tensor
     forward_bytes, backward_bytes = (tokens * size * moved + cast for cast in casts)
-    send, receive = _sequence_exchange(attention, share, job)
+    send, receive = _sequence_exchange(attention, layout, job)
     if job.software.flash_attention:
         flops = 2.0 * scores * (attention.key_width + attention.value_width) / 2
-        core, core_back = _cores(flops, share, attention.key_width, precision)
+        core, core_back = _cores(flops, attention.key_width, job)
         kept += tokens * attention.heads / tensor * 4
         return Work(
             forward=Pass(forward, core, forward_bytes, 6, send),
@@ -262,10 +267,10 @@ def _attention_work(attention: Attention, share: Share, job: Job) -> Work:
         )
     # bytes per score: written, read and written by softmax, (by dropout, with its mask,) read
     score_forward, score_backward = (6.5 * size, 9.5 * size) if dropout else (4 * size, 7 * size)
-    pairs = share.micro_batch * attention.heads / tensor
-    rows = share.sequence / share.seq
-    first = Product(rows, share.sequence, attention.key_width, precision.attention, pairs, 0.0)
-    second = Product(rows, attention.value_width, share.sequence, precision.attention, pairs, 0.0)
+    pairs = layout.micro_batch * attention.heads / tensor
+    rows = job.sequence / layout.seq
+    first = Product(rows, job.sequence, attention.key_width, precision.attention, pairs, 0.0)
+    second = Product(rows, attention.value_width, job.sequence, precision.attention, pairs, 0.0)
     kept_scores = scores * (2 * size + (DROPOUT_MASK_BYTES if dropout else -size))
     return Work(
         forward=Pass((*forward, first, second), (), forward_bytes + score_forward * scores, 10, send),
@@ -278,9 +283,9 @@ def _attention_work(attention: Attention, share: Share, job: Job) -> Work:
     )
 
 
-def _cores(flops: float, share: Share, width: int, precision: Precision) -> tuple[tuple[Core, ...], tuple[Core, ...]]:
+def _cores(flops: float, width: int, job: Job) -> tuple[tuple[Core, ...], tuple[Core, ...]]:
     """Return attention's core in forward and in backward, which has two and a half times the FLOPs."""
-    forward = Core(flops, share.sequence, width, precision.attention)
+    forward = Core(flops, job.sequence, width, job.precision.attention)
     return (forward,), (replace(forward, flops=2.5 * flops, backward=True),)
 
 
@@ -307,21 +312,21 @@ def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job,
     )
 
 
-def _experts_work(experts: Experts, share: Share, job: Job) -> Work:
+def _experts_work(experts: Experts, layout: Layout, job: Job) -> Work:
     """Return the work of routing, the exchange of tokens over the expert group, experts, and shared experts.
 
     Each rank sends its ``T top_k`` rows of ``h`` values (and the rows that pad experts to equal load) out and gets them
     back, in forward and again in backward.
     """
     hidden, size = experts.expert.hidden, job.precision.activation_bytes
-    rows = share.tokens * experts.top_k * share.expert_load
-    local = experts.count / share.expert_parallel
+    rows = layout.tokens(job) * experts.top_k * job.expert_load
+    local = experts.count / layout.expert_parallel
     moved = rows * hidden * size
-    scores = share.tokens * experts.count * 4
-    router = Product(share.tokens, experts.count, hidden, job.precision.attention)
+    scores = layout.tokens(job) * experts.count * 4
+    router = Product(layout.tokens(job), experts.count, hidden, job.precision.attention)
     exchange = (Transfer("expert", "all_to_all", moved, 2),)
     # kept: rows as the experts get them, results before they are weighted, the router's scores
-    kept = moved + share.tokens * experts.top_k * hidden * size + 2 * scores
+    kept = moved + layout.tokens(job) * experts.top_k * hidden * size + 2 * scores
     routing = Work(
         forward=Pass((router,), (), 6 * moved + 6 * scores, 12, exchange),
         backward=Pass((router, router), (), 8 * moved + 12 * scores, 20, exchange),
@@ -330,21 +335,21 @@ def _experts_work(experts: Experts, share: Share, job: Job) -> Work:
     )
     work = routing + _feed_forward_work(experts.expert, rows / local, 1, job, local)
     if experts.shared:
-        work += _feed_forward_work(experts.shared, share.tokens, share.tensor, job)
+        work += _feed_forward_work(experts.shared, layout.tokens(job), layout.model, job)
     return work
 
 
-def _around_work(block: Block, share: Share, job: Job) -> Work:
+def _around_work(block: Block, layout: Layout, job: Job) -> Work:
     """Return the work of two norms, two residual sums (with dropout), and the messages of tensor parallelism."""
     precision, software, dropout = job.precision, job.software, job.model.dropout
-    whole = share.tokens * block.hidden * precision.activation_bytes
-    part = whole / share.spread
+    whole = layout.tokens(job) * block.hidden * precision.activation_bytes
+    part = whole / layout.spread
     forward_bytes = part * (4 + (7 if dropout else 6))
     backward_bytes = part * (6 + (11 if dropout else 6))
-    forward, backward = _tensor_messages(share, whole, software)
-    norm_outputs = share.tokens * block.hidden * precision.input_bytes
-    norm_outputs /= share.spread if software.regathers else 1
-    masks = share.tokens * block.hidden * DROPOUT_MASK_BYTES / share.spread if dropout else 0.0
+    forward, backward = _tensor_messages(layout, whole, software)
+    norm_outputs = layout.tokens(job) * block.hidden * precision.input_bytes
+    norm_outputs /= layout.spread if software.regathers else 1
+    masks = layout.tokens(job) * block.hidden * DROPOUT_MASK_BYTES / layout.spread if dropout else 0.0
     kept = 2 * part + 2 * masks
     return Work(
         forward=Pass((), (), forward_bytes, 4, forward),
@@ -355,9 +360,7 @@ def _around_work(block: Block, share: Share, job: Job) -> Work:
     )
 
 
-def _tensor_messages(
-    share: Share, size: float, software: Software
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+def _tensor_messages(layout: Layout, size: float, software: Software) -> tuple[Transfers, Transfers]:
     """Return the messages of tensor parallelism in one block, in forward and in backward.
 
     It sums ``T h B`` bytes after attention and after the feed-forward layer, and again in backward (Narayanan et al.,
@@ -370,8 +373,8 @@ def _tensor_messages(
     """
     beside = Cover.PRODUCTS if software.overlaps_model_backward else Cover.NOTHING
     pieces = Cover.PRODUCTS if software.overlaps_model else Cover.NOTHING
-    first = max(1 / share.tensor, PIECES_BARE)
-    if not share.sequence_parallel:
+    first = max(1 / layout.model, PIECES_BARE)
+    if not layout.sequence_parallel:
         return (Transfer("model", "all_reduce", size, 2),), (Transfer("model", "all_reduce", size, 2, beside),)
     gather = Transfer("model", "all_gather", size, 2, pieces, first)
     scatter = Transfer("model", "reduce_scatter", size, 2, pieces, first)
@@ -379,40 +382,38 @@ def _tensor_messages(
     return (gather, scatter), (gather, Transfer("model", "reduce_scatter", size, 2, beside), *again)
 
 
-def _summed(share: Share, size: float) -> tuple[Transfer, ...]:
+def _summed(layout: Layout, size: float) -> Transfers:
     """Return the sum of partial results over the model axis; it may be split along the sequence."""
-    return (Transfer("model", "reduce_scatter" if share.sequence_parallel else "all_reduce", size),)
+    return (Transfer("model", "reduce_scatter" if layout.sequence_parallel else "all_reduce", size),)
 
 
-def _gathered(share: Share, size: float) -> tuple[Transfer, ...]:
+def _gathered(layout: Layout, size: float) -> Transfers:
     """Return the all_gather of an activation that is split along the sequence."""
-    return (Transfer("model", "all_gather", size),) if share.sequence_parallel else ()
+    return (Transfer("model", "all_gather", size),) if layout.sequence_parallel else ()
 
 
-def _sequence_exchange(
-    attention: Attention, share: Share, job: Job
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+def _sequence_exchange(attention: Attention, layout: Layout, job: Job) -> tuple[Transfers, Transfers]:
     """Return the messages of attention over a split sequence, in forward and in backward.
 
     ``ring``: keys and values go around while the core computes on what has arrived, in backward with their gradients
     (Liu et al., arXiv:2310.01889). ``all_to_all``: queries, keys, values and the result exchange positions for heads
     (Jacobs et al., arXiv:2309.14509).
     """
-    per_head = share.tokens * job.precision.activation_bytes
-    kv_heads = max(attention.kv_heads, share.tensor) / share.tensor
+    per_head = layout.tokens(job) * job.precision.activation_bytes
+    kv_heads = max(attention.kv_heads, layout.model) / layout.model
     keys_values = per_head * kv_heads * (attention.key_width + attention.value_width)
     if job.software.seq_exchange == "ring":
-        gathered = keys_values * share.seq
+        gathered = keys_values * layout.seq
         forward = Transfer("seq", "all_gather", gathered, cover=Cover.CORE)
         return (forward,), (forward, Transfer("seq", "reduce_scatter", gathered, cover=Cover.CORE))
-    queries_result = per_head * attention.heads / share.tensor * (attention.key_width + attention.value_width)
+    queries_result = per_head * attention.heads / layout.model * (attention.key_width + attention.value_width)
     moved = (Transfer("seq", "all_to_all", keys_values + queries_result),)
     return moved, moved
 
 
 def _linears(
     linears: Iterable[Linear], tokens: float, tensor: int, precision: Precision, count: float = 1.0
-) -> tuple[tuple[Product, ...], tuple[Product, ...], list[float]]:
+) -> tuple[Products, Products, list[float]]:
     """Return the products of forward and of backward, and the bytes that casts to fp8 move in each."""
     shapes = [linear.shape(tensor) for linear in linears]
     products = ((tokens, *shape, count) for shape in shapes)
@@ -423,7 +424,7 @@ def _linears(
 
 def _products(
     shapes: Iterable[tuple[float, float, float, float]], number_format: str, size: float
-) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+) -> tuple[Products, Products]:
     """Return the products of forward and of backward for rows, inputs, outputs and number of linear layers.
 
     Backward computes the gradients of the inputs, and those of the weights, which are added to fp32 sums.

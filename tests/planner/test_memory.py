@@ -20,7 +20,6 @@ from ds_topo.planner.job import (
     Job,
     Layout,
     Recompute,
-    Share,
     layout_problem,
 )
 from ds_topo.planner.model import Block
@@ -106,8 +105,8 @@ def test_kept_activations_match_korthikanti_et_al(
     assert isinstance(block, Block)
     unit, scores = sequence * micro_batch * hidden, 5 * count * sequence / hidden
     for spread in (False, True):
-        share = Share(micro_batch, sequence, tensor, sequence_parallel=spread)
-        kept = block_work(block, share, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
+        layout = Layout(ProcessTopology.from_spec(f"model={tensor}"), micro_batch, sequence_parallel=spread)
+        kept = block_work(block, layout, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
         whole = 34 / tensor if spread else 10 + 24 / tensor  # times s b h
         assert kept.none == pytest.approx(unit * (whole + scores / tensor))
         assert kept.full == pytest.approx(2 * unit / (tensor if spread else 1))

@@ -10,40 +10,40 @@ import pytest
 
 from ds_topo.cli import main
 from ds_topo.errors import TopologyError
-from ds_topo.planner.published_runs import AVAILABLE, Judgement, judge_rows, read_rows
+from ds_topo.planner.published_runs import AVAILABLE, Verdict, judge, read_rows
 
 FOLDER = Path(__file__).parent
 FILES = ["published_runs.json", "more_published_runs.json"]
 
 
 @pytest.fixture(scope="module", params=[FILES[0], pytest.param(FILES[1], marks=pytest.mark.exhaustive)])
-def judged(request: pytest.FixtureRequest) -> Judgement:
-    return judge_rows(read_rows(FOLDER / request.param), 0.15)
+def judged(request: pytest.FixtureRequest) -> list[Verdict]:
+    return [judge(row) for row in read_rows(FOLDER / request.param)]
 
 
-def test_predictions_are_within_15_percent_and_their_median_within_7(judged: Judgement) -> None:
-    errors = {verdict.row.name: verdict.error for verdict in judged.verdicts}
+def test_predictions_are_within_15_percent_and_their_median_within_7(judged: list[Verdict]) -> None:
+    errors = {verdict.row.name: verdict.error for verdict in judged}
     assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
     assert median(map(abs, errors.values())) <= 0.07
-    assert len(judged.verdicts) >= 15
+    assert len(judged) >= 15
 
 
-def test_published_layouts_fit_in_memory(judged: Judgement) -> None:
-    assert [str(verdict.plan.layout) for verdict in judged.verdicts if not verdict.fits] == []
+def test_published_layouts_fit_in_memory(judged: list[Verdict]) -> None:
+    assert [str(verdict.plan.layout) for verdict in judged if not verdict.fits] == []
 
 
-def test_note_names_what_a_much_faster_layout_changes(judged: Judgement) -> None:
-    for verdict in judged.verdicts:
+def test_note_names_what_a_much_faster_layout_changes(judged: list[Verdict]) -> None:
+    for verdict in judged:
         assert verdict.best is not None
         far = verdict.plan.seconds > AVAILABLE * verdict.best.seconds
         assert bool(verdict.note) == far
         assert not far or "->" in verdict.note
-    near = [verdict for verdict in judged.verdicts if not verdict.note]
-    assert len(near) >= 0.7 * len(judged.verdicts)
+    near = [verdict for verdict in judged if not verdict.note]
+    assert len(near) >= 0.7 * len(judged)
 
 
-def test_full_recomputation_computes_a_third_more(judged: Judgement) -> None:
-    for verdict in judged.verdicts:
+def test_full_recomputation_computes_a_third_more(judged: list[Verdict]) -> None:
+    for verdict in judged:
         if verdict.plan.layout.recompute.value == "full":
             assert verdict.plan.time.recompute == pytest.approx(verdict.plan.time.compute / 3, rel=0.1)
 
@@ -79,13 +79,13 @@ def test_runs_print_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ({"gpus": 33}, "data=33 does not divide the batch of"),
         ({"accelerator": "abacus"}, "'abacus' is not in the table"),
         *(
-            ({field: 0}, f"row 1 .*: '{field}' is 0; it must be a whole number from 1 on")
+            ({field: 0}, f"row 1 .*: '{field}' is 0; a whole number from 1 on must be there")
             for field in ("gpus", "global_batch", "ffn", "layers", "heads", "data", "sequence")
         ),
         ({"kv_heads": 5}, "row 1 .*: --kv-heads 5 must divide"),
         ({"accelerator": "X"}, "row 1 .*: accelerator 'X' is not in the table"),
         ({"model": None, "parameters_billion": "many", "layers": 0}, "row 1 .*: 'layers' is 0"),
-        ({"layers": None}, "'layers' is None; it must be a whole number"),
+        ({"layers": None}, "'layers' is missing; a whole number from 1 on"),
         ({"tflops_per_gpu_with_recomputation": None}, "reports nothing: give one of"),
         ({"tflops_per_gpu_with_recomputation": -1}, "must be a positive number"),
         ({"data": 5}, "data=5 are not 32 GPUs"),
@@ -105,7 +105,7 @@ def test_runs_refuse_bad_rows(
     ("content", "text"),
     [
         ("[]", "must be a JSON list of objects"),
-        ('{"inside": 1}', "one for each run: it is a file of measurements, which --machine reads"),
+        ('{"inside": 1}', "must be a JSON list of objects, one for each run"),
         ("{", "is not JSON"),
     ],
 )
