@@ -49,7 +49,7 @@ from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
 from ds_topo.checkpoint.engine_facts import versions
 from ds_topo.checkpoint.engine_state import renaming
-from ds_topo.checkpoint.file_filling import Filling, Region, fill_all, make_room
+from ds_topo.checkpoint.file_filling import Filling, Region, bytes_of_regions, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
     Checkpoint,
@@ -63,9 +63,9 @@ from ds_topo.checkpoint.folder import (
 )
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedSplit
 from ds_topo.checkpoint.safe_reading import refused_types
-from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
+from ds_topo.checkpoint.saved_model import WholeModel, expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
-from ds_topo.checkpoint.target import Target, target_of
+from ds_topo.checkpoint.target import target_of
 from ds_topo.checkpoint.without_manifest import (
     NAMES_OF_WEIGHTS,
     manifest_of_files,
@@ -155,11 +155,11 @@ def convert(
             f"another process is converting into {draft} at this moment: wait for it, or give another folder or tag"
         )
     source.require_equal_copies(target.slices, has_states=True)
-    writer, files = Writer(source, target), draft / new_tag
-    with _begun(draft, new_tag, manifest, target, writer.bytes()):
+    contents, files = [*Writer(source, target).files()], draft / new_tag
+    with _begun(draft, new_tag, manifest, target, bytes_of_regions(contents)):
         with _naming(files):
-            make_room(writer.files(), files)
-            fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
+            make_room(contents, files)
+            fillings = [Filling(source, files / name, content) for name, content in contents]
             digests = fill_all(fillings, draft / "done.txt", progress)
         pairs = zip(fillings, digests, strict=True)
         written = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in pairs]
@@ -263,7 +263,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise failure_to_write(path, error) from error
 
 
-def _begun(draft: Path, tag: str, manifest: Manifest, target: Target, size: int) -> BinaryIO:
+def _begun(draft: Path, tag: str, manifest: Manifest, target: WholeModel, size: int) -> BinaryIO:
     """Make the folder of the new files, or keep those of a killed conversion to the same layout.
 
     Returns:
@@ -293,7 +293,7 @@ def _begun(draft: Path, tag: str, manifest: Manifest, target: Target, size: int)
     return held
 
 
-def _new_manifest(tag: str, step: int, target: Target, files: Sequence[SavedFile]) -> Manifest:
+def _new_manifest(tag: str, step: int, target: WholeModel, files: Sequence[SavedFile]) -> Manifest:
     return Manifest(
         tag,
         step,
@@ -306,10 +306,10 @@ def _new_manifest(tag: str, step: int, target: Target, files: Sequence[SavedFile
     )
 
 
-def _rows(target: Target) -> list[SavedParameter]:
+def _rows(target: WholeModel) -> list[SavedParameter]:
     """Return the parameters as the manifest lists them, where one row stands for all experts of a layer."""
     found = []
-    for one in target.model.parameters.values():
+    for one in target.parameters.values():
         expert = expert_of(one.name) if one.experts else None
         if expert is not None and expert.number:
             continue
@@ -364,14 +364,12 @@ def to_single_file(
     draft = path.with_name(f".{path.name}.part")
     draft.unlink(missing_ok=True)
 
-    def content() -> dict[str, Any]:
-        found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in parameters.items()}
-        found.update({alias: found[name] for alias, name in source.model.structure.aliases.items()})
-        return {**found, **dict(source.buffers())}
-
+    weights = {name: Region.of_weight(one, 0, 1) for name, one in parameters.items()}
+    aliases = {alias: weights[name] for alias, name in source.model.structure.aliases.items()}
+    content = {**weights, **aliases, **dict(source.buffers())}
     with _naming(path):
         make_room([(draft.name, content)], draft.parent)
-        filling = Filling(source, draft, content())
+        filling = Filling(source, draft, content)
     filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     flush(draft)
     os.replace(draft, path)

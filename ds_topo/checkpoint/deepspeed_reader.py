@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions, SavedStructure
+from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import (
     Parameter,
-    RankTable,
-    SavedModel,
+    WholeModel,
     expert_of,
     layer_of_experts,
     prefix_of_layer,
@@ -97,7 +96,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 class OptimizerStates:
     """Optimizer states and master weights of ranks that hold the same parameters.
 
-    They are stored in *vectors*, see :meth:`RankTable.vectors`. Without ZeRO a vector is in one file. With ZeRO each
+    They are stored in *vectors*, see :meth:`WholeModel.vectors`. Without ZeRO a vector is in one file. With ZeRO each
     rank's file has a partition of it.
     """
 
@@ -109,7 +108,7 @@ class OptimizerStates:
             numels = [{name: math.prod(shape) for name, shape in of_vector.items()} for of_vector in shapes]
             vectors = [PartitionedGroup(of_vector, len(holders)) for of_vector in numels]
         else:
-            vectors = [one for _, one in source.ranks.vectors(holders[0], source.structure, source.numel_of)]
+            vectors = [one for _, one in source.model.vectors(holders[0], source.numel_of)]
         self.masters: list[list[torch.Tensor]] = []
         """Partitions of the master weights, by replica and vector."""
         if not layout.has_partitions:
@@ -145,7 +144,7 @@ class OptimizerStates:
         """The replica, the number of the vector and the span of each part of a parameter, in the order of elements."""
         for number, vector in enumerate(vectors):
             first = next(iter(vector.numels), "")
-            is_here = not layout.has_partitions or source.ranks.sharers(first, holders[0]) == holders
+            is_here = not layout.has_partitions or source.model.sharers(first, holders[0]) == holders
             for replica in range(vector.replicas if is_here else 0):  # other ranks hold the other vectors
                 for span in vector.spans(replica):
                     self._spans[span.name].append((replica, number, span))
@@ -198,19 +197,15 @@ def opened(path: Path) -> dict[str, Any]:
 class Source:
     """An open checkpoint, whose files are mapped into memory, each once."""
 
-    def __init__(self, model: SavedModel, folder: Path) -> None:
+    def __init__(self, model: WholeModel, folder: Path) -> None:
         self.model, self.layout, self.folder = model, model.layout, folder
-        self.ranks = RankTable(model, model.layout, model.structure)
         self._open: dict[str, dict[str, Any]] = {}
         self._states: dict[tuple[Place, ...], OptimizerStates] = {}
         self._modules: dict[int, Mapping[str, Any]] = {}
         self._lock = threading.RLock()
-
-    @cached_property
-    def structure(self) -> SavedStructure:
-        """The model's structure, with the options of ZeRO also if an earlier release left them out."""
-        structure = self.model.structure
-        return replace(structure, options=structure.options or options_of_files(self.model_states(0)))
+        if model.layout.has_partitions and model.structure.options is None:  # an earlier release left them out
+            options = options_of_files(self.model_states(0))
+            self.model = replace(model, structure=replace(model.structure, options=options))
 
     def content(self, name: str) -> dict[str, Any]:
         """Return the content of a file, which is opened once.
@@ -267,7 +262,7 @@ class Source:
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        holders = self.ranks.holders(self.model.parameters[name].stage * self.model.slices, name)
+        holders = self.model.holders(self.model.parameters[name].stage * self.model.slices, name)
         return self._states_of(holders).of_parameter(name)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Any]:
@@ -294,12 +289,12 @@ class Source:
 
     def hyperparameters(self, stage: int) -> list[dict[str, Any]]:
         """Return the hyperparameters of every group of the optimizer of a stage."""
-        return self._states_of(self.ranks.holders(stage * self.model.slices, "")).groups
+        return self._states_of(self.model.holders(stage * self.model.slices, "")).groups
 
     @cached_property
     def type_of_masters(self) -> torch.dtype:
         """The data type of master weights."""
-        masters = self._states_of(self.ranks.holders(0, "")).masters
+        masters = self._states_of(self.model.holders(0, "")).masters
         return masters[0][0].dtype if masters else torch.float32
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
@@ -318,7 +313,7 @@ class Source:
             return self._stacked_weight(model_rank, parameter, part, start, stop)
         if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
             return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
-        states = self._states_of(self.ranks.holders(model_rank, name, part))
+        states = self._states_of(self.model.holders(model_rank, name, part))
         elements = states.of(name, MASTER if is_weight else key, start, stop)
         if elements is None:
             return torch.zeros(stop - start)
@@ -361,7 +356,7 @@ class Source:
         if holders[0].model_rank // self.model.slices not in self.model.experts_of_stages:
             content = self.model_states(holders[0].model_rank)
         else:
-            parts = self.ranks.parts[max(self.ranks.parts)]
+            parts = self.model.parts[max(self.model.parts)]
             content = self.content(self._first(name_of_optimizer(parts[one], one.model_rank) for one in holders))
         return dict(entry_of(content, self.folder / "the optimizer's file", "optimizer"))
 
@@ -371,7 +366,7 @@ class Source:
         The head is the prefix of its name, or the name of the parameter in which AutoEP stacks it.
         """
         layer = self.model.experts_of_stages[model_rank // self.model.slices].index(layer_of_experts(head))
-        holders = self.ranks.expert_holders(model_rank, head, number)
+        holders = self.model.expert_holders(model_rank, head, number)
         return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
 
     def _first(self, names: Iterable[str]) -> str:
@@ -442,7 +437,7 @@ class Source:
             if one.split is not None:
                 continue
             keys = [WEIGHT]
-            if has_states and self.ranks.local_name(name) in in_optimizer:
+            if has_states and self.model.local_name(name) in in_optimizer:
                 _, states = self.of_parameter(name)
                 keys += [MASTER, *(key for key, value in states.items() if isinstance(value, torch.dtype))]
             for key in keys:

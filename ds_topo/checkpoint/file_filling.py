@@ -8,6 +8,7 @@ each file.
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 import struct
@@ -55,9 +56,9 @@ class Region:
         return cls(parameter.shape_of_slice(slices), parameter.dtype, WEIGHT, place, [span], slices)
 
 
-NewFile: TypeAlias = "tuple[str, Callable[[], Any]]"
-"""A file to write: its path in the checkpoint's folder, and a function that returns the object to pass to
-``torch.save``, with regions in the place of tensors."""
+NewFile: TypeAlias = "tuple[str, Any]"
+"""A file to write: its path in the checkpoint's folder, and the object to pass to ``torch.save``, with regions in the
+place of tensors."""
 
 
 def mapped(content: Any, new: Callable[[Any], Any]) -> Any:
@@ -103,13 +104,13 @@ def make_room(files: Iterable[NewFile], folder: Path) -> None:
     Raises:
         CheckpointError: the ``client_state`` that the program saved holds a sparse tensor.
     """
-    for name, make in files:
+    for name, wanted in files:
         path = folder / name
         if path.exists():
             continue
         draft = path.with_name(f"{path.name}.part")
         rooms = dict[Region, torch.Tensor]()
-        content = mapped(make(), partial(_tensor_of, rooms))  # before skip_data, which would also skip what this reads
+        content = mapped(wanted, partial(_tensor_of, rooms))  # before skip_data, which would also skip what this reads
         with skip_data() if rooms else nullcontext():
             torch.save(content, draft)
         with draft.open("r+b") as written:  # fail now if the disk is full
@@ -128,6 +129,12 @@ def _tensor_of(rooms: dict[Region, torch.Tensor], leaf: Any) -> torch.Tensor:
             "strided tensors only. Save it dense"
         )
     return tensor.contiguous()
+
+
+def bytes_of_regions(files: Iterable[NewFile]) -> int:
+    """Return the bytes that parameters and their states fill in files."""
+    regions = {leaf for _, content in files for leaf in leaves(content) if isinstance(leaf, Region)}
+    return sum(math.prod(region.shape) * region.dtype.itemsize for region in regions)
 
 
 class Filling:

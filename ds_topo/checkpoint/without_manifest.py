@@ -44,7 +44,7 @@ from ds_topo.checkpoint.manifest import (
     merged,
 )
 from ds_topo.checkpoint.safe_reading import refused_types
-from ds_topo.checkpoint.saved_model import Parameter, SavedModel, expert_of, prefix_of_layer
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, expert_of, prefix_of_layer
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -435,7 +435,7 @@ class WeightFiles(Source):
             one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, experts=count)
             padded = split.padded if split is not None and split.padded not in (None, one.size) else None
             parameters[name] = replace(one, padded=padded)
-        self.model = SavedModel(parameters, structure, self.layout, 1)
+        self.model = WholeModel(parameters, structure, self.layout)
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         return self._tensors[parameter.name].reshape(-1)[start:stop]

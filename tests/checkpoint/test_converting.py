@@ -28,7 +28,7 @@ from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.deepspeed_reader import Source
 from ds_topo.checkpoint.engine_filling import EngineFilling
 from ds_topo.checkpoint.manifest import Place, SavedSplit
-from ds_topo.checkpoint.saved_model import RankTable
+from ds_topo.checkpoint.saved_model import WholeModel
 from ds_topo.checkpoint.shards import Slice, elements_of_slice
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
@@ -404,13 +404,13 @@ def test_vectors_are_laid_out_once_for_all_replicas(
 ) -> None:
     found, _ = saved(PLAIN)
     calls: list[Place] = []
-    vectors = RankTable.vectors
+    vectors = WholeModel.vectors
 
-    def counted(self: RankTable, place: Place, *options: Any) -> Any:
+    def counted(self: WholeModel, place: Place, *options: Any) -> Any:
         calls.append(place)
         return vectors(self, place, *options)
 
-    monkeypatch.setattr(RankTable, "vectors", counted)
+    monkeypatch.setattr(WholeModel, "vectors", counted)
     path = convert(found, tmp_path, "data=48", zero=zero)
     assert len(list(path.glob("*optim_states.pt"))) == 48
     assert len(calls) <= 3, "two slices of the saved layout, and the new layout"
