@@ -23,7 +23,6 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     Place,
     SavedLayout,
-    SavedOptions,
     SavedParameter,
     SavedSplit,
     SavedStructure,
@@ -241,13 +240,13 @@ class WholeModel:
             numel_of: returns the number of elements of a parameter on a rank, by its name in the whole model.
         """
         found: Vectors = []
-        options = self.structure.options or SavedOptions()
         for number, local in enumerate(self.structure.groups[place.model_rank // self.slices]):
             names = [self.whole_name(name, place) for name in local]
             first = names[0] if names else ""
             itemsize = self.parameters[first].dtype.itemsize if names else 1
             numels, replicas = {name: numel_of(name) for name in names}, len(self.sharers(first, place))
-            found += [(number, one) for one in vectors_of(numels, self.layout, options, replicas, itemsize)]
+            vectors = vectors_of(numels, self.layout, self.structure.options, replicas, itemsize)
+            found += [(number, one) for one in vectors]
         return found
 
 
@@ -483,10 +482,7 @@ def bounds_of(model: WholeModel, slices: int, stages: int, method: str | None, g
         prefixes = [prefix_of_layer(saved, number) for number in range(layers)]
         trained = [one for one in model.parameters.values() if one.is_trained]  # tied ones count in each layer
         weights = [sum(numel(one) for one in trained if one.name.startswith(of)) for of in prefixes]
-        try:
-            return stage_bounds(name, weights, kinds, stages)
-        except ValueError as error:
-            raise CheckpointLayoutError(f"partition_method={error}") from None
+        return stage_bounds(name, weights, kinds, stages)
 
     def has_saved_bounds(name: str) -> bool:
         return bool(saved.bounds) and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds
@@ -515,7 +511,7 @@ def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stag
         stages: the number of stages.
 
     Raises:
-        ValueError: the method is unknown.
+        CheckpointLayoutError: the method is unknown.
 
     Source: ``PipelineModule._partition_layers``.
     """
@@ -528,7 +524,9 @@ def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stag
         of_kind = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
         bounds = partition_balanced(weights=of_kind, num_parts=stages)
     else:
-        raise ValueError(f"{method!r} cannot divide layers into stages: give 'parameters', 'uniform' or 'type:...'")
+        raise CheckpointLayoutError(
+            f"partition_method={method!r} cannot divide layers into stages: give 'parameters', 'uniform' or 'type:...'"
+        )
     return tuple(map(int, bounds))
 
 
@@ -565,6 +563,12 @@ def head_of(name: str) -> str:
     """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
     expert = expert_of(name)
     return expert.head if expert is not None else ""
+
+
+def starred(name: str) -> str:
+    """Return a name that all experts of a layer have in common; the same one for other parameters."""
+    expert = expert_of(name)
+    return name if expert is None else expert.numbered("*")
 
 
 def layer_of_experts(head: str) -> str:

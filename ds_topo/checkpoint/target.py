@@ -1,7 +1,7 @@
 """Plan the layout that a checkpoint is converted to, or explain why it cannot be reached.
 
-:func:`target_of` plans the files of a topology's spec. :func:`require_loadable` checks the layout of a live engine,
-which has its own groups of the optimizer.
+:func:`target_of` plans the files of a topology's spec. :func:`require_reachable` also checks the layout of a live
+engine, which has its own groups of the optimizer.
 
 The hard part of a plan is :func:`planned_groups`. DeepSpeed's files have optimizer states by position, so the groups of
 each stage must be known exactly. DeepSpeed leaves out the groups of which a stage has no parameter, and splits off the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from ds_topo.checkpoint.deepspeed_reader import differing
@@ -25,7 +25,7 @@ from ds_topo.checkpoint.manifest import (
     SavedOptions,
     SavedStructure,
 )
-from ds_topo.checkpoint.saved_model import WholeModel, bounds_of, expert_of, head_of, require_splits
+from ds_topo.checkpoint.saved_model import WholeModel, bounds_of, head_of, require_splits, starred
 from ds_topo.checkpoint.shards import FLAT_OPTIMIZER
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
@@ -91,11 +91,6 @@ def target_of(
     Raises:
         TopologyError, ExpertSizeError, CheckpointLayoutError: the layout cannot be reached; the message says why.
     """
-    if "-1" in spec:
-        raise TopologyError(
-            f"--topology {abridged(spec)}: a degree of -1 cannot be derived, because no job with a number of ranks is "
-            "running: give all degrees as positive numbers"
-        )
     topology = ProcessTopology.from_spec(spec)
     if topology.world_size() > MOST_RANKS:
         raise TopologyError(
@@ -116,7 +111,7 @@ def target_of(
         bounds=bounds_of(model, slices, stages * parts, method, bounds),
         method=method or model.structure.method,
         experts=sizes,
-        options=_changed_options(model.structure.options or SavedOptions(), options or {}),
+        options=_changed_options(model.structure.options, options or {}),
     )
     layout = SavedLayout(
         topology.spec,
@@ -129,13 +124,7 @@ def target_of(
         saved.is_pipeline,
         expert_groups,
     )
-    _require_none(
-        model,
-        _problems_of_model(model, layout, structure),
-        _problems_of_optimizer(model, layout, structure, slices),
-        _problems_of_files(model, layout, structure, slices),
-    )
-    require_splits(model, slices)
+    require_reachable(model, layout, structure, has_states=True, has_files=True)
     target = replace(model, layout=layout, structure=structure)
     groups = planned_groups(model, target, hyperparameters)
     counts = [*map(len, groups)]
@@ -185,36 +174,30 @@ def _sizes_of_experts(model: WholeModel, size: int | None) -> tuple[Mapping[str,
     return {head: size or own for head, own in model.structure.experts.items()}, tuple(by_size.values())
 
 
-def require_loadable(
-    model: WholeModel, layout: SavedLayout, structure: SavedStructure, slices: int, *, has_states: bool
+def require_reachable(
+    model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool, has_files: bool = False
 ) -> None:
-    """Check that an engine's layout can be reached.
+    """Check that a layout can be reached.
 
     Args:
         model: model of the checkpoint.
-        layout: the engine's layout.
-        structure: structure of the engine's model.
-        slices: its degree of ``model``.
-        has_states: whether the optimizer's states are to be loaded, too.
+        layout: the new layout.
+        structure: structure of the model there.
+        has_states: whether the optimizer's states are converted, too.
+        has_files: whether DeepSpeed's files are made for it.
 
     Raises:
         CheckpointLayoutError: the message says why not, and what to do.
     """
-    _require_none(
-        model,
-        _problems_of_model(model, layout, structure),
-        _problems_of_optimizer(model, layout, structure, slices) if has_states else iter(()),
-    )
-    require_splits(model, slices)
-
-
-def _require_none(model: WholeModel, *problems: Iterator[str]) -> None:
-    if problem := next(chain(*problems), ""):
+    if problem := next(_problems(model, layout, structure, has_states, has_files), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
+    require_splits(model, layout.degrees().get("model", 1))
 
 
-def _problems_of_model(model: WholeModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
-    """Yield why the saved weights cannot be those of a layout's model."""
+def _problems(
+    model: WholeModel, layout: SavedLayout, structure: SavedStructure, has_states: bool, has_files: bool
+) -> Iterator[str]:
+    """Yield why a layout cannot be reached."""
     saved, was = model.layout, model.structure
     kinds = {True: "a PipelineModule", False: "a plain engine"}
     if layout.is_pipeline != saved.is_pipeline:
@@ -243,11 +226,13 @@ def _problems_of_model(model: WholeModel, layout: SavedLayout, structure: SavedS
             "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
             "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
         )
+    if has_states:
+        yield from _problems_of_states(model, layout, structure)
+    if has_files:
+        yield from _problems_of_files(model, layout, structure)
 
 
-def _problems_of_optimizer(
-    model: WholeModel, layout: SavedLayout, structure: SavedStructure, slices: int
-) -> Iterator[str]:
+def _problems_of_states(model: WholeModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
     """Yield why the saved states of the optimizer are unknown, or meaningless in a layout."""
     saved, was = model.layout, model.structure
     known = [*([was.optimizer] if not saved.zero_stage else []), *_OPTIMIZERS[saved.zero_stage]]
@@ -261,15 +246,15 @@ def _problems_of_optimizer(
             f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of "
             f"{' and '.join(map(str, known))} is"
         )
-    names = set(map(_starred, model.parameters))
+    names = set(map(starred, model.parameters))
     in_optimizer = dict.fromkeys(name for stage in was.groups for group in stage for name in group)
-    if left_out := [name for name in in_optimizer if _starred(name) not in names]:
+    if left_out := [name for name in in_optimizer if starred(name) not in names]:
         yield (
             f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
             "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
         )
     uses_partitions = layout.has_partitions or saved.has_partitions
-    if not structure.is_by_element and (uses_partitions or slices != model.slices):
+    if not structure.is_by_element and (uses_partitions or layout.degrees().get("model", 1) != model.slices):
         own = structure.optimizer or "the program's optimizer"
         yield (
             f"{own} is not known to update each element by its own gradient and states alone. Its updates may depend "
@@ -280,10 +265,11 @@ def _problems_of_optimizer(
         )
 
 
-def _problems_of_files(model: WholeModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> Iterator[str]:
+def _problems_of_files(model: WholeModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
     """Yield why DeepSpeed has no files for a layout, or not of a known form."""
     saved, zero, sizes = model.layout, layout.zero_stage, structure.experts
-    if (slices > 1 or model.slices > 1) and any(one.is_stacked for one in model.parameters.values()):
+    has_slices = max(layout.degrees().get("model", 1), model.slices) > 1
+    if has_slices and any(one.is_stacked for one in model.parameters.values()):
         yield (
             "with AutoEP and AutoTP together, DeepSpeed's files have metadata of both that only live layers make. "
             "Convert while loading (convert=True), or save and load in torch's format (TorchState)"
@@ -326,10 +312,10 @@ def planned_groups(before: WholeModel, after: WholeModel, hyperparameters: Hyper
     planned: list[Groups] = []
     for stage, names in enumerate(after.names):
         groups = [group for group in saved if group.stage == stage or not is_same]
-        kind_of = {_starred(name): group.kind for group in groups for name in group.names}
+        kind_of = {starred(name): group.kind for group in groups for name in group.names}
         members: dict[tuple[int, int], list[str]] = {}
         for name in dict.fromkeys(map(after.local_name, names)):
-            if (kind := kind_of.get(_starred(name))) is not None:
+            if (kind := kind_of.get(starred(name))) is not None:
                 members.setdefault(kind, []).append(name)
         parts: list[tuple[str, ...]] = []
         for kind in _in_order(members.keys(), groups):
@@ -447,12 +433,6 @@ def _split(names: tuple[str, ...], model: WholeModel) -> Iterator[tuple[str, ...
             start, held = place, 0
         held += model.numel(name)
     yield names[start:]
-
-
-def _starred(name: str) -> str:
-    """Return a name that all experts of a layer have in common."""
-    expert = expert_of(name)
-    return name if expert is None else expert.numbered("*")
 
 
 def _are_experts(names: Sequence[str], model: WholeModel) -> bool:

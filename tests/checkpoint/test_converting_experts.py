@@ -26,7 +26,7 @@ from ds_topo.checkpoint.manifest import (
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.target import planned_groups, require_loadable, target_of
+from ds_topo.checkpoint.target import planned_groups, require_reachable, target_of
 from ds_topo.errors import CheckpointLayoutError, TopologyError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts, values_in
 from tests.support.exhaustive import mark_exhaustive
@@ -171,7 +171,7 @@ def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
         target_of(model, "data=2,model=2", hyperparameters=[[{}] * 9].__getitem__)
     model = model_of(_saved_by_auto_ep(3))
     with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
-        require_loadable(model, model.layout, model.structure, 1, has_states=True)
+        require_reachable(model, model.layout, model.structure, has_states=True)
     layouts = [replace(model.layout, topology=spec, world_size=4) for spec in ("data=2,model=2", "model=2,data=2")]
     assert "loads partitions on the ranks that saved them only" in why_unreachable(*layouts)
     assert why_unreachable(layouts[0], layouts[0]) == ""
