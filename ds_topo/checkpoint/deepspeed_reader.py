@@ -8,11 +8,10 @@ with ZeRO.
 from __future__ import annotations
 
 import math
-import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -101,14 +100,14 @@ class OptimizerStates:
     """
 
     def __init__(self, source: Source, holders: tuple[Place, ...]) -> None:
-        layout, self._folder = source.layout, source.folder
+        layout, rows, self._folder = source.layout, source.model.parameters, source.folder
         vectors: Sequence[FlatGroup | PartitionedGroup]
         if layout.zero_stage == 3:
             shapes = source.entry(name_of_model_states(layout, holders[0].model_rank), "param_shapes")
             numels = [{name: math.prod(shape) for name, shape in of_vector.items()} for of_vector in shapes]
             vectors = [PartitionedGroup(of_vector, len(holders)) for of_vector in numels]
         else:
-            vectors = [one for _, one in source.model.vectors(holders[0], source.numel_of)]
+            vectors = [one for _, one in source.model.vectors(holders[0], lambda name: math.prod(rows[name].shape))]
         self.masters: list[list[torch.Tensor]] = []
         """Partitions of the master weights, by replica and vector."""
         if not layout.has_partitions:
@@ -202,10 +201,6 @@ class Source:
         self._open: dict[str, dict[str, Any]] = {}
         self._states: dict[tuple[Place, ...], OptimizerStates] = {}
         self._modules: dict[int, Mapping[str, Any]] = {}
-        self._lock = threading.RLock()
-        if model.layout.has_partitions and model.structure.options is None:  # an earlier release left them out
-            options = options_of_files(self.model_states(0))
-            self.model = replace(model, structure=replace(model.structure, options=options))
 
     def content(self, name: str) -> dict[str, Any]:
         """Return the content of a file, which is opened once.
@@ -213,10 +208,9 @@ class Source:
         Raises:
             DamagedCheckpointError: the file cannot be read.
         """
-        with self._lock:
-            if name not in self._open:
-                self._open[name] = opened(self.folder / name)
-            return self._open[name]
+        if name not in self._open:
+            self._open[name] = opened(self.folder / name)
+        return self._open[name]
 
     def entry(self, name: str, *keys: Any) -> Any:
         """Return an entry of a file; see :func:`entry_of`."""
@@ -252,10 +246,6 @@ class Source:
         low, high = min(base + start, end), min(base + stop, end)
         held = elements_of_slice(read, Slice((parameter.size, *rows), 0), saved, low, high)
         return torch.cat([held, held.new_zeros(stop - start - len(held))])
-
-    def numel_of(self, name: str) -> int:
-        """Return the number of elements of a slice, or of a part of the experts, that was saved."""
-        return math.prod(self.model.parameters[name].shape)
 
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the hyperparameters of a parameter's group, and its states, from the rank that holds its beginning.
@@ -298,10 +288,9 @@ class Source:
         return masters[0][0].dtype if masters else torch.float32
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
-        with self._lock:
-            if holders not in self._states:
-                self._states[holders] = OptimizerStates(self, holders)
-            return self._states[holders]
+        if holders not in self._states:
+            self._states[holders] = OptimizerStates(self, holders)
+        return self._states[holders]
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice, or of a part of the experts, that was saved."""
@@ -347,9 +336,9 @@ class Source:
         """Return the file of the module and the engine."""
         return self.content(name_of_model_states(self.layout, model_rank))
 
-    def optimizer_file(self, place: Place) -> dict[str, Any]:
-        """Return the file of a partition of ZeRO."""
-        return self.content(name_of_partition(self.layout, place))
+    def first_partition(self) -> dict[str, Any]:
+        """Return what the first file with a partition of ZeRO has."""
+        return dict(self.entry(name_of_partition(self.layout, Place(0, 0)), "optimizer_state_dict"))
 
     def optimizer_of(self, holders: tuple[Place, ...]) -> dict[str, Any]:
         """Return the state that an optimizer without ZeRO saved on one of these ranks."""
@@ -493,7 +482,7 @@ class Source:
         """Return the state of the loss scale; empty if none was saved."""
         if not self.layout.has_partitions:
             return dict(self.model_states(0).get("optimizer") or {})
-        scaler = self.optimizer_file(Place(0, 0))["optimizer_state_dict"].get("loss_scaler")
+        scaler = self.first_partition().get("loss_scaler")
         return vars(scaler) if scaler is not None else {}
 
     def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -72,7 +72,7 @@ class Writer:
         return self.target.layout.partitions_of_files
 
     def files(self) -> Iterator[NewFile]:
-        """Yield all files."""
+        """Yield all files, always in the same order. Each call makes their contents anew, to hold one at a time."""
         layout = self.target.layout
         if layout.is_pipeline:
             yield from self._layer_files()
@@ -388,7 +388,7 @@ class Writer:
         """Return the settings of loss scaling and gradient clipping that were saved."""
         saved: dict[str, Any] = {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False}
         if self.source.layout.has_partitions:
-            file = self.source.optimizer_file(Place(0, 0))["optimizer_state_dict"]
+            file = self.source.first_partition()
             saved.update((key, file[key]) for key in (*saved, "clip_grad") if key in file)
         elif self.target.layout.precision == "fp16":
             scale, config = self.source.loss_scale(), self._config().get("fp16", {})

@@ -22,7 +22,7 @@ from parallel_layers import Parallel
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.checkpoint import conversion, file_filling
+from ds_topo.checkpoint import conversion, disk, file_filling
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.deepspeed_reader import Source
@@ -438,8 +438,8 @@ def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -
 
 
 def test_full_disk_is_found_before_writing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "free_bytes", lambda folder: 1000)
-    with pytest.raises(CheckpointError, match=r"takes [\d,]+ bytes, and the disk .* has 1,000"):
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    with pytest.raises(CheckpointError, match=r"takes about [\d,]+ bytes, and the disk .* has 1,000"):
         convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
     assert list(tmp_path.iterdir()) == []
 
