@@ -113,13 +113,13 @@ class Writer:
 
     def _expert_files(self, model_rank: int) -> Iterator[NewFile]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
-        ranks, model, (stage, part) = self.target, self.source.model, divmod(model_rank, self.target.slices)
+        target, model, (stage, part) = self.target, self.source.model, divmod(model_rank, self.target.slices)
         firsts = {head: saved * model.slices for saved, heads in model.experts_of_stages.items() for head in heads}
         for layer, head in enumerate(self.target.experts_of_stages.get(stage, ())):
             stacked = [name for name in self._stacked if layer_of_experts(name) == head]
             key = stacked[0] if stacked else head
             for number in range(model.experts[key]):
-                if all(place.model_rank != model_rank for place in ranks.expert_holders(model_rank, key, number)):
+                if all(place.model_rank != model_rank for place in target.expert_holders(model_rank, key, number)):
                     continue
                 name = name_of_expert(layer, number, model_rank)
                 if stacked:
@@ -128,7 +128,7 @@ class Writer:
                     saved = self.source.expert_file(firsts[head] + self._saved_slice(part), head, number)
                     yield name, self._state_dict(self.source.content(saved), "", part)
         if not self.target.layout.zero_stage and stage in self.target.experts_of_stages:
-            parts = ranks.parts[max(ranks.parts)]
+            parts = target.parts[max(target.parts)]
             own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
             for number, place in sorted(own.items()):  # the first rank that holds each part
                 yield name_of_optimizer(number, model_rank), {"optimizer": self._whole_optimizer(place)}
@@ -148,18 +148,14 @@ class Writer:
 
     def _layers_of_auto_ep(self, saved: Sequence[Mapping[str, Any]], of: Place) -> list[dict[str, Any]]:
         """Return DeepSpeed's description of the layers of AutoEP on the rank that writes it."""
-        ranks, found = self.target, []
+        target, found = self.target, []
         for row in saved:
             names = [name for name in self._stacked if layer_of_experts(name) == row["expert_key_prefix"]]
-            size, part, count = (
-                self.target.pieces(names[0]),
-                self.target.piece(names[0], of),
-                int(row["num_experts"]),
-            )
+            size, part, count = target.pieces(names[0]), target.piece(names[0], of), int(row["num_experts"])
             placement = legacy_uniform_autoep_placement_descriptor(count, count // size, size)
             shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
             maps = {name: autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in shapes.items()}
-            holders = ranks.sharers(names[0], of)
+            holders = target.sharers(names[0], of)
             new = {
                 "num_local_experts": count // size,
                 "ep_size": size,
@@ -245,15 +241,15 @@ class Writer:
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
         """Return the shapes of parameters that are not trained, and a rank's parts of them."""
         stage = of.model_rank // self.target.slices
-        layout, ranks = self.target.layout, self.target
+        layout, target = self.target.layout, self.target
         shapes: OrderedDict[str, Any] = OrderedDict()
         fragments: OrderedDict[str, Any] = OrderedDict()
         for whole_name in self.target.names[stage]:
             one = self.source.model.parameters[whole_name]
-            if one.is_trained or of not in ranks.sharers(whole_name, of):
+            if one.is_trained or of not in target.sharers(whole_name, of):
                 continue
-            name = ranks.local_name(whole_name)
-            weight = Region.of_weight(one, ranks.piece(whole_name, of), ranks.pieces(whole_name))
+            name = target.local_name(whole_name)
+            weight = Region.of_weight(one, target.piece(whole_name, of), target.pieces(whole_name))
             shapes[name] = torch.Size(weight.shape)
             if layout.zero_stage == 3:
                 group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.partitions)
@@ -295,12 +291,12 @@ class Writer:
 
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
-        layout, ranks = self.target.layout, self.target
+        layout, target = self.target.layout, self.target
         vectors, known, param_groups = self._optimizer(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (_, vector) in enumerate(vectors):
-            holders = ranks.sharers(next(iter(vector.numels)), place)
+            holders = target.sharers(next(iter(vector.numels)), place)
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             master, numel = self._master(place, vector, replica), vector.partition_numel
@@ -314,7 +310,7 @@ class Writer:
                     is_last = replica == vector.replicas - 1
                     paddings.append(numel * vector.replicas - vector.numel if is_last else 0)
                 addresses = (
-                    (ranks.local_name(one.name), fragment_address(numel=one.stop - one.start, start=one.offset))
+                    (target.local_name(one.name), fragment_address(numel=one.stop - one.start, start=one.offset))
                     for one in master.spans
                 )
                 mappings.append(OrderedDict(addresses))
@@ -350,8 +346,8 @@ class Writer:
 
         All ranks with the same parameters have them in common.
         """
-        ranks, stage = self.target, place.model_rank // self.target.slices
-        key = stage, *(parts[place] for parts in ranks.parts.values())
+        target, stage = self.target, place.model_rank // self.target.slices
+        key = stage, *(parts[place] for parts in target.parts.values())
         if key not in self._known_optimizers:
             vectors = self.target.vectors(place, self.target.numel)
             states = [self.source.states_of(vector.numels) for _, vector in vectors]
@@ -360,9 +356,9 @@ class Writer:
 
     def _master(self, place: Place, vector: FlatGroup | PartitionedGroup, replica: int) -> Region:
         """Return a partition of the master weights of a vector."""
-        ranks, name = self.target, next(iter(vector.numels))
+        target, name = self.target, next(iter(vector.numels))
         numel, spans = vector.partition_numel, vector.spans(replica)
-        return Region((numel,), torch.float32, MASTER, ranks.piece(name, place), spans, ranks.pieces(name))
+        return Region((numel,), torch.float32, MASTER, target.piece(name, place), spans, target.pieces(name))
 
     def _param_groups(self, stage: int, vectors: Vectors) -> list[dict[str, Any]]:
         """Return hyperparameters and vectors of every group of a stage, with the names that DeepSpeed gives them."""
