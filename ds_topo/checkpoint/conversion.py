@@ -36,7 +36,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,10 +45,19 @@ import torch
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
 from ds_topo.checkpoint.deepspeed_writer import Writer
-from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
+from ds_topo.checkpoint.disk import (
+    check_folder,
+    discard,
+    failure_to_write,
+    flush,
+    hold,
+    is_held,
+    replace_text,
+    require_space,
+)
 from ds_topo.checkpoint.engine_facts import versions
 from ds_topo.checkpoint.engine_state import renaming
-from ds_topo.checkpoint.file_filling import Filling, Region, fill_all, make_room
+from ds_topo.checkpoint.file_filling import Filling, Region, bytes_of_regions, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
     Checkpoint,
@@ -61,11 +69,10 @@ from ds_topo.checkpoint.folder import (
     unreadable,
     wrong_without_manifest,
 )
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedSplit
+from ds_topo.checkpoint.manifest import Manifest, SavedParameter, SavedSplit
 from ds_topo.checkpoint.safe_reading import refused_types
-from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
-from ds_topo.checkpoint.saving import free_bytes
-from ds_topo.checkpoint.target import Target, target_of
+from ds_topo.checkpoint.saved_model import WholeModel, expert_of, model_of, require_splits
+from ds_topo.checkpoint.target import target_of
 from ds_topo.checkpoint.without_manifest import (
     NAMES_OF_WEIGHTS,
     manifest_of_files,
@@ -75,7 +82,6 @@ from ds_topo.checkpoint.without_manifest import (
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
-    CheckpointSpaceError,
     CheckpointVersionError,
     DamagedCheckpointError,
     MissingCheckpointError,
@@ -84,7 +90,6 @@ from ds_topo.errors import (
     listed,
 )
 
-_MARGIN = 1.02
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -138,6 +143,7 @@ def convert(
         CheckpointSpaceError: the disk has too little space. In all of these cases nothing was written.
     """
     to, checkpoint = check_folder(folder), _checked(checkpoint)
+    _require_no_file(to, "of checkpoints for the new one")
     _check_wanted(spec, zero, method, bounds, experts, zero_options, padding)
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
@@ -156,14 +162,15 @@ def convert(
         )
     source.require_equal_copies(target.slices, has_states=True)
     writer, files = Writer(source, target), draft / new_tag
-    with _begun(draft, new_tag, manifest, target, writer.bytes()):
+    with _begun(draft, new_tag, manifest, target, bytes_of_regions(writer.files())):
         with _naming(files):
             make_room(writer.files(), files)
-            fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
-            digests = fill_all(fillings, draft / "done.txt", progress)
-        pairs = zip(fillings, digests, strict=True)
-        written = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in pairs]
-        replace_text(files / manifests.NAME, manifests.to_text(_new_manifest(new_tag, manifest.step, target, written)))
+            fillings = [Filling(source, files / name, content) for name, content in writer.files()]
+            written = fill_all(fillings, draft / "done.txt", progress)
+        written.sort(key=lambda file: file.path)
+        step, time, layout, structure = manifest.step, manifests.time_now(), target.layout, target.structure
+        new = Manifest(new_tag, step, time, layout, tuple(written), _rows(target), versions(), structure)
+        replace_text(files / manifests.NAME, manifests.to_text(new))
         for name in _SCRIPTS:
             script, place = checkpoint.path.parent / name, to / name
             if script.exists() and not place.exists():
@@ -225,6 +232,11 @@ def _checked(checkpoint: object) -> Checkpoint:
     return checkpoint
 
 
+def _require_no_file(path: Path, purpose: str) -> None:
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give a folder {purpose}")
+
+
 def readable(checkpoint: Checkpoint) -> Manifest:
     """Return the manifest of a complete checkpoint whose files are safe to read.
 
@@ -263,7 +275,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise failure_to_write(path, error) from error
 
 
-def _begun(draft: Path, tag: str, manifest: Manifest, target: Target, size: int) -> BinaryIO:
+def _begun(draft: Path, tag: str, manifest: Manifest, target: WholeModel, size: int) -> BinaryIO:
     """Make the folder of the new files, or keep those of a killed conversion to the same layout.
 
     Returns:
@@ -282,34 +294,17 @@ def _begun(draft: Path, tag: str, manifest: Manifest, target: Target, size: int)
     if not path.is_file() or path.read_text(errors="replace") != text:
         discard(draft)
     needed = size - (sum(path.stat().st_size for path in files.glob("*")) if files.exists() else 0)
-    if (free := free_bytes(draft.parent)) < needed * _MARGIN:
-        raise CheckpointSpaceError(
-            f"the checkpoint {tag!r} of {target.layout} takes {needed:,} bytes, and the disk of {draft.parent} has "
-            f"{free:,}. Free some space, or convert to another disk. Nothing was written"
-        )
+    require_space(draft.parent, f"the checkpoint {tag!r} of {target.layout}", needed)
     files.mkdir(parents=True, exist_ok=True)
     held = hold(draft)
     replace_text(path, text)
     return held
 
 
-def _new_manifest(tag: str, step: int, target: Target, files: Sequence[SavedFile]) -> Manifest:
-    return Manifest(
-        tag,
-        step,
-        datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        target.layout,
-        tuple(sorted(files, key=lambda file: file.path)),
-        tuple(_rows(target)),
-        versions(),
-        target.structure,
-    )
-
-
-def _rows(target: Target) -> list[SavedParameter]:
+def _rows(target: WholeModel) -> tuple[SavedParameter, ...]:
     """Return the parameters as the manifest lists them, where one row stands for all experts of a layer."""
     found = []
-    for one in target.model.parameters.values():
+    for one in target.parameters.values():
         expert = expert_of(one.name) if one.experts else None
         if expert is not None and expert.number:
             continue
@@ -324,7 +319,7 @@ def _rows(target: Target) -> list[SavedParameter]:
             one.is_trained,
         )
         found.append(row)
-    return sorted(found, key=lambda row: row.model_ranks[0])
+    return tuple(sorted(found, key=lambda row: row.model_ranks[0]))
 
 
 def to_single_file(
@@ -349,14 +344,14 @@ def to_single_file(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space, or
             safetensors is not installed.
     """
-    path, manifest = check_folder(path, "path"), readable(_checked(checkpoint))
+    path, checkpoint = check_folder(path, "path"), _checked(checkpoint)
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
     if kind not in ("torch", "safetensors"):
         raise ValueError(f"kind={abridged(kind)} is not a format of a single file: give 'torch' or 'safetensors'")
     if kind == "safetensors":
         require_safetensors()
-    source = _whole_weights(checkpoint, manifest, path.parent, path)
+    source = _whole_weights(checkpoint, path.parent, path)
     parameters = source.model.parameters
     if kind == "safetensors":
         _write_safetensors(source, path, None, None, progress)
@@ -364,15 +359,14 @@ def to_single_file(
     draft = path.with_name(f".{path.name}.part")
     draft.unlink(missing_ok=True)
 
-    def content() -> dict[str, Any]:
-        found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in parameters.items()}
-        found.update({alias: found[name] for alias, name in source.model.structure.aliases.items()})
-        return {**found, **dict(source.buffers())}
-
+    weights = {name: Region.of_weight(one, 0, 1) for name, one in parameters.items()}
+    aliases = {alias: weights[name] for alias, name in source.model.structure.aliases.items()}
+    content = {**weights, **aliases, **dict(source.buffers())}
     with _naming(path):
         make_room([(draft.name, content)], draft.parent)
-        filling = Filling(source, draft, content())
-    filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
+        filling = Filling(source, draft, content)
+    for done in filling.fill():
+        progress("megabytes", done // 10**6, filling.bytes // 10**6)
     flush(draft)
     os.replace(draft, path)
     flush(path.parent)
@@ -405,46 +399,36 @@ def to_hugging_face(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space,
             safetensors is not installed, or the folder has weights already.
     """
-    path, manifest = check_folder(folder), readable(_checked(checkpoint))
+    path, checkpoint = check_folder(folder), _checked(checkpoint)
+    _require_no_file(path, "for the files of the model")
     if type(largest) is not int or largest < 1:
         raise ValueError(f"largest={abridged(largest)}: give the bytes of weights in one file, such as {5 * 10**9:_}")
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file: give a folder for the files of the model")
     if known := sorted(
         one.name for one in path.glob("*") if one.suffix in (".safetensors", ".bin") or ".index." in one.name
     ):
         raise CheckpointError(f"{path} has files of weights already, {listed(known, 3)}: give another folder")
     require_safetensors()
-    splits = manifest.structure.splits if manifest.structure is not None else {}
-    real = {name: replace(split, padded=split.real) for name, split in splits.items() if split.real is not None}
-    source = _whole_weights(checkpoint, manifest, path, path, real)
+    source = _whole_weights(checkpoint, path, path, has_padding=False)
     _write_safetensors(source, path, rename, largest, progress)
     return path
 
 
-def _whole_weights(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    folder: Path,
-    path: Path,
-    splits: Mapping[str, SavedSplit] | None = None,
-) -> Source:
+def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> Source:
     """Open a checkpoint whose weights will be put together and written into a folder, which is made.
 
     Raises:
         CheckpointLayoutError: slices cannot be put together.
         CheckpointSpaceError: there is too little space.
     """
+    manifest = readable(checkpoint)
+    known = manifest.structure.splits if manifest.structure is not None and not has_padding else {}
+    splits = {name: replace(split, padded=split.real) for name, split in known.items() if split.real is not None}
     model = model_of(manifest, splits)
     require_splits(model, 1)
     source = Source(model, checkpoint.path)
     source.require_equal_copies(1, has_states=False)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
-    if (free := free_bytes(folder)) < needed:
-        raise CheckpointSpaceError(
-            f"{path} takes {needed:,} bytes, and its disk has {free:,}. Free some space, or write to another disk. "
-            "Nothing was written"
-        )
+    require_space(folder, str(path), needed)
     with _naming(path):
         folder.mkdir(parents=True, exist_ok=True)
     return source

@@ -8,23 +8,21 @@ with ZeRO.
 from __future__ import annotations
 
 import math
-import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions, SavedStructure
+from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import (
     Parameter,
-    RankTable,
-    SavedModel,
+    WholeModel,
     expert_of,
     layer_of_experts,
     prefix_of_layer,
@@ -97,19 +95,19 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 class OptimizerStates:
     """Optimizer states and master weights of ranks that hold the same parameters.
 
-    They are stored in *vectors*, see :meth:`RankTable.vectors`. Without ZeRO a vector is in one file. With ZeRO each
+    They are stored in *vectors*, see :meth:`WholeModel.vectors`. Without ZeRO a vector is in one file. With ZeRO each
     rank's file has a partition of it.
     """
 
     def __init__(self, source: Source, holders: tuple[Place, ...]) -> None:
-        layout, self._folder = source.layout, source.folder
+        layout, rows, self._folder = source.layout, source.model.parameters, source.folder
         vectors: Sequence[FlatGroup | PartitionedGroup]
         if layout.zero_stage == 3:
             shapes = source.entry(name_of_model_states(layout, holders[0].model_rank), "param_shapes")
             numels = [{name: math.prod(shape) for name, shape in of_vector.items()} for of_vector in shapes]
             vectors = [PartitionedGroup(of_vector, len(holders)) for of_vector in numels]
         else:
-            vectors = [one for _, one in source.ranks.vectors(holders[0], source.structure, source.numel_of)]
+            vectors = [one for _, one in source.model.vectors(holders[0], lambda name: math.prod(rows[name].shape))]
         self.masters: list[list[torch.Tensor]] = []
         """Partitions of the master weights, by replica and vector."""
         if not layout.has_partitions:
@@ -145,7 +143,7 @@ class OptimizerStates:
         """The replica, the number of the vector and the span of each part of a parameter, in the order of elements."""
         for number, vector in enumerate(vectors):
             first = next(iter(vector.numels), "")
-            is_here = not layout.has_partitions or source.ranks.sharers(first, holders[0]) == holders
+            is_here = not layout.has_partitions or source.model.sharers(first, holders[0]) == holders
             for replica in range(vector.replicas if is_here else 0):  # other ranks hold the other vectors
                 for span in vector.spans(replica):
                     self._spans[span.name].append((replica, number, span))
@@ -198,19 +196,11 @@ def opened(path: Path) -> dict[str, Any]:
 class Source:
     """An open checkpoint, whose files are mapped into memory, each once."""
 
-    def __init__(self, model: SavedModel, folder: Path) -> None:
+    def __init__(self, model: WholeModel, folder: Path) -> None:
         self.model, self.layout, self.folder = model, model.layout, folder
-        self.ranks = RankTable(model, model.layout, model.structure)
         self._open: dict[str, dict[str, Any]] = {}
         self._states: dict[tuple[Place, ...], OptimizerStates] = {}
         self._modules: dict[int, Mapping[str, Any]] = {}
-        self._lock = threading.RLock()
-
-    @cached_property
-    def structure(self) -> SavedStructure:
-        """The model's structure, with the options of ZeRO also if an earlier release left them out."""
-        structure = self.model.structure
-        return replace(structure, options=structure.options or options_of_files(self.model_states(0)))
 
     def content(self, name: str) -> dict[str, Any]:
         """Return the content of a file, which is opened once.
@@ -218,10 +208,9 @@ class Source:
         Raises:
             DamagedCheckpointError: the file cannot be read.
         """
-        with self._lock:
-            if name not in self._open:
-                self._open[name] = opened(self.folder / name)
-            return self._open[name]
+        if name not in self._open:
+            self._open[name] = opened(self.folder / name)
+        return self._open[name]
 
     def entry(self, name: str, *keys: Any) -> Any:
         """Return an entry of a file; see :func:`entry_of`."""
@@ -258,16 +247,12 @@ class Source:
         held = elements_of_slice(read, Slice((parameter.size, *rows), 0), saved, low, high)
         return torch.cat([held, held.new_zeros(stop - start - len(held))])
 
-    def numel_of(self, name: str) -> int:
-        """Return the number of elements of a slice, or of a part of the experts, that was saved."""
-        return math.prod(self.model.parameters[name].shape)
-
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the hyperparameters of a parameter's group, and its states, from the rank that holds its beginning.
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        holders = self.ranks.holders(self.model.parameters[name].stage * self.model.slices, name)
+        holders = self.model.holders(self.model.parameters[name].stage * self.model.slices, name)
         return self._states_of(holders).of_parameter(name)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Any]:
@@ -294,19 +279,18 @@ class Source:
 
     def hyperparameters(self, stage: int) -> list[dict[str, Any]]:
         """Return the hyperparameters of every group of the optimizer of a stage."""
-        return self._states_of(self.ranks.holders(stage * self.model.slices, "")).groups
+        return self._states_of(self.model.holders(stage * self.model.slices, "")).groups
 
     @cached_property
     def type_of_masters(self) -> torch.dtype:
         """The data type of master weights."""
-        masters = self._states_of(self.ranks.holders(0, "")).masters
+        masters = self._states_of(self.model.holders(0, "")).masters
         return masters[0][0].dtype if masters else torch.float32
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
-        with self._lock:
-            if holders not in self._states:
-                self._states[holders] = OptimizerStates(self, holders)
-            return self._states[holders]
+        if holders not in self._states:
+            self._states[holders] = OptimizerStates(self, holders)
+        return self._states[holders]
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice, or of a part of the experts, that was saved."""
@@ -318,7 +302,7 @@ class Source:
             return self._stacked_weight(model_rank, parameter, part, start, stop)
         if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
             return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
-        states = self._states_of(self.ranks.holders(model_rank, name, part))
+        states = self._states_of(self.model.holders(model_rank, name, part))
         elements = states.of(name, MASTER if is_weight else key, start, stop)
         if elements is None:
             return torch.zeros(stop - start)
@@ -352,16 +336,16 @@ class Source:
         """Return the file of the module and the engine."""
         return self.content(name_of_model_states(self.layout, model_rank))
 
-    def optimizer_file(self, place: Place) -> dict[str, Any]:
-        """Return the file of a partition of ZeRO."""
-        return self.content(name_of_partition(self.layout, place))
+    def first_partition(self) -> dict[str, Any]:
+        """Return what the first file with a partition of ZeRO has."""
+        return dict(self.entry(name_of_partition(self.layout, Place(0, 0)), "optimizer_state_dict"))
 
     def optimizer_of(self, holders: tuple[Place, ...]) -> dict[str, Any]:
         """Return the state that an optimizer without ZeRO saved on one of these ranks."""
         if holders[0].model_rank // self.model.slices not in self.model.experts_of_stages:
             content = self.model_states(holders[0].model_rank)
         else:
-            parts = self.ranks.parts[max(self.ranks.parts)]
+            parts = self.model.parts[max(self.model.parts)]
             content = self.content(self._first(name_of_optimizer(parts[one], one.model_rank) for one in holders))
         return dict(entry_of(content, self.folder / "the optimizer's file", "optimizer"))
 
@@ -371,7 +355,7 @@ class Source:
         The head is the prefix of its name, or the name of the parameter in which AutoEP stacks it.
         """
         layer = self.model.experts_of_stages[model_rank // self.model.slices].index(layer_of_experts(head))
-        holders = self.ranks.expert_holders(model_rank, head, number)
+        holders = self.model.expert_holders(model_rank, head, number)
         return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
 
     def _first(self, names: Iterable[str]) -> str:
@@ -442,7 +426,7 @@ class Source:
             if one.split is not None:
                 continue
             keys = [WEIGHT]
-            if has_states and self.ranks.local_name(name) in in_optimizer:
+            if has_states and self.model.local_name(name) in in_optimizer:
                 _, states = self.of_parameter(name)
                 keys += [MASTER, *(key for key, value in states.items() if isinstance(value, torch.dtype))]
             for key in keys:
@@ -498,7 +482,7 @@ class Source:
         """Return the state of the loss scale; empty if none was saved."""
         if not self.layout.has_partitions:
             return dict(self.model_states(0).get("optimizer") or {})
-        scaler = self.optimizer_file(Place(0, 0))["optimizer_state_dict"].get("loss_scaler")
+        scaler = self.first_partition().get("loss_scaler")
         return vars(scaler) if scaler is not None else {}
 
     def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,11 +7,10 @@ on the layout. A region records which elements of which parameter belong to it, 
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,11 +41,11 @@ from ds_topo.checkpoint.deepspeed_reader import (
     name_of_optimizer,
     name_of_partition,
 )
-from ds_topo.checkpoint.file_filling import NewFile, Region, leaves
+from ds_topo.checkpoint.file_filling import NewFile, Region
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place
-from ds_topo.checkpoint.saved_model import Vectors, head_of, layer_of_experts, prefix_of_layer, prefixes_of_stage
+from ds_topo.checkpoint.saved_model import Vectors, WholeModel, head_of, layer_of_experts, prefix_of_layer
 from ds_topo.checkpoint.shards import FLAT_OPTIMIZER, FlatGroup, PartitionedGroup
-from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS, Target
+from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import name_of_size
@@ -62,7 +61,7 @@ class Writer:
     """The files of a target, made from those of a source."""
 
     source: Source
-    target: Target
+    target: WholeModel
     _known_optimizers: dict[Any, tuple[Vectors, list[dict[str, Any]], list[dict[str, Any]]]] = field(
         default_factory=dict
     )
@@ -73,27 +72,22 @@ class Writer:
         return self.target.layout.partitions_of_files
 
     def files(self) -> Iterator[NewFile]:
-        """Yield all files, always in the same order."""
+        """Yield all files, always in the same order. Each call makes their contents anew, to hold one at a time."""
         layout = self.target.layout
         if layout.is_pipeline:
             yield from self._layer_files()
         for model_rank in range(layout.model_ranks):
             for replica in range(layout.partitions if layout.zero_stage == 3 else 1):
                 name = name_of_model_states(layout, model_rank, replica)
-                yield name, partial(self._model_states, Place(model_rank, replica))
+                yield name, self._model_states(Place(model_rank, replica))
             for replica in range(layout.files_of_partitions if layout.zero_stage else 0):
                 place = Place(model_rank, replica)
-                yield name_of_partition(layout, place), partial(self._partition, place)
+                yield name_of_partition(layout, place), self._partition(place)
             if layout.experts:
                 yield from self._expert_files(model_rank)
         if self.source.is_like(layout):
             for path in sorted(self.source.folder.glob("random_states_*.pt")):
-                yield path.name, partial(self.source.content, path.name)
-
-    def bytes(self) -> int:
-        """Return the bytes that parameters and their states fill in all files."""
-        regions = (leaf for _, make in self.files() for leaf in leaves(make()) if isinstance(leaf, Region))
-        return sum(math.prod(region.shape) * region.dtype.itemsize for region in regions)
+                yield path.name, self.source.content(path.name)
 
     def _layer_files(self) -> Iterator[NewFile]:
         """Yield the files of a pipeline's layers; a stage with experts has none, and keeps its layers together."""
@@ -103,11 +97,8 @@ class Writer:
         for number in sorted({number for stage in stages for number in structure.layers_of(stage, len(names))}):
             for place in range(slices if self.source.layer(number, 0) is not None else 0):
                 name = f"layer_{number:02d}{f'-model_{place:02d}' if has_slices else ''}-model_states.pt"
-                yield name, partial(self._layer, number, place)
-
-    def _layer(self, number: int, place: int) -> OrderedDict[str, Any]:
-        saved = self.source.layer(number, self._saved_slice(place)) or {}
-        return self._state_dict(saved, prefix_of_layer(self.source.model.structure, number), place)
+                saved = self.source.layer(number, self._saved_slice(place)) or {}
+                yield name, self._state_dict(saved, prefix_of_layer(structure, number), place)
 
     def _module(self, stage: int, place: int) -> OrderedDict[str, Any] | None:
         """Return the state dict that a stage keeps beside its progress; None if its layers have files of their own."""
@@ -116,31 +107,31 @@ class Writer:
             return self._state_dict(whole, "", place)
         if stage not in self.target.experts_of_stages:
             return None
-        prefixes = prefixes_of_stage(self.target.structure, stage, len(self.target.names))
+        prefixes = self.target.prefixes(stage)
         own = {name: one for prefix in prefixes for name, one in whole.items() if name.startswith(prefix)}
         return self._state_dict(own, "", place)
 
     def _expert_files(self, model_rank: int) -> Iterator[NewFile]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
-        ranks, model, (stage, part) = self.target.ranks, self.source.model, divmod(model_rank, self.target.slices)
+        target, model, (stage, part) = self.target, self.source.model, divmod(model_rank, self.target.slices)
         firsts = {head: saved * model.slices for saved, heads in model.experts_of_stages.items() for head in heads}
         for layer, head in enumerate(self.target.experts_of_stages.get(stage, ())):
             stacked = [name for name in self._stacked if layer_of_experts(name) == head]
             key = stacked[0] if stacked else head
             for number in range(model.experts[key]):
-                if all(place.model_rank != model_rank for place in ranks.expert_holders(model_rank, key, number)):
+                if all(place.model_rank != model_rank for place in target.expert_holders(model_rank, key, number)):
                     continue
                 name = name_of_expert(layer, number, model_rank)
                 if stacked:
-                    yield name, partial(self._of_stacks, stacked, number)
+                    yield name, self._of_stacks(stacked, number)
                 else:
                     saved = self.source.expert_file(firsts[head] + self._saved_slice(part), head, number)
-                    yield name, partial(self._expert, saved, part)
+                    yield name, self._state_dict(self.source.content(saved), "", part)
         if not self.target.layout.zero_stage and stage in self.target.experts_of_stages:
-            parts = ranks.parts[max(ranks.parts)]
+            parts = target.parts[max(target.parts)]
             own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
             for number, place in sorted(own.items()):  # the first rank that holds each part
-                yield name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place)
+                yield name_of_optimizer(number, model_rank), {"optimizer": self._whole_optimizer(place)}
 
     @cached_property
     def _stacked(self) -> list[str]:
@@ -157,18 +148,14 @@ class Writer:
 
     def _layers_of_auto_ep(self, saved: Sequence[Mapping[str, Any]], of: Place) -> list[dict[str, Any]]:
         """Return DeepSpeed's description of the layers of AutoEP on the rank that writes it."""
-        ranks, found = self.target.ranks, []
+        target, found = self.target, []
         for row in saved:
             names = [name for name in self._stacked if layer_of_experts(name) == row["expert_key_prefix"]]
-            size, part, count = (
-                self.target.ranks.pieces(names[0]),
-                self.target.ranks.piece(names[0], of),
-                int(row["num_experts"]),
-            )
+            size, part, count = target.pieces(names[0]), target.piece(names[0], of), int(row["num_experts"])
             placement = legacy_uniform_autoep_placement_descriptor(count, count // size, size)
             shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
             maps = {name: autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in shapes.items()}
-            holders = ranks.sharers(names[0], of)
+            holders = target.sharers(names[0], of)
             new = {
                 "num_local_experts": count // size,
                 "ep_size": size,
@@ -183,12 +170,6 @@ class Writer:
             }
             found.append({**row, **new})
         return found
-
-    def _expert(self, file: str, place: int) -> OrderedDict[str, Any]:
-        return self._state_dict(self.source.content(file), "", place)
-
-    def _expert_optimizer(self, place: Place) -> Any:
-        return {"optimizer": self._whole_optimizer(place)}
 
     def _saved_slice(self, place: int) -> int:
         """Return the saved slice whose state dicts those of a new slice are like."""
@@ -247,28 +228,28 @@ class Writer:
         }
 
     def _buffer_names(self, stage: int) -> list[str]:
-        source, structure = self.source, self.target.structure
+        source = self.source
         found = dict.fromkeys(
             name
             for first in range(0, source.layout.model_ranks, source.model.slices)
             for name in source.model_states(first).get("buffer_names") or ()
         )
-        if not structure.layers:
+        if not self.target.structure.layers:
             return list(found)
-        return [name for name in found if name.startswith(prefixes_of_stage(structure, stage, len(self.target.names)))]
+        return [name for name in found if name.startswith(self.target.prefixes(stage))]
 
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
         """Return the shapes of parameters that are not trained, and a rank's parts of them."""
         stage = of.model_rank // self.target.slices
-        layout, ranks = self.target.layout, self.target.ranks
+        layout, target = self.target.layout, self.target
         shapes: OrderedDict[str, Any] = OrderedDict()
         fragments: OrderedDict[str, Any] = OrderedDict()
         for whole_name in self.target.names[stage]:
             one = self.source.model.parameters[whole_name]
-            if one.is_trained or of not in ranks.sharers(whole_name, of):
+            if one.is_trained or of not in target.sharers(whole_name, of):
                 continue
-            name = ranks.local_name(whole_name)
-            weight = Region.of_weight(one, ranks.piece(whole_name, of), ranks.pieces(whole_name))
+            name = target.local_name(whole_name)
+            weight = Region.of_weight(one, target.piece(whole_name, of), target.pieces(whole_name))
             shapes[name] = torch.Size(weight.shape)
             if layout.zero_stage == 3:
                 group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.partitions)
@@ -278,7 +259,7 @@ class Writer:
 
     def _shapes(self, place: Place) -> list[OrderedDict[str, Any]]:
         """Return the shapes of the parameters in each vector of the optimizer."""
-        local_name = self.target.ranks.local_name
+        local_name = self.target.local_name
         return [
             OrderedDict((local_name(name), torch.Size(self.target.shape(name))) for name in group.numels)
             for _, group in self._optimizer(place)[0]
@@ -310,12 +291,12 @@ class Writer:
 
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
-        layout, ranks = self.target.layout, self.target.ranks
+        layout, target = self.target.layout, self.target
         vectors, known, param_groups = self._optimizer(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (_, vector) in enumerate(vectors):
-            holders = ranks.sharers(next(iter(vector.numels)), place)
+            holders = target.sharers(next(iter(vector.numels)), place)
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             master, numel = self._master(place, vector, replica), vector.partition_numel
@@ -329,7 +310,7 @@ class Writer:
                     is_last = replica == vector.replicas - 1
                     paddings.append(numel * vector.replicas - vector.numel if is_last else 0)
                 addresses = (
-                    (ranks.local_name(one.name), fragment_address(numel=one.stop - one.start, start=one.offset))
+                    (target.local_name(one.name), fragment_address(numel=one.stop - one.start, start=one.offset))
                     for one in master.spans
                 )
                 mappings.append(OrderedDict(addresses))
@@ -365,19 +346,19 @@ class Writer:
 
         All ranks with the same parameters have them in common.
         """
-        ranks, stage = self.target.ranks, place.model_rank // self.target.slices
-        key = stage, *(parts[place] for parts in ranks.parts.values())
+        target, stage = self.target, place.model_rank // self.target.slices
+        key = stage, *(parts[place] for parts in target.parts.values())
         if key not in self._known_optimizers:
-            vectors = ranks.vectors(place, self.target.structure, self.target.numel)
+            vectors = self.target.vectors(place, self.target.numel)
             states = [self.source.states_of(vector.numels) for _, vector in vectors]
             self._known_optimizers[key] = vectors, states, self._param_groups(stage, vectors)
         return self._known_optimizers[key]
 
     def _master(self, place: Place, vector: FlatGroup | PartitionedGroup, replica: int) -> Region:
         """Return a partition of the master weights of a vector."""
-        ranks, name = self.target.ranks, next(iter(vector.numels))
+        target, name = self.target, next(iter(vector.numels))
         numel, spans = vector.partition_numel, vector.spans(replica)
-        return Region((numel,), torch.float32, MASTER, ranks.piece(name, place), spans, ranks.pieces(name))
+        return Region((numel,), torch.float32, MASTER, target.piece(name, place), spans, target.pieces(name))
 
     def _param_groups(self, stage: int, vectors: Vectors) -> list[dict[str, Any]]:
         """Return hyperparameters and vectors of every group of a stage, with the names that DeepSpeed gives them."""
@@ -403,7 +384,7 @@ class Writer:
         """Return the settings of loss scaling and gradient clipping that were saved."""
         saved: dict[str, Any] = {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False}
         if self.source.layout.has_partitions:
-            file = self.source.optimizer_file(Place(0, 0))["optimizer_state_dict"]
+            file = self.source.first_partition()
             saved.update((key, file[key]) for key in (*saved, "clip_grad") if key in file)
         elif self.target.layout.precision == "fp16":
             scale, config = self.source.loss_scale(), self._config().get("fp16", {})

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-from ds_topo.errors import CheckpointError, abridged
+from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
 
 DRAFT = ".saving"
 """The suffix of a name while its file or folder is being written."""
@@ -31,6 +31,8 @@ _CHUNK = 1 << 18
 _IRREGULAR = "not a regular file"
 _LOCK = ".lock"
 """The file in a folder that a process holds while it writes there."""
+MARGIN = 1.02
+"""The factor by which the disk must have more space than a checkpoint is expected to take."""
 _ATTEMPTS = 3
 """Attempts to replace a file in a folder that other jobs change."""
 _AT_CWD, _EXCHANGE = -100, 2
@@ -188,6 +190,26 @@ def discard(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk of a folder, or of its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def require_space(folder: Path, what: str, needed: int) -> None:
+    """Check that the disk of a folder has space for what is going to be written.
+
+    Raises:
+        CheckpointSpaceError: it has too little.
+    """
+    if (free := free_bytes(folder)) < needed * MARGIN:
+        raise CheckpointSpaceError(
+            f"{what} takes about {needed:,} bytes, and the disk of {folder} has {free:,}: make room, keep fewer "
+            "checkpoints (keep_last=N), or write to another disk. Nothing was written"
+        )
 
 
 def failure_to_write(path: Path, error: BaseException) -> CheckpointError:

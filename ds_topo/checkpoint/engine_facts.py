@@ -11,7 +11,6 @@ import inspect
 import math
 import platform
 import random
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -38,13 +37,12 @@ from torch import nn
 
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.saved_model import head_of, starred
 from ds_topo.checkpoint.shards import Span, vectors_of
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes
 
-LOCAL_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)(?=\.)")
-"""The part of a parameter's name that numbers an expert on its rank."""
 _KEEP_ORDER = "give the optimizer its parameters in the order in which they were saved"
 
 # -- layout ------------------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def versions() -> dict[str, str]:
 def experts_of(module: nn.Module) -> dict[str, Any]:
     """Return the MoE layer of each parameter and buffer that is part of its experts, by name.
 
-    A rank numbers the experts of DeepSpeed's ``MoE``, see :data:`LOCAL_EXPERT`. AutoEP stacks them, ``[experts, ...]``.
+    A rank numbers the experts of DeepSpeed's ``MoE`` in their names. AutoEP stacks them, ``[experts, ...]``.
     """
     found = {}
     stacking: Any = sys.modules.get("deepspeed.module_inject.auto_ep_layer")  # slow to import, and only AutoEP needs it
@@ -177,7 +175,7 @@ def experts_of(module: nn.Module) -> dict[str, Any]:
         is_stacked = stacking is not None and isinstance(layer, stacking.AutoEPMoELayer)
         if is_stacked or isinstance(layer, MoE):
             for name, _ in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()):
-                if name.startswith("experts.") if is_stacked else LOCAL_EXPERT.search(name):
+                if name.startswith("experts.") if is_stacked else head_of(name):
                     found[f"{prefix}.{name}" if prefix else name] = layer
     return found
 
@@ -215,7 +213,7 @@ def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
     for name, parameter in engine.module.named_parameters():
         layer = experts.get(name)
         row = manifests.SavedParameter(
-            LOCAL_EXPERT.sub(r"\1*", name) if layer is not None else name,
+            starred(name) if layer is not None else name,
             shape_of(parameter),
             str(parameter.dtype).removeprefix("torch."),
             (int(engine.checkpoint_mp_rank),),
@@ -258,7 +256,7 @@ def _difference(kind: str, own: Mapping[str, tuple[int, ...]], saved: Mapping[st
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that checkpoints hold, except those of experts."""
     saved = module.state_dict(keep_vars=True)
-    return {name: one for name, one in module.named_buffers() if name in saved and not LOCAL_EXPERT.search(name)}
+    return {name: one for name, one in module.named_buffers() if name in saved and not head_of(name)}
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------
@@ -271,7 +269,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     splits, undeclared, aliases = {}, [], {}
     of_experts = experts_of(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        is_local = name in of_experts and LOCAL_EXPERT.search(name)
+        is_local = name in of_experts and head_of(name)
         if (first := first_names.setdefault(id(parameter), name)) != name:
             aliases[name] = first
         elif is_local and not of_experts[name].enable_expert_tensor_parallelism:
@@ -282,10 +280,8 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
     splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}
-    experts = {}  # by the prefix of a layer's experts, or by the name of a parameter that stacks them
-    for name, layer in of_experts.items():
-        local = LOCAL_EXPERT.search(name)
-        experts[name[: local.end(1) - 1] if local is not None else name] = int(layer.ep_size)
+    # by the prefix of a layer's experts, or by the name of a parameter that stacks them
+    experts = {head_of(name) or name: int(layer.ep_size) for name, layer in of_experts.items()}
     structure = manifests.SavedStructure(
         name_of_optimizer(engine),
         (names_of_groups(engine),),
@@ -360,19 +356,18 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
 
 
 def difference_of_options(
-    engine: DeepSpeedEngine, groups: Iterable[Sequence[str]], saved: manifests.SavedOptions | None
+    engine: DeepSpeedEngine, groups: Iterable[Sequence[str]], saved: manifests.SavedOptions
 ) -> str:
     """Say which option of ZeRO differs in a checkpoint and changes the order of parameters in its files; empty if none.
 
     Args:
         engine: the engine that loads.
         groups: the names of the parameters of each group of its optimizer.
-        saved: the options of the checkpoint, if they are known.
+        saved: the options of the checkpoint.
     """
     layout, own = layout_of(engine), zero_options_of(engine)
-    if not layout.zero_stage or saved in (None, own):
+    if not layout.zero_stage or saved == own:
         return ""
-    assert saved is not None
     parameters = {str(name): parameter for parameter, name in engine.param_names.items()}
 
     def spans(names: Sequence[str], options: manifests.SavedOptions) -> list[list[Span]]:
@@ -407,11 +402,12 @@ def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     return {"stage": stage, "structure": structure_of(engine)} if place == 0 and replica_of(engine) == 0 else None
 
 
-def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure | None:
-    """Merge the shares of all ranks into the structure of the whole model; None if there are none."""
+def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure:
+    """Merge the shares of all ranks into the structure of the whole model."""
     found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
-    stages = [manifests.built_from(manifests.SavedStructure, share["structure"]) for share in found]
-    return manifests.merged_structures(stages) if stages else None
+    return manifests.merged_structures(
+        [manifests.built_from(manifests.SavedStructure, share["structure"]) for share in found]
+    )
 
 
 # -- random states -----------------------------------------------------------------------------------------------------

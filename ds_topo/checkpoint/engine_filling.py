@@ -35,14 +35,13 @@ from ds_topo.checkpoint.engine_state import (
 from ds_topo.checkpoint.manifest import SavedStructure, built_from
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, model_of, require_splits
-from ds_topo.checkpoint.target import require_loadable
+from ds_topo.checkpoint.target import require_reachable
 from ds_topo.checkpoint.without_manifest import WeightFiles, layout_of_files, manifest_of_files
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
 _BUILD_ALIKE = "Build the model and freeze its parameters as when it was saved"
-_NAMES_OF_GROUPS = {"params": None, "param_names": None, "name": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,25 +218,23 @@ class EngineFilling:
         If one saved group has become several, they keep what distinguishes them.
         """
         assert self._inner is not None
-        sources: list[list[dict[str, Any]]] = [[] for _ in self._inner.param_groups]
+        own = [dict(group) for group in self._inner.param_groups]
+        sources: list[dict[int, dict[str, Any]]] = [{} for _ in own]
         for row in self._rows:
             number = row.named.held.group
             if number is not None and row.has_states:
                 group, _ = self._source.of_parameter(row.saved.name)
-                if not any(group is known for known in sources[number]):
-                    sources[number].append(group)
-        own = [{**group, **_NAMES_OF_GROUPS} for group in self._inner.param_groups]
-        for number, (group, found) in enumerate(zip(self._inner.param_groups, sources, strict=True)):
-            kept: set[str] = set()  # what distinguishes it from others of the same saved group
-            for other, there in enumerate(sources):
-                if any(left is right for left in there for right in found):
-                    pairs = ((key, {key: value}, {key: own[other].get(key)}) for key, value in own[number].items())
-                    kept |= {key for key, here, beside in pairs if differing(here, beside)}
-            for saved in found[:1]:
-                differ = {
-                    key for other in found for key in saved if differing({key: saved[key]}, {key: other.get(key)})
-                }
-                restore_hyperparameters(group, {key: value for key, value in saved.items() if key not in kept | differ})
+                sources[number][id(group)] = group
+        for group, found in zip(self._inner.param_groups, sources, strict=True):
+            beside = [other for other, there in zip(own, sources, strict=True) if found.keys() & there.keys()]
+            for saved in list(found.values())[:1]:
+                are_alike = {key: _agree(key, beside) and _agree(key, [*found.values()]) for key in saved}
+                restore_hyperparameters(group, {key: value for key, value in saved.items() if are_alike[key]})
+
+
+def _agree(key: str, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if groups of an optimizer have the same value of a hyperparameter."""
+    return not any(differing({key: one.get(key)}, {key: groups[0].get(key)}) for one in groups[1:])
 
 
 def opened_for(
@@ -272,16 +269,11 @@ def opened_for(
 
     def plan(posted: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
         structure = facts.whole_structure(posted)
-        if structure is None:
-            raise CheckpointLayoutError(
-                "no rank of this job describes the structure of its model. Convert the checkpoint by "
-                "ds-topo convert, and load the new one"
-            )
         sources.append(source := opened_source(structure))
         if is_plain:
             require_splits(source.model, slices)
         else:
-            require_loadable(source.model, layout, structure, slices, has_states=has_states)
+            require_reachable(source.model, layout, structure, has_states=has_states)
         source.require_equal_copies(slices, has_states=has_states)
         return asdict(structure)
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
+from ds_topo.checkpoint.saved_model import expert_of, head_of
 from ds_topo.checkpoint.shards import PartOfTensor, Slice, part_of
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu.mpu import MpuGrid
@@ -249,7 +250,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         local, first_names = old_names[0], old_names[:1]
         layer = experts.get(local)
         own = _slice(local, facts.shape_of(parameter), structure.splits.get(local), slices, place)
-        if layer is not None and not facts.LOCAL_EXPERT.search(local):  # AutoEP's parts are slices of all experts
+        if layer is not None and not head_of(local):  # AutoEP's parts are slices of all experts
             own = Slice(own.shape, 0, int(layer.ep_size), int(layer.ep_rank))
         elif layer is not None:
             first_names = [_numbered(local, layer, rank) for rank in range(int(layer.ep_size))]
@@ -315,7 +316,7 @@ def named_buffers(engine: DeepSpeedEngine, rename: Rename = None) -> dict[str, N
     saved, found = engine.module.state_dict(keep_vars=True), dict[str, NamedBuffer]()
     for name, buffer in engine.module.named_buffers():
         if name in saved:
-            is_expert = name in experts and facts.LOCAL_EXPERT.search(name) is not None
+            is_expert = name in experts and head_of(name) != ""
             whole = _numbered(name, experts[name]) if is_expert else name
             own = _slice(name, tuple(buffer.shape), facts.split_of(buffer), slices, place)
             found[new_names(whole)[0]] = NamedBuffer(buffer, own, is_expert)
@@ -326,8 +327,9 @@ def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
     """Replace an expert's number on a rank, by default this one, by its number in the whole layer."""
     if rank is None:
         rank = dist.get_rank(deepspeed_groups._get_expert_parallel_group(layer.expert_group_name))
-    first = rank * int(layer.num_local_experts)
-    return facts.LOCAL_EXPERT.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
+    expert = expert_of(name)
+    assert expert is not None
+    return expert.numbered(rank * int(layer.num_local_experts) + expert.number)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

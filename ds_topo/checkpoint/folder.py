@@ -242,30 +242,34 @@ def _is_name(text: str) -> bool:
     return is_plain and not is_hidden and not is_path and len(os.fsencode(text)) <= _LONGEST
 
 
+def _latest_in(folder: Path) -> tuple[str | None, str]:
+    """Return the tag in ``latest``, or None and the reason why there is none."""
+    try:
+        content = text_of(folder / LATEST, _LARGEST_LATEST)
+    except UnicodeDecodeError:
+        content = "no text"
+    except OSError as error:
+        if not os.path.lexists(folder / LATEST):
+            return None, f"there is no file '{LATEST}'"
+        content = reason_of(error)
+    else:
+        if (tag := content.strip()) and all(map(_is_name, tag.split("/"))):  # DeepSpeed also allows paths as tags
+            return tag, ""
+        content = abridged(content)
+    return None, f"'{LATEST}' names no checkpoint ({content})"
+
+
 def named_latest(folder: Path) -> str | None:
     """Return the tag in ``latest``; None if the file is missing, cannot be read or holds no tag."""
-    try:
-        text = text_of(folder / LATEST, _LARGEST_LATEST).strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text if text and all(map(_is_name, text.split("/"))) else None  # DeepSpeed also allows paths as tags
+    return _latest_in(folder)[0]
 
 
 def problem_of_latest(folder: Path) -> str:
     """Return why ``latest`` names no checkpoint that exists; empty if it names one."""
-    latest = named_latest(folder)
-    if latest is not None:
-        is_there = os.path.lexists(folder / latest)
-        return "" if is_there else f"'{LATEST}' names {latest!r}, which does not exist"
-    if not os.path.lexists(folder / LATEST):
-        return f"there is no file '{LATEST}'"
-    try:
-        content = abridged(text_of(folder / LATEST, _LARGEST_LATEST))
-    except UnicodeDecodeError:
-        content = "no text"
-    except OSError as error:
-        content = reason_of(error)
-    return f"'{LATEST}' names no checkpoint ({content})"
+    latest, problem = _latest_in(folder)
+    if latest is None or os.path.lexists(folder / latest):
+        return problem
+    return f"'{LATEST}' names {latest!r}, which does not exist"
 
 
 def is_checkpoint(path: Path) -> bool:

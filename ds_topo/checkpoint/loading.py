@@ -181,15 +181,15 @@ def load(
     for attempt in count(1):
         chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
         if not chosen:
-            _load_plain_weights(engine, meeting, root, rename, is_strict=load_module_strict)
-            meeting.end()
-            return str(root), {}
+            break
         share = choice.check(root / chosen, reason)
         if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
             break
     for concern in choice.concerns():
         warnings.warn(concern, RuntimeWarning, stacklevel=2)
-    if is_fitting:
+    if not chosen:
+        state = _load_by_name(engine, meeting, root, options, rename, is_plain=True)
+    elif is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
         state = _load_by_name(engine, meeting, root / chosen, options)
@@ -234,22 +234,31 @@ def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custo
     return dict(state)
 
 
-def _load_by_name(engine: DeepSpeedEngine, meeting: Meeting, path: Path, options: LoadOptions) -> dict[str, Any]:
-    """Copy the elements of a checkpoint of any layout into the engine; return the ``client_state``.
+def _load_by_name(
+    engine: DeepSpeedEngine,
+    meeting: Meeting,
+    path: Path,
+    options: LoadOptions,
+    rename: Rename = None,
+    *,
+    is_plain: bool = False,
+) -> dict[str, Any]:
+    """Copy the elements of a checkpoint of any layout, or plain weights, into the engine; return the ``client_state``.
 
     Raises:
         CheckpointLayoutError, CheckpointModelError: it cannot be converted; nothing was changed.
         CheckpointError: a rank failed.
     """
+    has_states, is_strict = options.has_states and not is_plain, options.load_module_strict
     source, filling = opened_for(
-        engine, meeting, path, has_states=options.has_states, is_strict=options.load_module_strict
+        engine, meeting, path, rename, is_plain=is_plain, has_states=has_states, is_strict=is_strict
     )
-    is_like = source.is_like(facts.layout_of(engine))
-    saved = source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
+    is_like = not is_plain and source.is_like(facts.layout_of(engine))
+    saved = {} if is_plain else source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
 
     def copy() -> None:
         filling.copy()
-        if not options.load_module_only:
+        if not (options.load_module_only or is_plain):
             both_fp16 = facts.layout_of(engine).precision == source.layout.precision == "fp16"
             progress = {**saved, **(source.loss_scale() if both_fp16 else {})}
             left_out = () if options.has_scheduler else (SCHEDULER,)
@@ -261,19 +270,6 @@ def _load_by_name(engine: DeepSpeedEngine, meeting: Meeting, path: Path, options
     meeting.step("copied", copy)
     meeting.step("weights updated", filling.finish)
     return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
-
-
-def _load_plain_weights(
-    engine: DeepSpeedEngine, meeting: Meeting, path: Path, rename: Rename, *, is_strict: bool
-) -> None:
-    """Copy plain weights into the engine.
-
-    Raises:
-        CheckpointError: as :func:`_load_by_name`.
-    """
-    _, filling = opened_for(engine, meeting, path, rename, is_plain=True, has_states=False, is_strict=is_strict)
-    meeting.step("copied", filling.copy)
-    meeting.step("weights updated", filling.finish)
 
 
 def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:

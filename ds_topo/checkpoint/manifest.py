@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from datetime import datetime, timezone
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -109,12 +110,12 @@ class SavedStructure:
     experts: Mapping[str, int] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``), or of
     each parameter in which AutoEP stacks the experts of a rank."""
-    options: SavedOptions | None = None
-    """The engine's options of ZeRO; None if an earlier release did not record them."""
+    options: SavedOptions = SavedOptions()
+    """The engine's options of ZeRO."""
     is_by_element: bool = True
     """False if the optimizer is not known to update each element by its own gradient and states alone."""
     buffers: Mapping[str, tuple[int, ...]] | None = None
-    """The shape on slice 0 of each saved buffer, except those of experts; None if an earlier release left them out."""
+    """The shape on slice 0 of each saved buffer, except those of experts; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.bounds and (
@@ -367,6 +368,11 @@ class Manifest:
                 copies = stacked.get(row.name, row.experts or 1)
                 counted.setdefault((row.name, place), math.prod(row.shape) * copies)
         return sum(counted.values())
+
+
+def time_now() -> str:
+    """Return the time that a new manifest records."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def to_text(manifest: Manifest) -> str:

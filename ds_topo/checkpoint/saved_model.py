@@ -2,15 +2,15 @@
 
 :func:`model_of` returns every parameter once, whatever the layout that saved it, from the manifest alone. In names of
 the whole model an expert has its number among all experts of its layer. In optimizer files and in the groups of a
-structure names are *local*: an expert has its number among those of one rank. :class:`RankTable` translates, and says
-which part of each parameter a rank of a layout holds, whether it is the saved layout or a new one.
+structure names are *local*: an expert has its number among those of one rank. :class:`WholeModel` translates, and
+says which part of each parameter a rank of a layout holds, whether it is the saved layout or a new one.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -23,7 +23,6 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     Place,
     SavedLayout,
-    SavedOptions,
     SavedParameter,
     SavedSplit,
     SavedStructure,
@@ -55,6 +54,11 @@ class Parameter:
     """Size of the whole split dimension in the new layout, if its padding changes; None if the size stays."""
 
     @property
+    def head(self) -> str:
+        """The entry of its layer among the structure's experts; empty if it does not belong to an expert."""
+        return "" if not self.experts else self.name if self.is_stacked else head_of(self.name)
+
+    @property
     def size(self) -> int:
         """The size of the whole split dimension, as it was saved."""
         assert self.split is not None
@@ -77,40 +81,173 @@ class Parameter:
         return math.prod(self.shape_of_slice(slices))
 
 
+Vectors: TypeAlias = "list[tuple[int, FlatGroup | PartitionedGroup]]"
+"""The vectors of an optimizer, each with the number of its group and the names of the whole model."""
+
+
 @dataclass(frozen=True)
-class SavedModel:
-    """The model of a checkpoint: all its parameters, and the layout that saved them."""
+class WholeModel:
+    """A whole model in a layout: all its parameters, and what each rank of the layout holds of them.
+
+    The experts of a layer form as many *parts* as its expert parallel size. Each part is held by the ranks of one
+    expert data parallel group.
+    """
 
     parameters: Mapping[str, Parameter]
-    """Parameters by name, in the module's order, stage after stage."""
+    """Parameters by name, in the order of the module that saved them, stage after stage."""
     structure: SavedStructure
+    """The model's structure in this layout."""
     layout: SavedLayout
-    slices: int
+
+    @cached_property
+    def slices(self) -> int:
+        """The degree of ``model``."""
+        return slices_of(self.layout)
 
     @cached_property
     def experts(self) -> dict[str, int]:
         """Number of experts of each MoE layer, by the head of their names."""
-        rows = self.parameters.items()
-        return {name if one.is_stacked else head_of(name): one.experts for name, one in rows if one.experts}
+        return {one.head: one.experts for one in self.parameters.values() if one.experts}
+
+    @cached_property
+    def per_rank(self) -> dict[str, int]:
+        """Number of experts of each MoE layer on one rank."""
+        return {head: count // self.structure.experts[head] for head, count in self.experts.items()}
+
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of each stage's parameters, in its module's order."""
+        stages = range(self.layout.model_ranks // self.slices)
+        if not self.structure.layers:
+            rows = self.parameters.items()
+            return tuple(tuple(name for name, one in rows if len(stages) == 1 or one.stage == of) for of in stages)
+        return tuple(
+            tuple(name for prefix in self.prefixes(stage) for name in self.parameters if name.startswith(prefix))
+            for stage in stages
+        )
+
+    def prefixes(self, stage: int) -> tuple[str, ...]:
+        """Return the prefixes of a stage's layers: those of tied layers come first, as DeepSpeed registers them."""
+        layers = self.structure.layers_of(stage, self.layout.model_ranks // self.slices)
+        tied_first = sorted(layers, key=lambda number: not self.structure.layers[number].tied)
+        return tuple(dict.fromkeys(prefix_of_layer(self.structure, number) for number in tied_first))
 
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
-        """The layers of experts of each stage that has some, in order: DeepSpeed numbers them in each stage."""
-        return experts_of_stages(self.parameters, ((one.stage, name) for name, one in self.parameters.items()))
+        """The layers of experts of each stage that has some, in the order in which DeepSpeed numbers them."""
+        found: dict[int, dict[str, None]] = {}
+        for stage, names in enumerate(self.names if self.experts else ()):
+            for one in (self.parameters[name] for name in names if self.parameters[name].experts):
+                found.setdefault(stage, {})[layer_of_experts(one.head)] = None
+        return {stage: list(layers) for stage, layers in found.items()}
 
+    @cached_property
+    def part_holders(self) -> dict[tuple[int, int, int], tuple[Place, ...]]:
+        """The ranks that hold a part, by expert parallel size, model rank and part.
 
-def experts_of_stages(parameters: Mapping[str, Parameter], placed: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
-    """Return the layers of experts of each stage that has some.
+        If no rank of a model rank holds the part, these are ranks of the stage's other slices, unless slices split
+        experts.
 
-    Args:
-        parameters: all parameters.
-        placed: a stage and the name of a parameter that it has, in the module's order.
-    """
-    found: dict[int, dict[str, None]] = {}
-    for stage, name in placed:
-        if (one := parameters[name]).experts:
-            found.setdefault(stage, {})[layer_of_experts(name if one.is_stacked else head_of(name))] = None
-    return {stage: list(layers) for stage, layers in found.items()}
+        Raises:
+            ExpertSizeError: an expert parallel size does not divide the ranks that can share experts.
+        """
+        found: dict[tuple[int, int, int], tuple[Place, ...]] = {}
+        for experts in self.layout.experts:
+            for part, places in expert_places(self.layout, experts):
+                own = places[0].model_rank
+                first = own // self.slices * self.slices
+                for model_rank in [own] if experts.tensor_parallel else range(first, first + self.slices):
+                    found[experts.size, model_rank, part] = places
+        return found
+
+    @cached_property
+    def parts(self) -> dict[int, dict[Place, int]]:
+        """The part of the experts that each rank holds, by expert parallel size."""
+        found: dict[int, dict[Place, int]] = {}
+        for (size, _, part), places in self.part_holders.items():
+            found.setdefault(size, {}).update(dict.fromkeys(places, part))
+        return found
+
+    @cached_property
+    def _holders_of_partitions(self) -> tuple[int, ...]:
+        return self.layout.holders_of_partitions
+
+    def holders(self, model_rank: int, name: str, part: int = 0) -> tuple[Place, ...]:
+        """Return the ranks that hold a parameter and share its optimizer states, in the order of their group.
+
+        Args:
+            model_rank: stage and slice of the ranks.
+            name: the name in the whole model.
+            part: the part of the experts, for a parameter in which AutoEP stacks them.
+        """
+        if self.is_stacked(name):
+            return self.part_holders[self.structure.experts[name], model_rank, part]
+        if (expert := self._expert(name)) is not None:
+            return self.expert_holders(model_rank, expert.head, expert.number)
+        return tuple(Place(model_rank, replica) for replica in self._holders_of_partitions)
+
+    def sharers(self, name: str, place: Place) -> tuple[Place, ...]:
+        """Return the ranks with which a rank shares the optimizer states of a parameter, or of its part of it."""
+        return self.holders(place.model_rank, name, self.piece(name, place) if self.is_stacked(name) else 0)
+
+    def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:
+        """Return the ranks that hold an expert, in the order of their group."""
+        return self.part_holders[self.structure.experts[head], model_rank, number // self.per_rank[head]]
+
+    def whole_name(self, local: str, place: Place) -> str:
+        """Return the name in the whole model of a rank's parameter."""
+        if (expert := self._expert(local)) is None:
+            return local
+        part = self.parts[self.structure.experts[expert.head]][place]
+        return expert.numbered(part * self.per_rank[expert.head] + expert.number)
+
+    def local_name(self, name: str) -> str:
+        """Return the name of a parameter on a rank that holds it."""
+        expert = self._expert(name)
+        return name if expert is None else expert.numbered(expert.number % self.per_rank[expert.head])
+
+    def is_stacked(self, name: str) -> bool:
+        """Return True if AutoEP stacks the experts of a rank in a parameter."""
+        return name in self.parameters and self.parameters[name].is_stacked
+
+    def _expert(self, name: str) -> ExpertName | None:
+        expert = expert_of(name)
+        return expert if expert is not None and expert.head in self.per_rank else None
+
+    def pieces(self, name: str) -> int:
+        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
+        return self.structure.experts[name] if self.is_stacked(name) else self.slices
+
+    def piece(self, name: str, place: Place) -> int:
+        """Return the number of the slice, or of the part, that a rank holds."""
+        if self.is_stacked(name):
+            return self.parts[self.structure.experts[name]][place]
+        return place.model_rank % self.slices
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a slice of a parameter, or of a part of its experts."""
+        return self.parameters[name].shape_of_slice(self.pieces(name))
+
+    def numel(self, name: str) -> int:
+        """Return the number of elements of a slice of a parameter, or of a part of its experts."""
+        return math.prod(self.shape(name))
+
+    def vectors(self, place: Place, numel_of: Callable[[str], int]) -> Vectors:
+        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common.
+
+        Args:
+            place: the rank.
+            numel_of: returns the number of elements of a parameter on a rank, by its name in the whole model.
+        """
+        found: Vectors = []
+        for number, local in enumerate(self.structure.groups[place.model_rank // self.slices]):
+            names = [self.whole_name(name, place) for name in local]
+            first = names[0] if names else ""
+            itemsize = self.parameters[first].dtype.itemsize if names else 1
+            numels, replicas = {name: numel_of(name) for name in names}, len(self.sharers(first, place))
+            vectors = vectors_of(numels, self.layout, self.structure.options, replicas, itemsize)
+            found += [(number, one) for one in vectors]
+        return found
 
 
 def slices_of(layout: SavedLayout) -> int:
@@ -128,7 +265,7 @@ def slices_of(layout: SavedLayout) -> int:
     return layout.degrees().get("model", 1)
 
 
-def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> SavedModel:
+def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
     """Return the model of a checkpoint.
 
     Args:
@@ -183,13 +320,13 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
     layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
-    model = SavedModel(parameters, structure, layout, slices)
+    model = WholeModel(parameters, structure, layout)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
     return model
 
 
-def _contradictions(model: SavedModel) -> Iterator[str]:
+def _contradictions(model: WholeModel) -> Iterator[str]:
     """Yield what later code relies on and a manifest does not hold, which no save of ours writes."""
     layout, structure, names = model.layout, model.structure, model.parameters
     stages, rest = divmod(layout.model_ranks, model.slices)
@@ -208,7 +345,7 @@ def _contradictions(model: SavedModel) -> Iterator[str]:
         if structure.experts[head] not in sizes or count % structure.experts[head]:
             yield f"{count} experts of {head!r} on {structure.experts[head]} ranks, and groups of {sorted(sizes)}"
     for stage, groups in enumerate(structure.groups):
-        own = set(names_of_stage(structure, list(names), stage, stages)) if structure.bounds else names
+        own = model.names[stage] if structure.bounds else names
         for name in (name for group in groups for name in group):
             if name in names and name not in own:
                 yield f"{name!r} is in a group of stage {stage}, which does not have it"
@@ -260,7 +397,7 @@ def _known_structure(manifest: Manifest) -> SavedStructure:
     return structure
 
 
-def require_splits(model: SavedModel, slices: int) -> None:
+def require_splits(model: WholeModel, slices: int) -> None:
     """Check that every parameter can be cut into so many slices.
 
     Raises:
@@ -302,22 +439,7 @@ def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     return f"tied_modules.{tied}." if tied else f"{number}."
 
 
-def prefixes_of_stage(structure: SavedStructure, stage: int, stages: int) -> tuple[str, ...]:
-    """Return the prefixes of a stage's layers: those of tied layers come first, as DeepSpeed registers them."""
-    tied_first = sorted(structure.layers_of(stage, stages), key=lambda number: not structure.layers[number].tied)
-    return tuple(dict.fromkeys(prefix_of_layer(structure, number) for number in tied_first))
-
-
-def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int, stages: int) -> Iterator[str]:
-    """Yield a stage's parameters in its module's order."""
-    if not structure.layers:
-        yield from names
-        return
-    for prefix in prefixes_of_stage(structure, stage, stages):
-        yield from (name for name in names if name.startswith(prefix))
-
-
-def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
+def bounds_of(model: WholeModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
     """Return the first layer of every stage and the number of layers; an empty tuple if there are no layers.
 
     Args:
@@ -360,10 +482,7 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
         prefixes = [prefix_of_layer(saved, number) for number in range(layers)]
         trained = [one for one in model.parameters.values() if one.is_trained]  # tied ones count in each layer
         weights = [sum(numel(one) for one in trained if one.name.startswith(of)) for of in prefixes]
-        try:
-            return stage_bounds(name, weights, kinds, stages)
-        except ValueError as error:
-            raise CheckpointLayoutError(f"partition_method={error}") from None
+        return stage_bounds(name, weights, kinds, stages)
 
     def has_saved_bounds(name: str) -> bool:
         return bool(saved.bounds) and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds
@@ -392,7 +511,7 @@ def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stag
         stages: the number of stages.
 
     Raises:
-        ValueError: the method is unknown.
+        CheckpointLayoutError: the method is unknown.
 
     Source: ``PipelineModule._partition_layers``.
     """
@@ -405,7 +524,9 @@ def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stag
         of_kind = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
         bounds = partition_balanced(weights=of_kind, num_parts=stages)
     else:
-        raise ValueError(f"{method!r} cannot divide layers into stages: give 'parameters', 'uniform' or 'type:...'")
+        raise CheckpointLayoutError(
+            f"partition_method={method!r} cannot divide layers into stages: give 'parameters', 'uniform' or 'type:...'"
+        )
     return tuple(map(int, bounds))
 
 
@@ -444,6 +565,12 @@ def head_of(name: str) -> str:
     return expert.head if expert is not None else ""
 
 
+def starred(name: str) -> str:
+    """Return a name that all experts of a layer have in common; the same one for other parameters."""
+    expert = expert_of(name)
+    return name if expert is None else expert.numbered("*")
+
+
 def layer_of_experts(head: str) -> str:
     """Return what identifies the layer of experts: AutoEP stacks those of a layer in several parameters.
 
@@ -451,107 +578,3 @@ def layer_of_experts(head: str) -> str:
     ('0.mlp.experts', '0.deepspeed_moe.experts.deepspeed_experts')
     """
     return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]
-
-
-Vectors: TypeAlias = "list[tuple[int, FlatGroup | PartitionedGroup]]"
-"""The vectors of an optimizer, each with the number of its group and the names of the whole model."""
-
-
-class RankTable:
-    """The ranks of a layout that hold each parameter of a model, and their local names for it.
-
-    The experts of a layer form as many *parts* as its expert parallel size. Each part is held by the ranks of one
-    expert data parallel group.
-
-    Args:
-        model: the whole model.
-        layout: layout of the ranks.
-        structure: structure of the model in this layout.
-
-    Raises:
-        ExpertSizeError: an expert parallel size does not divide the ranks that can share experts.
-    """
-
-    def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
-        self._model, self._layout, self._slices = model, layout, slices_of(layout)
-        self._of_partitions, self._sizes = layout.holders_of_partitions, structure.experts
-        self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
-        self._stacked = {name for name, one in model.parameters.items() if one.is_stacked}
-        self.parts: dict[int, dict[Place, int]] = {}
-        """The part of the experts that each rank holds, by expert parallel size."""
-        self.part_holders: dict[tuple[int, int, int], tuple[Place, ...]] = {}
-        """The ranks that hold a part, by expert parallel size, model rank and part. If no rank of a model rank holds
-        the part, these are ranks of the stage's other slices, unless slices split experts."""
-        slices = self._slices
-        for experts in layout.experts:
-            self.parts[experts.size] = {}
-            for part, places in expert_places(layout, experts):
-                self.parts[experts.size].update(dict.fromkeys(places, part))
-                first = places[0].model_rank // slices * slices
-                for model_rank in [places[0].model_rank] if experts.tensor_parallel else range(first, first + slices):
-                    self.part_holders[experts.size, model_rank, part] = places
-
-    def holders(self, model_rank: int, name: str, part: int = 0) -> tuple[Place, ...]:
-        """Return the ranks that hold a parameter and share its optimizer states, in the order of their group.
-
-        Args:
-            model_rank: stage and slice of the ranks.
-            name: the name in the whole model.
-            part: the part of the experts, for a parameter in which AutoEP stacks them.
-        """
-        if name in self._stacked:
-            return self.part_holders[self._sizes[name], model_rank, part]
-        expert = expert_of(name)
-        if expert is None or expert.head not in self._per_rank:
-            return tuple(Place(model_rank, replica) for replica in self._of_partitions)
-        return self.expert_holders(model_rank, expert.head, expert.number)
-
-    def sharers(self, name: str, place: Place) -> tuple[Place, ...]:
-        """Return the ranks with which a rank shares the optimizer states of a parameter, or of its part of it."""
-        part = self.parts[self._sizes[name]][place] if name in self._stacked else 0
-        return self.holders(place.model_rank, name, part)
-
-    def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:
-        """Return the ranks that hold an expert, in the order of their group."""
-        return self.part_holders[self._sizes[head], model_rank, number // self._per_rank[head]]
-
-    def whole_name(self, local: str, place: Place) -> str:
-        """Return the name in the whole model of a rank's parameter."""
-        expert = expert_of(local)
-        if expert is None or expert.head not in self._per_rank:
-            return local
-        part = self.parts[self._sizes[expert.head]][place]
-        return expert.numbered(part * self._per_rank[expert.head] + expert.number)
-
-    def local_name(self, name: str) -> str:
-        """Return the name of a parameter on a rank that holds it."""
-        expert = expert_of(name)
-        if expert is None or expert.head not in self._per_rank:
-            return name
-        return expert.numbered(expert.number % self._per_rank[expert.head])
-
-    def pieces(self, name: str) -> int:
-        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
-        return self._sizes[name] if name in self._stacked else self._slices
-
-    def piece(self, name: str, place: Place) -> int:
-        """Return the number of the slice, or of the part, that a rank holds."""
-        return self.parts[self._sizes[name]][place] if name in self._stacked else place.model_rank % self._slices
-
-    def vectors(self, place: Place, structure: SavedStructure, numel_of: Callable[[str], int]) -> Vectors:
-        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common.
-
-        Args:
-            place: the rank.
-            structure: structure with the groups of the optimizer, and the options of ZeRO.
-            numel_of: returns the number of elements of a parameter on a rank, by its name in the whole model.
-        """
-        found: Vectors = []
-        options = structure.options or SavedOptions()
-        for number, local in enumerate(structure.groups[place.model_rank // self._slices]):
-            names = [self.whole_name(name, place) for name in local]
-            first = names[0] if names else ""
-            itemsize = self._model.parameters[first].dtype.itemsize if names else 1
-            numels, replicas = {name: numel_of(name) for name in names}, len(self.sharers(first, place))
-            found += [(number, one) for one in vectors_of(numels, self._layout, options, replicas, itemsize)]
-        return found

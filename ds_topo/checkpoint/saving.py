@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
-from threading import Event
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -42,7 +39,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, built_from, merged
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
-from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
+from ds_topo.errors import CheckpointError, abridged
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
@@ -51,8 +48,6 @@ _at_work: WeakSet[DeepSpeedEngine] = WeakSet()
 """Engines that DeepSpeed's own functions are saving or loading; our replacements of its methods call the originals."""
 unfinished: list[BackgroundSave] = []
 """The saves in the background that are not in place yet, in the same order on all ranks."""
-_MARGIN = 1.02
-"""The factor by which the disk must have more space than the checkpoint is expected to take."""
 _ATTEMPTS = 5
 """Attempts to make a draft in a folder that other jobs tidy up."""
 _THREADS = 2
@@ -140,8 +135,8 @@ class WrittenFiles:
             self._copies = Copies(_memories.get(copied_for, ()))
             _memories[copied_for] = self._copies.large
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
-        self._later: dict[Path, Callable[[], SavedFile]] = {}
-        """The work on each file that starts after DeepSpeed's function."""
+        self._later: dict[Path, Callable[[], object]] = {}
+        """What writes each file that is finished after DeepSpeed's function, where it is not written yet."""
         self._started: dict[Path, Future[SavedFile]] = {}
         self.failure: Exception | None = None
         """The first failure."""
@@ -166,15 +161,8 @@ class WrittenFiles:
         """Start the work that is left, after all copies were made: threads that write would slow copying down."""
         if self._copies is not None:
             self._copies.free_the_rest()
-        all_threads_run = Event()
-
-        def do(work: Callable[[], SavedFile]) -> SavedFile:
-            all_threads_run.wait()
-            return work()
-
-        self._started |= {path: self._pool.submit(do, work) for path, work in self._later.items()}
+        self._started |= {path: self._pool.submit(self._finish, path, write) for path, write in self._later.items()}
         self._later.clear()
-        all_threads_run.set()
 
     def finish(self) -> list[SavedFile]:
         """Wait until every file of this rank is on the disk; return them, sorted by path.
@@ -210,13 +198,13 @@ class WrittenFiles:
 
             def record() -> None:
                 if self._copies is not None:
-                    work = partial(save, self._copies.of(state_dict), path, *arguments, **options)
-                    self._later[file] = partial(self._write_copy, work, file)
+                    self._later[file] = partial(save, self._copies.of(state_dict), path, *arguments, **options)
+                    return
+                save(state_dict, path, *arguments, **options)
+                if at_once:
+                    self._started[file] = self._pool.submit(self._finish, file)
                 else:
-                    save(state_dict, path, *arguments, **options)
-                    self._later[file] = partial(self._finished, file)
-                    if at_once:
-                        self._started[file] = self._pool.submit(self._later.pop(file))
+                    self._later[file] = lambda: None
 
             self._do(file, record)
 
@@ -229,11 +217,8 @@ class WrittenFiles:
 
         return work_without_failure
 
-    def _write_copy(self, work: Callable[[], Any], path: Path) -> SavedFile:
-        work()
-        return self._finished(path)
-
-    def _finished(self, path: Path) -> SavedFile:
+    def _finish(self, path: Path, write: Callable[[], object] = lambda: None) -> SavedFile:
+        write()
         return finished(path, self._root, dist.get_rank())
 
 
@@ -479,16 +464,10 @@ class BackgroundSave:
         known = {file.path for file in files}
         unknown = [name for name in sorted(disk.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
-        manifest = Manifest(
-            self._tag,
-            self._step,
-            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            self._layout,
-            tuple(sorted(files, key=lambda file: file.path)),
-            merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"]),
-            facts.versions(),
-            facts.whole_structure(one["structure"] for one in posted),
-        )
+        files.sort(key=lambda file: file.path)
+        rows = merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"])
+        structure, time = facts.whole_structure(one["structure"] for one in posted), manifests.time_now()
+        manifest = Manifest(self._tag, self._step, time, self._layout, tuple(files), rows, facts.versions(), structure)
         if problems := folders.wrong_sizes(path, manifest):
             ranks = sorted({file.rank for file in files if any(problem.startswith(file.path) for problem in problems)})
             raise CheckpointError(
@@ -609,21 +588,10 @@ def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
             f"another job is saving the checkpoint {tag!r} in {root} at this moment: give each job another folder, or "
             "other tags"
         )
-    needed, free = facts.bytes_of_checkpoint(engine), free_bytes(root)
+    needed = facts.bytes_of_checkpoint(engine)
     latest = folders.named_latest(root)
-    if latest is not None and free < sum(disk.sizes_in(root / latest).values()) * _MARGIN:
+    if latest is not None and disk.free_bytes(root) < sum(disk.sizes_in(root / latest).values()) * disk.MARGIN:
         last = folders.look_at(root, latest).manifest  # not always: reading it takes long for many parameters
         if last is not None and last.layout == facts.layout_of(engine):
             needed = max(needed, last.bytes)
-    if free < needed * _MARGIN:
-        raise CheckpointSpaceError(
-            f"the checkpoint {tag!r} takes about {needed:,} bytes, and the disk of {root} has {free:,}: make room, "
-            "keep fewer (keep_last=N), or save elsewhere. Nothing was written"
-        )
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk of a folder, or of its nearest parent that exists."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    disk.require_space(root, f"the checkpoint {tag!r}", needed)

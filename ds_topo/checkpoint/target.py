@@ -1,7 +1,7 @@
 """Plan the layout that a checkpoint is converted to, or explain why it cannot be reached.
 
-:func:`target_of` plans the files of a topology's spec. :func:`require_loadable` checks the layout of a live engine,
-which has its own groups of the optimizer.
+:func:`target_of` plans the files of a topology's spec. :func:`require_reachable` also checks the layout of a live
+engine, which has its own groups of the optimizer.
 
 The hard part of a plan is :func:`planned_groups`. DeepSpeed's files have optimizer states by position, so the groups of
 each stage must be known exactly. DeepSpeed leaves out the groups of which a stage has no parameter, and splits off the
@@ -11,11 +11,9 @@ common is found by the hyperparameters: groups of several stages with the same o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import chain, combinations, groupby, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, replace
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from ds_topo.checkpoint.deepspeed_reader import differing
@@ -27,19 +25,11 @@ from ds_topo.checkpoint.manifest import (
     SavedOptions,
     SavedStructure,
 )
-from ds_topo.checkpoint.saved_model import (
-    RankTable,
-    SavedModel,
-    bounds_of,
-    expert_of,
-    experts_of_stages,
-    head_of,
-    names_of_stage,
-    require_splits,
-)
+from ds_topo.checkpoint.saved_model import WholeModel, bounds_of, head_of, require_splits, starred
 from ds_topo.checkpoint.shards import FLAT_OPTIMIZER
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import ExpertPlan
 
 _HALF_OPTIMIZERS = (FLAT_OPTIMIZER, "FP16_UnfusedOptimizer")
 """DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
@@ -66,6 +56,7 @@ class _Group(NamedTuple):
     """A group of a stage: DeepSpeed's parts of one that was too large are one again."""
 
     names: tuple[str, ...]
+    stage: int
     number: int
     """Its number among the groups of the stage, before they were joined."""
     is_of_experts: bool
@@ -73,36 +64,8 @@ class _Group(NamedTuple):
     """The number of its hyperparameters, and its place among the groups of the stage that have the same ones."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A layout, and the parameters of its stages."""
-
-    model: SavedModel
-    layout: SavedLayout
-    structure: SavedStructure
-    """The model's structure, with the groups and bounds of this layout."""
-    slices: int
-    names: tuple[tuple[str, ...], ...]
-    """Names of each stage's parameters, in the module's order."""
-    ranks: RankTable
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a slice of a parameter, or of a part of its experts."""
-        return self.model.parameters[name].shape_of_slice(self.ranks.pieces(name))
-
-    def numel(self, name: str) -> int:
-        """Return the number of elements of a slice of a parameter, or of a part of its experts."""
-        return math.prod(self.shape(name))
-
-    @cached_property
-    def experts_of_stages(self) -> dict[int, list[str]]:
-        """The layers of experts of each stage that has some, in the order in which DeepSpeed numbers them."""
-        stages = enumerate(self.names)
-        return experts_of_stages(self.model.parameters, ((stage, name) for stage, names in stages for name in names))
-
-
 def target_of(
-    model: SavedModel,
+    model: WholeModel,
     spec: str,
     zero: int | None = None,
     method: str | None = None,
@@ -111,8 +74,8 @@ def target_of(
     options: Mapping[str, Any] | None = None,
     *,
     hyperparameters: Hyperparameters,
-) -> Target:
-    """Plan the layout of a topology.
+) -> WholeModel:
+    """Plan the layout of a topology; return the model in it.
 
     Args:
         model: model to convert.
@@ -128,11 +91,6 @@ def target_of(
     Raises:
         TopologyError, ExpertSizeError, CheckpointLayoutError: the layout cannot be reached; the message says why.
     """
-    if "-1" in spec:
-        raise TopologyError(
-            f"--topology {abridged(spec)}: a degree of -1 cannot be derived, because no job with a number of ranks is "
-            "running: give all degrees as positive numbers"
-        )
     topology = ProcessTopology.from_spec(spec)
     if topology.world_size() > MOST_RANKS:
         raise TopologyError(
@@ -145,13 +103,15 @@ def target_of(
     if zero not in _OPTIMIZERS:
         raise CheckpointLayoutError(f"ZeRO {abridged(zero)} is not a stage: give one of {list(_OPTIMIZERS)}")
     sizes, expert_groups = _sizes_of_experts(model, experts)
+    for one in expert_groups:  # refuses a size that does not fit
+        ExpertPlan(topology, one.size, one.tensor_parallel, one.data_first)
     parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
     structure = replace(
         model.structure,
         bounds=bounds_of(model, slices, stages * parts, method, bounds),
         method=method or model.structure.method,
         experts=sizes,
-        options=_changed_options(model.structure.options or SavedOptions(), options or {}),
+        options=_changed_options(model.structure.options, options or {}),
     )
     layout = SavedLayout(
         topology.spec,
@@ -164,26 +124,19 @@ def target_of(
         saved.is_pipeline,
         expert_groups,
     )
-    ranks = RankTable(model, layout, structure)
-    _require_none(
-        model,
-        _problems_of_model(model, layout, structure),
-        _problems_of_optimizer(model, layout, structure, slices),
-        _problems_of_files(model, layout, structure, slices),
-    )
-    require_splits(model, slices)
-    names = tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
-    groups = planned_groups(model, structure, slices, names, hyperparameters, are_all_trained=layout.has_partitions)
+    require_reachable(model, layout, structure, has_states=True, has_files=True)
+    target = replace(model, layout=layout, structure=structure)
+    groups = planned_groups(model, target, hyperparameters)
     counts = [*map(len, groups)]
     if len({*counts}) > 1 and layout.optimizer == "FP16_UnfusedOptimizer":
         raise CheckpointLayoutError(
             f"the stages would have parameters in {counts} groups of the optimizer, with which {layout.optimizer} "
             "would hang in the first step. Use ZeRO 1, or other bounds of the stages"
         )
-    return Target(model, layout, replace(structure, groups=groups), slices, names, ranks)
+    return replace(target, structure=replace(structure, groups=groups))
 
 
-def _optimizer_of(model: SavedModel, zero: int) -> str | None:
+def _optimizer_of(model: WholeModel, zero: int) -> str | None:
     """Return DeepSpeed's optimizer at a stage: in half precision without ZeRO, the program's optimizer decides it."""
     saved, own = model.layout, model.structure.optimizer
     if zero == saved.zero_stage < 2:
@@ -207,7 +160,7 @@ def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOpti
     return replace(saved, **given)
 
 
-def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
+def _sizes_of_experts(model: WholeModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
     """Return the expert parallel size of each layer, and all expert groups."""
     saved = model.layout.experts
     if size is not None and not saved:
@@ -221,36 +174,30 @@ def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str,
     return {head: size or own for head, own in model.structure.experts.items()}, tuple(by_size.values())
 
 
-def require_loadable(
-    model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int, *, has_states: bool
+def require_reachable(
+    model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool, has_files: bool = False
 ) -> None:
-    """Check that an engine's layout can be reached.
+    """Check that a layout can be reached.
 
     Args:
         model: model of the checkpoint.
-        layout: the engine's layout.
-        structure: structure of the engine's model.
-        slices: its degree of ``model``.
-        has_states: whether the optimizer's states are to be loaded, too.
+        layout: the new layout.
+        structure: structure of the model there.
+        has_states: whether the optimizer's states are converted, too.
+        has_files: whether DeepSpeed's files are made for it.
 
     Raises:
         CheckpointLayoutError: the message says why not, and what to do.
     """
-    _require_none(
-        model,
-        _problems_of_model(model, layout, structure),
-        _problems_of_optimizer(model, layout, structure, slices) if has_states else iter(()),
-    )
-    require_splits(model, slices)
-
-
-def _require_none(model: SavedModel, *problems: Iterator[str]) -> None:
-    if problem := next(chain(*problems), ""):
+    if problem := next(_problems(model, layout, structure, has_states, has_files), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
+    require_splits(model, layout.degrees().get("model", 1))
 
 
-def _problems_of_model(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
-    """Yield why the saved weights cannot be those of a layout's model."""
+def _problems(
+    model: WholeModel, layout: SavedLayout, structure: SavedStructure, has_states: bool, has_files: bool
+) -> Iterator[str]:
+    """Yield why a layout cannot be reached."""
     saved, was = model.layout, model.structure
     kinds = {True: "a PipelineModule", False: "a plain engine"}
     if layout.is_pipeline != saved.is_pipeline:
@@ -279,11 +226,13 @@ def _problems_of_model(model: SavedModel, layout: SavedLayout, structure: SavedS
             "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
             "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
         )
+    if has_states:
+        yield from _problems_of_states(model, layout, structure)
+    if has_files:
+        yield from _problems_of_files(model, layout, structure)
 
 
-def _problems_of_optimizer(
-    model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int
-) -> Iterator[str]:
+def _problems_of_states(model: WholeModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
     """Yield why the saved states of the optimizer are unknown, or meaningless in a layout."""
     saved, was = model.layout, model.structure
     known = [*([was.optimizer] if not saved.zero_stage else []), *_OPTIMIZERS[saved.zero_stage]]
@@ -297,15 +246,15 @@ def _problems_of_optimizer(
             f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of "
             f"{' and '.join(map(str, known))} is"
         )
-    names = set(map(_starred, model.parameters))
+    names = set(map(starred, model.parameters))
     in_optimizer = dict.fromkeys(name for stage in was.groups for group in stage for name in group)
-    if left_out := [name for name in in_optimizer if _starred(name) not in names]:
+    if left_out := [name for name in in_optimizer if starred(name) not in names]:
         yield (
             f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
             "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
         )
     uses_partitions = layout.has_partitions or saved.has_partitions
-    if not structure.is_by_element and (uses_partitions or slices != model.slices):
+    if not structure.is_by_element and (uses_partitions or layout.degrees().get("model", 1) != model.slices):
         own = structure.optimizer or "the program's optimizer"
         yield (
             f"{own} is not known to update each element by its own gradient and states alone. Its updates may depend "
@@ -316,10 +265,11 @@ def _problems_of_optimizer(
         )
 
 
-def _problems_of_files(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> Iterator[str]:
+def _problems_of_files(model: WholeModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
     """Yield why DeepSpeed has no files for a layout, or not of a known form."""
     saved, zero, sizes = model.layout, layout.zero_stage, structure.experts
-    if (slices > 1 or model.slices > 1) and any(one.is_stacked for one in model.parameters.values()):
+    has_slices = max(layout.degrees().get("model", 1), model.slices) > 1
+    if has_slices and any(one.is_stacked for one in model.parameters.values()):
         yield (
             "with AutoEP and AutoTP together, DeepSpeed's files have metadata of both that only live layers make. "
             "Convert while loading (convert=True), or save and load in torch's format (TorchState)"
@@ -346,112 +296,87 @@ def _problems_of_files(model: SavedModel, layout: SavedLayout, structure: SavedS
 # -- groups of the optimizer -------------------------------------------------------------------------------------------
 
 
-def planned_groups(
-    model: SavedModel,
-    structure: SavedStructure,
-    slices: int,
-    stages: Sequence[Sequence[str]],
-    hyperparameters: Hyperparameters,
-    *,
-    are_all_trained: bool,
-) -> tuple[Groups, ...]:
+def planned_groups(before: WholeModel, after: WholeModel, hyperparameters: Hyperparameters) -> tuple[Groups, ...]:
     """Return the groups of every stage, with local names.
 
     Args:
-        model: the model.
-        structure: its structure in the new layout, except the groups.
-        slices: the degree of ``model`` in the new layout.
-        stages: the names of each stage's parameters in the new layout.
+        before: the saved model.
+        after: the model in the new layout, whose groups are not known.
         hyperparameters: those of the saved groups.
-        are_all_trained: leave out the parameters that are not trained, as ZeRO does.
 
     Raises:
         CheckpointLayoutError: the groups are not clear.
     """
-    saved, rows = model.structure, model.parameters
-    stacked = frozenset(name for name, one in rows.items() if one.is_stacked)
-    was, now = (
-        {head: count // one.experts[head] for head, count in model.experts.items()} for one in (saved, structure)
-    )
-    old, new = (
-        {name: one.numel_of_slice(one_structure.experts[name] if one.is_stacked else of) for name, one in rows.items()}
-        for one_structure, of in ((saved, model.slices), (structure, slices))
-    )
-    joined = [_joined(groups, old, stacked) for groups in saved.groups]
-    before = _kinds(joined, hyperparameters)
-    kind_of = {_starred(name): group.kind for group in chain(*before) for name in group.names}
-    is_same = len(stages) == len(saved.groups) and structure.bounds == saved.bounds
-    if not is_same:
-        _require_order_of_module(model, before)
+    saved = _kinds(_joined(before), hyperparameters)
+    is_same = len(after.names) == len(before.names) and after.structure.bounds == before.structure.bounds
     planned: list[Groups] = []
-    for stage, names in enumerate(stages):
-        if is_same:
-            own_groups = [tuple(_with_experts(group.names, was, now)) for group in before[stage]]
-        else:
-            local = [name for name in names if (one := expert_of(name)) is None or one.number < now.get(one.head, 1)]
-            present = {kind_of[_starred(name)] for name in local if _starred(name) in kind_of}
-            own_groups = [
-                tuple(name for name in local if kind_of.get(_starred(name)) == kind)
-                for kind in _in_order(present, before)
-            ]
+    for stage, names in enumerate(after.names):
+        groups = [group for group in saved if group.stage == stage or not is_same]
+        kind_of = {starred(name): group.kind for group in groups for name in group.names}
+        members: dict[tuple[int, int], list[str]] = {}
+        for name in dict.fromkeys(map(after.local_name, names)):
+            if (kind := kind_of.get(starred(name))) is not None:
+                members.setdefault(kind, []).append(name)
         parts: list[tuple[str, ...]] = []
-        for members in own_groups:
-            trained = tuple(name for name in members if rows[name].is_trained or not are_all_trained)
+        for kind in _in_order(members.keys(), groups):
+            ordered = _in_saved_order(members[kind], [group for group in groups if group.kind == kind], before)
+            trained = tuple(
+                name for name in ordered if after.parameters[name].is_trained or not after.layout.has_partitions
+            )
             if not trained:
                 raise CheckpointLayoutError(
-                    f"a group of the optimizer would have frozen parameters alone on stage {stage} of {len(stages)}, "
-                    "which ZeRO does not support. Use fewer stages, or other bounds of the stages"
+                    f"a group of the optimizer would have frozen parameters alone on stage {stage} of "
+                    f"{len(after.names)}, which ZeRO does not support. Use fewer stages, or other bounds of the stages"
                 )
-            parts += _split(trained, new, stacked)
+            parts += _split(trained, after)
         if not parts:
             raise CheckpointLayoutError(
-                f"stage {stage} of {len(stages)} would have no trained parameter, which DeepSpeed does not support. "
-                "Use fewer stages, or other bounds of the stages"
+                f"stage {stage} of {len(after.names)} would have no trained parameter, which DeepSpeed does not "
+                "support. Use fewer stages, or other bounds of the stages"
             )
         planned.append(tuple(parts))
     return tuple(planned)
 
 
-def _kinds(stages: Sequence[Sequence[_Group]], hyperparameters: Hyperparameters) -> list[list[_Group]]:
-    """Return the groups of each stage with their kinds.
+def _kinds(groups: Sequence[_Group], hyperparameters: Hyperparameters) -> list[_Group]:
+    """Return groups with their kinds.
 
     Raises:
         CheckpointLayoutError: a stage has several groups of equal hyperparameters, and another one has fewer.
     """
     known: list[Mapping[str, Any]] = []
-    counts: list[dict[int, int]] = []
-    """The number of groups of each stage with the same hyperparameters."""
-    found = [list(groups) for groups in stages]
-    for stage, groups in enumerate(found):
-        saved = hyperparameters(stage)
-        counts.append({})
-        for place, group in enumerate(groups):
-            own = dict(saved[group.number])
-            if own.get("name") == NAME_BESIDE_EXPERTS:  # DeepSpeed names dense groups beside experts only
-                del own["name"]
-            alike = next((number for number, one in enumerate(known) if not differing(one, own)), len(known))
-            known += [own] if alike == len(known) else []
-            groups[place] = group._replace(kind=(alike, counts[stage].get(alike, 0)))
-            counts[stage][alike] = counts[stage].get(alike, 0) + 1
-        for earlier, there in enumerate(counts[:-1]):
-            for alike, count in counts[stage].items():
-                if there.get(alike, count) != count:
-                    raise CheckpointLayoutError(
-                        f"stages {earlier} and {stage} have {there[alike]} and {count} groups of the optimizer with "
-                        "the same hyperparameters, so that it is unknown which of them belong together. Give each "
-                        f"group of the optimizer a name of its own ('name'), or {_REMEDY}"
-                    )
+    counts: dict[int, dict[int, int]] = {}
+    """The number of groups with the same hyperparameters, by the number of those and by stage."""
+    found = []
+    for group in groups:
+        own = dict(hyperparameters(group.stage)[group.number])
+        if own.get("name") == NAME_BESIDE_EXPERTS:  # DeepSpeed names dense groups beside experts only
+            del own["name"]
+        alike = next((number for number, one in enumerate(known) if not differing(one, own)), len(known))
+        known += [own] if alike == len(known) else []
+        of_stages = counts.setdefault(alike, {})
+        place = of_stages.get(group.stage, 0)
+        of_stages[group.stage] = place + 1
+        found.append(group._replace(kind=(alike, place)))
+    for of_stages in counts.values():
+        for (earlier, there), (stage, count) in pairwise(of_stages.items()):
+            if there != count:
+                raise CheckpointLayoutError(
+                    f"stages {earlier} and {stage} have {there} and {count} groups of the optimizer with the same "
+                    "hyperparameters, so that it is unknown which of them belong together. Give each group of the "
+                    f"optimizer a name of its own ('name'), or {_REMEDY}"
+                )
     return found
 
 
-def _in_order(present: set[tuple[int, int]], stages: Sequence[Sequence[_Group]]) -> list[tuple[int, int]]:
+def _in_order(present: Set[tuple[int, int]], groups: Sequence[_Group]) -> list[tuple[int, int]]:
     """Return the order of the kinds of groups of a stage, as on the stages that were saved.
 
     Raises:
         CheckpointLayoutError: no stage had two of them, or two stages had them in different orders.
     """
-    before = {(one.kind, other.kind) for groups in stages for one, other in combinations(groups, 2)}
-    experts = {group.kind for group in chain(*stages) if group.is_of_experts}
+    before = {(one.kind, other.kind) for one, other in combinations(groups, 2) if one.stage == other.stage}
+    experts = {group.kind for group in groups if group.is_of_experts}
     before |= {(one, other) for one in present - experts for other in present & experts}
     first = sorted(present, key=lambda kind: sum((other, kind) in before for other in present))
     for one, other in pairwise(first):
@@ -463,72 +388,52 @@ def _in_order(present: set[tuple[int, int]], stages: Sequence[Sequence[_Group]])
     return first
 
 
-def _require_order_of_module(model: SavedModel, stages: Sequence[Sequence[_Group]]) -> None:
-    """Check that groups have the module's order, in which the groups of other stages will have it, too.
+def _in_saved_order(names: list[str], groups: Sequence[_Group], model: WholeModel) -> Sequence[str]:
+    """Return the names of a new group, which are in the module's order, in the order of the saved groups of its kind.
 
     Raises:
-        CheckpointLayoutError: the message names two parameters.
+        CheckpointLayoutError: the saved groups have other names, and not in the module's order.
     """
-    for stage, groups in enumerate(stages):
-        names = names_of_stage(model.structure, list(model.parameters), stage, len(stages))
-        order = {name: place for place, name in enumerate(names)}
-        for number, group in enumerate(groups):
-            for one, other in pairwise(group.names):
-                if order[one] > order[other]:
-                    raise CheckpointLayoutError(
-                        f"group {number} of the optimizer has {one!r} before {other!r}, which is not the module's "
-                        "order: it is unknown how other stages would order it. Give the optimizer its parameters in "
-                        f"the module's order, or {_REMEDY}"
-                    )
+    for group in groups:
+        if set(group.names) == set(names):
+            return group.names
+    for group in groups:
+        order = {name: place for place, name in enumerate(model.names[group.stage])}
+        for one, other in pairwise(group.names):
+            if order[one] > order[other]:
+                raise CheckpointLayoutError(
+                    f"group {group.number} of the optimizer has {one!r} before {other!r}, in another order than the "
+                    "module's: it is unknown how a group of other stages or experts would be ordered. Give the "
+                    f"optimizer its parameters in the module's order, or {_REMEDY}"
+                )
+    return names
 
 
-def _joined(groups: Groups, numels: Mapping[str, int], stacked: Container[str]) -> list[_Group]:
-    """Join the groups of experts that DeepSpeed has split because they are too large."""
+def _joined(model: WholeModel) -> list[_Group]:
+    """Return the groups of all stages. Join those of experts that DeepSpeed has split because they are too large."""
     found: list[_Group] = []
-    for number, names in enumerate(groups):
-        before = groups[number - 1] if number else ()
-        is_of_experts = _are_experts(names, stacked)
-        are_parts = is_of_experts and _are_experts(before, stacked)
-        if are_parts and sum(numels[name] for name in before) + numels[names[0]] > _LARGEST_EXPERT_GROUP:
-            found[-1] = found[-1]._replace(names=found[-1].names + names)
-        else:
-            found.append(_Group(names, number, is_of_experts))
+    for stage, groups in enumerate(model.structure.groups):
+        for number, names in enumerate(groups):
+            before = groups[number - 1] if number else ()
+            is_of_experts = _are_experts(names, model)
+            are_parts = is_of_experts and _are_experts(before, model)
+            if are_parts and sum(map(model.numel, before)) + model.numel(names[0]) > _LARGEST_EXPERT_GROUP:
+                found[-1] = found[-1]._replace(names=found[-1].names + names)
+            else:
+                found.append(_Group(names, stage, number, is_of_experts))
     return found
 
 
-def _split(names: tuple[str, ...], numels: Mapping[str, int], stacked: Container[str]) -> Iterator[tuple[str, ...]]:
+def _split(names: tuple[str, ...], model: WholeModel) -> Iterator[tuple[str, ...]]:
     """Split a group of experts that is too large as DeepSpeed does."""
     start, held = 0, 0
-    for place, name in enumerate(names if _are_experts(names, stacked) else ()):
-        if place > start and held + numels[name] > _LARGEST_EXPERT_GROUP:
+    for place, name in enumerate(names if _are_experts(names, model) else ()):
+        if place > start and held + model.numel(name) > _LARGEST_EXPERT_GROUP:
             yield names[start:place]
             start, held = place, 0
-        held += numels[name]
+        held += model.numel(name)
     yield names[start:]
 
 
-def _with_experts(names: Sequence[str], was: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
-    """Yield the names of a group with another number of experts in each layer."""
-    for head, run in groupby(names, key=head_of):
-        own = list(run)
-        if not head or was[head] == now[head]:
-            yield from own
-            continue
-        first = [expert for name in own if (expert := expert_of(name)) is not None and expert.number == 0]
-        if own != [one.numbered(number) for number in range(was[head]) for one in first]:
-            raise CheckpointLayoutError(
-                f"a group of the optimizer has {listed(own, 3)} in another order than the module's, one expert after "
-                "the other: it is unknown how another number of experts would be ordered. Give the optimizer its "
-                f"parameters in the module's order, or {_REMEDY}"
-            )
-        yield from (one.numbered(number) for number in range(now[head]) for one in first)
-
-
-def _starred(name: str) -> str:
-    """Return a name that all experts of a layer have in common."""
-    expert = expert_of(name)
-    return name if expert is None else expert.numbered("*")
-
-
-def _are_experts(names: Sequence[str], stacked: Container[str]) -> bool:
-    return bool(names) and all(head_of(name) or name in stacked for name in names)
+def _are_experts(names: Sequence[str], model: WholeModel) -> bool:
+    return bool(names) and all(head_of(name) or model.is_stacked(name) for name in names)

@@ -200,8 +200,6 @@ class EngineState:
         self.parameters = named_parameters(engine, rename)
         self.weights: dict[str, torch.Tensor] = {}
         """Parameters and buffers."""
-        self.aliases: dict[str, tuple[str, ...]] = {}
-        """A map from each name of a parameter to all of its names."""
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         """Optimizer states by parameter. Those that are one number are copies."""
         self.numbers: dict[tuple[str, str], torch.Tensor] = {}
@@ -220,7 +218,6 @@ class EngineState:
             self.names += (*one.names, *one.everywhere) if is_first else ()
             if (weight := self._of(one, one.held.master)) is not None:
                 self.weights.update(dict.fromkeys(one.names, weight))
-                self.aliases.update(dict.fromkeys(one.names, one.names))
             names_in_groups[one.held.group] += one.everywhere
             if one.held.group is not None and inner is not None:
                 self._add_states(one, inner.state.get(one.held.master, {}))
@@ -398,7 +395,10 @@ def load_torch(
     keys_of_numbers = {place: keys.state(*place) for place in found.numbers}
     names = [name for group in found.groups for name in group[PARAMS]]
     small = [*keys_of_numbers.values(), *keys.hyperparameters(there, names), keys.progress]
-    values: dict[str, Any] = {key: _placeholder(there[key]) for key in small if found.has_states and key in there}
+    values: dict[str, Any] = {}
+    for key in (key for key in small if found.has_states and key in there):
+        is_tensor = isinstance(there[key], TensorStorageMetadata)  # torch puts other values in the place of None
+        values[key] = torch.zeros(there[key].size, dtype=there[key].properties.dtype) if is_tensor else None
     with reading_checkpoint(root, trusted=trusted):
         _read(values, reader, folder)
     numbers_there = {place: values[key] for place, key in keys_of_numbers.items()}
@@ -473,11 +473,6 @@ class Keys:
         return [key for key in found if key.startswith(wanted)]
 
 
-def _placeholder(there: Any) -> torch.Tensor | None:
-    """Return memory to read a small value into; None for a value that is not a tensor."""
-    return torch.zeros(there.size, dtype=there.properties.dtype) if _size(there) is not None else None
-
-
 def _metadata(reader: StorageReader, folder: str | PathLike[str], root: Path | None, *, trusted: bool) -> Any:
     """Return the checkpoint's metadata by key.
 
@@ -525,8 +520,9 @@ def _kind_of(path: Path) -> str:
 
 def _differences(found: EngineState, there: Mapping[str, Any], keys: Keys) -> Iterator[str]:
     """Yield the differences between this rank's part of the model and the checkpoint."""
+    shared = {name: one.names for one in found.parameters for name in one.names}
     for name, value in found.weights.items():
-        aliases = [keys.weights + alias for alias in found.aliases.get(name, (name,))]
+        aliases = [keys.weights + alias for alias in shared.get(name, (name,))]
         key = next((key for key in aliases if key in there), None)
         if key is None:
             yield f"it has no {keys.weights + name!r} {list(value.shape)}"

@@ -44,7 +44,7 @@ from ds_topo.checkpoint.manifest import (
     merged,
 )
 from ds_topo.checkpoint.safe_reading import refused_types
-from ds_topo.checkpoint.saved_model import Parameter, SavedModel, expert_of, prefix_of_layer
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, expert_of, prefix_of_layer
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -166,14 +166,15 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
         groups = tuple(groups_of_partitions(path, layout, Place(first, 0), ranks[first]) for first in firsts)
-    elif layout.is_pipeline:
-        saved = [ranks[first].get("optimizer") for first in firsts]
-        groups = _groups_of_stages(path, saved, shapes_of_slices, structure)
+    elif ranks[0].get("optimizer") is None:
+        groups = tuple(() for _ in firsts)
     else:
-        groups = (_groups_by_position(path, ranks[0].get("optimizer"), rows, structure),)
-        stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
-        trained = stepped or {name for names in groups[0] for name in names}
-        rows = [replace(row, is_trained=row.name in trained) for row in rows]
+        saved = [ranks[first]["optimizer"] for first in firsts]
+        groups = _groups_by_position(path, saved, shapes_of_slices, structure)
+        if not layout.is_pipeline:
+            stepped = _with_states(saved[0], groups[0]) if not structure.groups else ()
+            trained = stepped or {name for names in groups[0] for name in names}
+            rows = [replace(row, is_trained=row.name in trained) for row in rows]
     if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
         rows = [_placed(row, groups, slices) for row in rows]
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
@@ -243,29 +244,12 @@ def _with_states(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> s
 
 
 def _groups_by_position(
-    path: Path, saved: Any, rows: Sequence[SavedParameter], structure: SavedStructure
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names in each group of an optimizer without ZeRO, after comparing the sizes of its states."""
-    everything = (tuple(row.name for row in rows),)  # as of an optimizer of module.parameters(), with frozen ones
-    names = structure.groups[0] if structure.groups else everything
-    if saved is None:
-        return names
-    shapes = {row.name: row.shape for row in rows}
-    problems = [(groups, _misfit(saved, groups, shapes)) for groups in (names, everything)]
-    if found := next((groups for groups, problem in problems if not problem), None):
-        return found
-    raise CheckpointLayoutError(
-        f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizer has positions instead of names, "
-        f"and {problems[0][1]}. Give the optimizer its parameters in the order in which they were saved"
-    )
-
-
-def _groups_of_stages(
     path: Path, saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Return the names in each group of the optimizers of a pipeline without ZeRO, by stage.
+    """Return the names in each group of optimizers without ZeRO, by stage.
 
-    The files do not say which layers a stage has. Its optimizer's positions fit those of one run of layers.
+    The files do not say which layers a stage of a pipeline has. Its optimizer's positions fit those of one run of
+    layers. A plain engine is like one layer.
 
     Args:
         path: the checkpoint's own folder.
@@ -276,39 +260,39 @@ def _groups_of_stages(
     Raises:
         CheckpointLayoutError: no division of the layers fits, or several do.
     """
-    if saved[0] is None:
-        return tuple(() for _ in saved)
-    names_of_layers = [
-        [name for name in shapes if name.startswith(prefix_of_layer(structure, number))]
-        for number in range(len(structure.layers))
-    ]
+    prefixes = [prefix_of_layer(structure, number) for number in range(len(structure.layers))]
+    of_layers = [{name for name in shapes if name.startswith(prefix)} for prefix in prefixes] or [{*shapes}]
+    tied_first = sorted(shapes, key=lambda name: not name.startswith("tied_modules.")) if prefixes else [*shapes]
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}
     has_unequal_stages = len({len(stage) for stage in structure.groups}) > 1
     # One group of all parameters has the frozen ones, too, which those of the job omit.
-    candidates = [] if has_unequal_stages else [of_job, dict.fromkeys(shapes, 0)]
-    for group_of in candidates:
-
-        def groups_of(start: int, stop: int, group_of: Mapping[str, int] = group_of) -> tuple[tuple[str, ...], ...]:
-            layers = sorted(range(start, stop), key=lambda number: not structure.layers[number].tied)
-            names = dict.fromkeys(name for number in layers for name in names_of_layers[number])
-            numbers = sorted({group_of[name] for name in names if name in group_of})
-            return tuple(tuple(name for name in names if group_of.get(name) == number) for number in numbers)
-
+    candidates = [] if has_unequal_stages else [of_job, dict.fromkeys(tied_first, 0)]
+    problems: list[str] = []
+    for group_of in candidates if of_job else candidates[1:]:
         divisions: dict[int, set[tuple[Any, ...]]] = {0: {()}}
         for stage, own in enumerate(saved):
             longer: dict[int, set[tuple[Any, ...]]] = {}
             for start, known in divisions.items():
-                last = len(structure.layers) if stage == len(saved) - 1 else start + 1
-                for stop in range(max(last, start + 1), len(structure.layers) + 1):
-                    if not _misfit(own, groups := groups_of(start, stop), shapes):
+                last = len(of_layers) if stage == len(saved) - 1 else start + 1
+                for stop in range(max(last, start + 1), len(of_layers) + 1):
+                    names = group_of.keys() & set().union(*of_layers[start:stop])
+                    in_order = [name for name in (tied_first if prefixes else group_of) if name in names]
+                    groups = tuple(
+                        tuple(name for name in in_order if group_of[name] == number)
+                        for number in sorted({group_of[name] for name in names})
+                    )
+                    if problem := _misfit(own, groups, shapes):
+                        problems.append(problem)
+                    else:
                         longer.setdefault(stop, set()).update((*one, groups) for one in known)
             divisions = longer
-        if len(found := divisions.get(len(structure.layers), set())) == 1:
+        if len(found := divisions.get(len(of_layers), set())) == 1:
             return next(iter(found))
+    counts = [*map(counts_of_groups, saved)]
+    reason = f"no single division of its layers fits groups of {counts} parameters" if prefixes else problems[0]
     raise CheckpointLayoutError(
         f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizers have positions instead of "
-        f"names: groups of {[*map(counts_of_groups, saved)]} parameters on its stages, which no single division of "
-        "this job's layers gives. Give the optimizer its groups and parameters as when it was saved, on every stage, "
+        f"names, and {reason}. Give the optimizer its groups and parameters as when it was saved, in the same order, "
         "or load the checkpoint in the layout that saved it"
     )
 
@@ -435,7 +419,7 @@ class WeightFiles(Source):
             one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, experts=count)
             padded = split.padded if split is not None and split.padded not in (None, one.size) else None
             parameters[name] = replace(one, padded=padded)
-        self.model = SavedModel(parameters, structure, self.layout, 1)
+        self.model = WholeModel(parameters, structure, self.layout)
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         return self._tensors[parameter.name].reshape(-1)[start:stop]

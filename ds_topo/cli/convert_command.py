@@ -83,26 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_without_effect(given_options(arguments, *layout), f"--to {kind} writes weights without a layout")
     if kind != "huggingface":
         refuse_without_effect(given_options(arguments, "rename", "largest"), "they need --to huggingface")
-    if kind in ("torch", "safetensors") and to.is_dir():
-        raise CheckpointError(f"{to} is a folder: give the file to write, such as {to / 'weights.pt'}")
-    if kind in (None, "huggingface") and to.exists() and not to.is_dir():
-        what = "of checkpoints for the new one" if kind is None else "for the files of the model"
-        raise CheckpointError(f"{to} is a file: give a folder {what}")
     try:
         bounds = tuple(int(number) for number in arguments.stages.split(",")) if arguments.stages else ()
     except ValueError:
         raise CheckpointError(
             f"--stages {arguments.stages!r} is not a list of numbers: give numbers of layers, such as 0,3,6"
         ) from None
-    try:
-        check_folder(arguments.source, "FROM")
-        check_folder(to, "TO")
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
-    try:
-        check_tag("new" if arguments.new_tag is None else arguments.new_tag)
-    except ValueError as error:
-        raise CheckpointError(f"--new-tag: {error}") from None
     try:
         zero_options = json.loads(arguments.zero_options or "{}")
     except ValueError:
@@ -114,7 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
     padding = dict(map(_rows, arguments.padding or ()))
     rename = _names(arguments.rename) if arguments.rename is not None else None
-    found = _checkpoint(arguments.source, arguments.tag)
+    try:
+        check_folder(arguments.source, "FROM")
+        check_folder(to, "TO")
+        found = _checkpoint(arguments.source, arguments.tag)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        check_tag("new" if arguments.new_tag is None else arguments.new_tag)
+    except ValueError as error:
+        raise CheckpointError(f"--new-tag: {error}") from None
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "convert") as show:
         show("planning", 0, 0)
@@ -187,10 +182,7 @@ def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
                 f"--tag {tag!r}: {source} is one checkpoint, {path.name!r}. Give the folder around it, or no --tag"
             )
         return look_at(path.parent, path.name)
-    known = tags_in(source)
     if tag is not None:
-        if tag not in known:
-            raise MissingCheckpointError(f"no checkpoint {tag!r} in {source}: there are {listed(known)}")
         return look_at(source, tag)
     damaged: list[Checkpoint] = []
     for found in candidates(source):
@@ -199,7 +191,7 @@ def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
         if found.is_whole or found.needs:
             return found
         damaged.append(found)
-    kind = f": {kind}" if (kind := other_kind(source)) else ""
+    known, kind = tags_in(source), f": {kind}" if (kind := other_kind(source)) else ""
     raise MissingCheckpointError(
         f"none of the checkpoints {listed(known)} in {source} is whole" if known else f"no checkpoint in {source}{kind}"
     )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.engine_facts import LOCAL_EXPERT
+from ds_topo.checkpoint.saved_model import head_of
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.verification.causes import explain
 from ds_topo.verification.recorder import (
@@ -148,7 +148,7 @@ def rows_of(found: Step, reference: Step) -> Iterator[Row]:
 
 def _outputs(found: Step, reference: Step) -> Iterator[Row]:
     for name in reference.ranks[0]["outputs"]:
-        if LOCAL_EXPERT.search(name + "."):
+        if head_of(f"{name}.weight"):
             continue
         holders, errors = found.holders("outputs", name), dict[int, float]()
         stages = {rank: found.run.coordinates[rank].get(PIPE, 0) for rank in holders}

@@ -22,13 +22,13 @@ from parallel_layers import Parallel
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.checkpoint import conversion, file_filling
+from ds_topo.checkpoint import conversion, disk, file_filling
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.deepspeed_reader import Source
 from ds_topo.checkpoint.engine_filling import EngineFilling
 from ds_topo.checkpoint.manifest import Place, SavedSplit
-from ds_topo.checkpoint.saved_model import RankTable
+from ds_topo.checkpoint.saved_model import WholeModel
 from ds_topo.checkpoint.shards import Slice, elements_of_slice
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
@@ -404,13 +404,13 @@ def test_vectors_are_laid_out_once_for_all_replicas(
 ) -> None:
     found, _ = saved(PLAIN)
     calls: list[Place] = []
-    vectors = RankTable.vectors
+    vectors = WholeModel.vectors
 
-    def counted(self: RankTable, place: Place, *options: Any) -> Any:
+    def counted(self: WholeModel, place: Place, *options: Any) -> Any:
         calls.append(place)
         return vectors(self, place, *options)
 
-    monkeypatch.setattr(RankTable, "vectors", counted)
+    monkeypatch.setattr(WholeModel, "vectors", counted)
     path = convert(found, tmp_path, "data=48", zero=zero)
     assert len(list(path.glob("*optim_states.pt"))) == 48
     assert len(calls) <= 3, "two slices of the saved layout, and the new layout"
@@ -438,8 +438,8 @@ def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -
 
 
 def test_full_disk_is_found_before_writing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "free_bytes", lambda folder: 1000)
-    with pytest.raises(CheckpointError, match=r"takes [\d,]+ bytes, and the disk .* has 1,000"):
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    with pytest.raises(CheckpointError, match=r"takes about [\d,]+ bytes, and the disk .* has 1,000"):
         convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
     assert list(tmp_path.iterdir()) == []
 

@@ -20,12 +20,13 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,
     SavedLayout,
+    SavedOptions,
     SavedParameter,
     SavedStructure,
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.target import planned_groups, require_loadable, target_of
+from ds_topo.checkpoint.target import planned_groups, require_reachable, target_of
 from ds_topo.errors import CheckpointLayoutError, TopologyError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts, values_in
 from tests.support.exhaustive import mark_exhaustive
@@ -139,7 +140,7 @@ def _saved_by_auto_ep(zero: int) -> Manifest:
     """Return the manifest of a layer of four experts, of which AutoEP stacks two on each of two ranks."""
     name, optimizer = "0.experts.w1", "DeepSpeedZeroOptimizer_Stage3" if zero == 3 else "DeepSpeedZeroOptimizer"
     layout = SavedLayout("data=2", 2, 1, 2, zero, optimizer, "fp32", experts=(SavedExperts(2),))
-    structure = SavedStructure("AdamW", (((name,),),), experts={name: 2})
+    structure = SavedStructure("AdamW", (((name,),),), experts={name: 2}, options=SavedOptions())
     row = SavedParameter(name, (2, 3, 4), "float32", (0,), experts=4)
     return Manifest(TAG, 1, "2026-01-01T00:00:00+00:00", layout, (), (row,), structure=structure)
 
@@ -165,12 +166,12 @@ def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
     model = model_of(_saved_by_auto_ep(1))
     target = target_of(model, "data=4", experts=4, hyperparameters=[[{}] * 9].__getitem__)
     assert target.structure.experts == {"0.experts.w1": 4}
-    assert model.parameters["0.experts.w1"].shape_of_slice(target.ranks.pieces("0.experts.w1")) == (1, 3, 4)
+    assert target.shape("0.experts.w1") == (1, 3, 4)
     with pytest.raises(CheckpointLayoutError, match=r"AutoEP and AutoTP together.* Convert while loading"):
         target_of(model, "data=2,model=2", hyperparameters=[[{}] * 9].__getitem__)
     model = model_of(_saved_by_auto_ep(3))
     with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
-        require_loadable(model, model.layout, model.structure, 1, has_states=True)
+        require_reachable(model, model.layout, model.structure, has_states=True)
     layouts = [replace(model.layout, topology=spec, world_size=4) for spec in ("data=2,model=2", "model=2,data=2")]
     assert "loads partitions on the ranks that saved them only" in why_unreachable(*layouts)
     assert why_unreachable(layouts[0], layouts[0]) == ""
@@ -193,7 +194,7 @@ def test_large_expert_groups_are_split_as_deepspeed_does() -> None:
         layout = SavedLayout("data=2", 2, 1, 2, 1, "DeepSpeedZeroOptimizer", "fp32", experts=(SavedExperts(before),))
         model = model_of(Manifest("saved", 1, "", layout, (), rows, structure=structure))
         new = replace(structure, experts={"a.deepspeed_experts": after})
-        return planned_groups(model, new, 1, [[*model.parameters]], [[{}] * 9].__getitem__, are_all_trained=True)[0]
+        return planned_groups(model, replace(model, structure=new), [[{}] * 9].__getitem__)[0]
 
     eight = (("gate",), *(names(range(first, min(first + 2, 8))) for first in range(0, 8, 2)))
     assert dealt(eight, 1, 2) == (("gate",), names(range(2)), names(range(2, 4)))

@@ -33,7 +33,7 @@ from ds_topo.checkpoint.manifest import (
     to_text,
     why_unreachable,
 )
-from ds_topo.checkpoint.saved_model import RankTable, model_of
+from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.target import target_of
 from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, TopologyError
 from tests.checkpoint.handmade import LAYOUT, make
@@ -218,7 +218,7 @@ def _use(manifest: Manifest) -> None:
     for spec in ("data=1", "data=2,model=2", "pipe=2,data=2,model=2"):
         with suppress(CheckpointError, TopologyError):
             model = model_of(manifest)
-            RankTable(model, manifest.layout, model.structure)
+            assert all(model.parts.values())
             groups = [[{"lr": 0.1} for _ in of_stage] for of_stage in model.structure.groups]
             target_of(model, spec, hyperparameters=groups.__getitem__)
 

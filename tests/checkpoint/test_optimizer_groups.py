@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_topo.checkpoint.manifest import Manifest, SavedLayer, SavedLayout, SavedParameter, SavedStructure
-from ds_topo.checkpoint.saved_model import SavedModel, model_of, names_of_stage
+from ds_topo.checkpoint.saved_model import WholeModel, model_of
 from ds_topo.checkpoint.target import planned_groups
 from ds_topo.errors import CheckpointLayoutError
 
@@ -16,7 +16,7 @@ DECAY, PLAIN = {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0
 Groups = tuple[tuple[tuple[str, ...], ...], ...]
 
 
-def _model(groups: Groups) -> SavedModel:
+def _model(groups: Groups) -> WholeModel:
     """Return a pipeline of two stages with two layers each, which have one parameter."""
     layout = SavedLayout("pipe=2", 2, 2, 1, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)
     structure = SavedStructure("AdamW", groups, layers=(SavedLayer("Linear"),) * 4, bounds=(0, 2, 4))
@@ -27,8 +27,8 @@ def _model(groups: Groups) -> SavedModel:
 def _planned(groups: Groups, bounds: tuple[int, ...], of_stages: list[list[dict[str, Any]]]) -> Any:
     model = _model(groups)
     structure, stages = replace(model.structure, bounds=bounds), len(bounds) - 1
-    names = [list(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages)]
-    return planned_groups(model, structure, 1, names, of_stages.__getitem__, are_all_trained=True)
+    layout = replace(model.layout, topology=f"pipe={stages}", world_size=stages, model_ranks=stages)
+    return planned_groups(model, replace(model, structure=structure, layout=layout), of_stages.__getitem__)
 
 
 def test_groups_of_unequal_stages_are_matched_by_their_hyperparameters() -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk, engine_facts, saving
+from ds_topo.checkpoint import disk, engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.rank_zero import Meeting
@@ -258,7 +258,7 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
     with job(kind) as here:
         here.train(range(1))
         with (
-            mock.patch.object(saving, "free_bytes", return_value=1000),
+            mock.patch.object(disk, "free_bytes", return_value=1000),
             pytest.raises(CheckpointSpaceError) as raised,
         ):
             checkpoint.save(here.engine, folder, "first")
@@ -269,7 +269,7 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
         assert estimate <= found.bytes, "the estimate refuses no save that fits"
         checkpoint.save(here.engine, folder, "large", {"samples": torch.zeros(estimate)})
         with (
-            mock.patch.object(saving, "free_bytes", return_value=2 * estimate),
+            mock.patch.object(disk, "free_bytes", return_value=2 * estimate),
             pytest.raises(CheckpointSpaceError, match="'third' takes about"),
         ):  # the last one of this layout took more than the estimate
             checkpoint.save(here.engine, folder, "third")
