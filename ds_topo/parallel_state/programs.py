@@ -21,7 +21,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.topology.rank_tables import RankGroup, gradient_axes, sample_axes
+from ds_topo.topology.rank_tables import RankGroup, degree, gradient_axes, sample_axes
 from ds_topo.torch_names import devices_of
 
 _FIXED = {"world_size": "a grid's degrees do not change", "rank": "a rank's place in its grid does not change"}
@@ -204,7 +204,7 @@ class ParallelState:
         """Return the group along some axes: this rank alone if the topology has none of them."""
         if not check_initialized and not self.grid.is_alive:
             return None
-        present, experts = self._present(axes), self._experts() if _EXPERTS in axes else None
+        present, experts = self._present(axes), self._experts_among(axes)
         if present and experts is None:
             return self.grid.get_group(present)
         name = "this rank" if experts is None else f"experts {experts.plan.name}"
@@ -212,17 +212,20 @@ class ParallelState:
 
     def _global_ranks(self, axes: Iterable[str], check_initialized: bool = True) -> list[int]:
         """Return the global ranks, ascending, of the group along some axes."""
-        topology, present = self.grid.topology(), self._present(axes)
-        experts = self._experts() if _EXPERTS in axes else None
+        topology, present, experts = self.grid.topology(), self._present(axes), self._experts_among(axes)
         if experts is None:
             return self.grid.get_ranks(present)
         own = experts.plan.expert_ranks(self.grid.grid_rank)
         return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(present, rank)}))
 
     def _world_size(self, axes: Iterable[str]) -> int:
+        if self._experts_among(axes) is None:  # layers ask in every pass: in closed form, for any number of ranks
+            return degree(self.grid.topology(), self._present(axes))
         return len(self._global_ranks(axes))
 
     def _rank(self, axes: Iterable[str]) -> int:
+        if self._experts_among(axes) is None:
+            return self.grid.topology().get_axis_index(self._present(axes), self.grid.grid_rank)
         return self._global_ranks(axes).index(self.grid.global_rank)
 
     def _src_rank(self, axes: Iterable[str]) -> int:
@@ -230,6 +233,9 @@ class ParallelState:
 
     def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.grid.topology().axes if axis in axes)
+
+    def _experts_among(self, axes: Iterable[str]) -> ExpertGroups | None:
+        return self._experts() if _EXPERTS in axes else None
 
     def _experts(self) -> ExpertGroups | None:
         """Return the expert groups of this grid, or None.
@@ -251,11 +257,11 @@ class ParallelState:
         Raises:
             TopologyError: a degree differs.
         """
-        for axis, degree in wanted.items():
-            here = max(1, self.grid.topology().get_dim(axis))
-            if degree is not None and degree != here:
+        for axis, size in wanted.items():
+            here = degree(self.grid.topology(), [axis])
+            if size is not None and size != here:
                 raise TopologyError(
-                    f"initialize_model_parallel wants {degree} ranks along {axis!r}, but the grid is "
+                    f"initialize_model_parallel wants {size} ranks along {axis!r}, but the grid is "
                     f"{self.grid.topology().spec!r}: one job has one layout. Configure the program with the grid's "
                     "degrees, or create the grid with the program's"
                 )
