@@ -207,8 +207,8 @@ class ParallelState:
         present, experts = self._present(axes), self._experts_among(axes)
         if present and experts is None:
             return self.grid.get_group(present)
-        name = "this rank" if experts is None else f"experts {experts.plan.name}"
-        return self.grid.create_group(RankGroup((*present, name), tuple(self._global_ranks(axes))))
+        names = ("this rank",) if experts is None else (*present, "experts", str(experts.plan))
+        return self.grid.create_group(RankGroup(names, tuple(self._global_ranks(axes))))
 
     def _global_ranks(self, axes: Iterable[str], check_initialized: bool = True) -> list[int]:
         """Return the global ranks, ascending, of the group along some axes."""

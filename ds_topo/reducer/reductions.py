@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo.backends import synchronize, traits_of
-from ds_topo.errors import DisagreementError, listed
+from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reducer.options import MIB, ReductionOptions
@@ -279,6 +279,7 @@ class Reduction:
         self.timing.done_ns = time.perf_counter_ns()
 
 
+_RANKS_SHOWN = 8
 _LATE = 1 << 16
 """A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
 _STEPS = 256
@@ -378,8 +379,9 @@ def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
     everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
     usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
     others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
+    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
     return DisagreementError(
-        f"ranks that share gradients are at different steps: {listed(others)}; the others have "
+        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
         f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
         "let every rank call step() equally often, and resume from a checkpoint"
     )

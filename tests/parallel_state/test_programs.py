@@ -123,6 +123,16 @@ def test_expert_groups_come_from_the_grid() -> None:
             assert state.get_all_ranks() == f"0_0_{rank}_0_0_{rank % 2}"
 
 
+def test_expert_groups_of_one_size_can_be_created_anew() -> None:
+    with fake_world(0, 8), PipelineParallelGrid("data=4,model=2") as grid:
+        state: Any = parallel_state.of(grid)
+        for is_sliced, experts, slices in ((False, [0, 1], [0, 1]), (True, [0, 2], [0, 1, 2, 3])):
+            made = groups.create_expert_groups(grid, 2, expert_tensor_parallel=is_sliced)
+            assert _ranks(state.get_expert_model_parallel_group()) == experts
+            assert _ranks(state.get_expert_tensor_and_model_parallel_group()) == slices
+            made.destroy()
+
+
 @pytest.mark.parametrize("is_sliced", [False, True])
 @pytest.mark.parametrize("spec", ORDERS)
 def test_expert_tensor_parallel_follows_layers_unless_experts_are_whole(spec: str, is_sliced: bool) -> None:
