@@ -71,7 +71,7 @@ from ds_topo.checkpoint.folder import (
 )
 from ds_topo.checkpoint.manifest import Manifest, SavedParameter, SavedSplit
 from ds_topo.checkpoint.safe_reading import refused_types
-from ds_topo.checkpoint.saved_model import WholeModel, expert_of, model_of, require_splits
+from ds_topo.checkpoint.saved_model import WholeModel, expert_of, model_of, require_splits, starred
 from ds_topo.checkpoint.target import target_of
 from ds_topo.checkpoint.without_manifest import (
     NAMES_OF_WEIGHTS,
@@ -309,12 +309,13 @@ def _rows(target: WholeModel) -> tuple[SavedParameter, ...]:
         if expert is not None and expert.number:
             continue
         stages = [stage for stage, names in enumerate(target.names) if one.name in names]
+        undeclared = -1 if one.name in target.structure.undeclared else None
         row = SavedParameter(
-            one.name if expert is None else expert.numbered("*"),
+            starred(one.name) if one.experts else one.name,
             target.shape(one.name),
             str(one.dtype).removeprefix("torch."),
             tuple(stage * target.slices + place for stage in stages for place in range(target.slices)),
-            one.split.dim if one.split is not None and not one.is_stacked else None,
+            undeclared if one.split is None or one.is_stacked else one.split.dim,
             one.experts or None,
             one.is_trained,
         )

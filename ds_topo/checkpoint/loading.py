@@ -187,12 +187,10 @@ def load(
             break
     for concern in choice.concerns():
         warnings.warn(concern, RuntimeWarning, stacklevel=2)
-    if not chosen:
-        state = _load_by_name(engine, meeting, root, options, rename, is_plain=True)
-    elif is_fitting:
+    if chosen and is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
-        state = _load_by_name(engine, meeting, root / chosen, options)
+        state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
     meeting.end()
     return str(root / chosen), state
 
@@ -235,13 +233,7 @@ def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custo
 
 
 def _load_by_name(
-    engine: DeepSpeedEngine,
-    meeting: Meeting,
-    path: Path,
-    options: LoadOptions,
-    rename: Rename = None,
-    *,
-    is_plain: bool = False,
+    engine: DeepSpeedEngine, meeting: Meeting, path: Path, options: LoadOptions, rename: Rename, *, is_plain: bool
 ) -> dict[str, Any]:
     """Copy the elements of a checkpoint of any layout, or plain weights, into the engine; return the ``client_state``.
 
@@ -250,8 +242,9 @@ def _load_by_name(
         CheckpointError: a rank failed.
     """
     has_states, is_strict = options.has_states and not is_plain, options.load_module_strict
+    new_names = rename if is_plain else None
     source, filling = opened_for(
-        engine, meeting, path, rename, is_plain=is_plain, has_states=has_states, is_strict=is_strict
+        engine, meeting, path, new_names, is_plain=is_plain, has_states=has_states, is_strict=is_strict
     )
     is_like = not is_plain and source.is_like(facts.layout_of(engine))
     saved = {} if is_plain else source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)

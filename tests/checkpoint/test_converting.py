@@ -420,12 +420,16 @@ def test_undeclared_splits_are_refused_and_named(saved: Saved, tmp_path: Path) -
     found, _ = saved(PLAIN)
     assert found.manifest is not None
     assert found.manifest.structure is not None
-    structure = replace(found.manifest.structure, splits={}, undeclared=("embedding.weight",))
+    splits = {name: split for name, split in found.manifest.structure.splits.items() if name != "embedding.weight"}
+    structure = replace(found.manifest.structure, splits=splits, undeclared=("embedding.weight",))
     undeclared = replace(found, manifest=replace(found.manifest, structure=structure))
     with pytest.raises(CheckpointLayoutError, match=r"\['embedding.weight'\] are marked as slices"):
         convert(undeclared, tmp_path, "data=4")
     convert(undeclared, tmp_path, "data=3,model=2")  # the same number of slices
-    assert checkpoint.look_at(tmp_path, TAG).is_whole
+    converted = checkpoint.look_at(tmp_path, TAG)
+    assert converted.is_whole
+    assert converted.manifest is not None
+    assert converted.manifest.numel() == found.manifest.numel()
 
 
 def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -> None:
