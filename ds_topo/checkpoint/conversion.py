@@ -366,8 +366,7 @@ def to_single_file(
     with _naming(path):
         make_room([(draft.name, content)], draft.parent)
         filling = Filling(source, draft, content)
-    for done in filling.fill():
-        progress("megabytes", done // 10**6, filling.bytes // 10**6)
+    filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     flush(draft)
     os.replace(draft, path)
     flush(path.parent)

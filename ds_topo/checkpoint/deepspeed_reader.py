@@ -8,6 +8,7 @@ with ZeRO.
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -201,6 +202,7 @@ class Source:
         self._open: dict[str, dict[str, Any]] = {}
         self._states: dict[tuple[Place, ...], OptimizerStates] = {}
         self._modules: dict[int, Mapping[str, Any]] = {}
+        self._lock = threading.RLock()
 
     def content(self, name: str) -> dict[str, Any]:
         """Return the content of a file, which is opened once.
@@ -208,9 +210,10 @@ class Source:
         Raises:
             DamagedCheckpointError: the file cannot be read.
         """
-        if name not in self._open:
-            self._open[name] = opened(self.folder / name)
-        return self._open[name]
+        with self._lock:
+            if name not in self._open:
+                self._open[name] = opened(self.folder / name)
+            return self._open[name]
 
     def entry(self, name: str, *keys: Any) -> Any:
         """Return an entry of a file; see :func:`entry_of`."""
@@ -288,9 +291,10 @@ class Source:
         return masters[0][0].dtype if masters else torch.float32
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
-        if holders not in self._states:
-            self._states[holders] = OptimizerStates(self, holders)
-        return self._states[holders]
+        with self._lock:
+            if holders not in self._states:
+                self._states[holders] = OptimizerStates(self, holders)
+            return self._states[holders]
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice, or of a part of the experts, that was saved."""

@@ -1,34 +1,37 @@
-"""Write files in place, from beginning to end, and resume after a kill.
+"""Write files in place, from beginning to end, in one process or several, and resume after a kill.
 
 A file is first written without the bytes of its tensors. Then spans of parameters are written to their places in the
-order of the file. A journal records the progress of each file.
+order of the file, so that its digest is computed from bytes that were just handled. A journal records the progress of
+each file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import os
 import struct
+import threading
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
+from ds_topo.checkpoint.disk import flush
 from ds_topo.checkpoint.manifest import SavedFile
 from ds_topo.checkpoint.safe_reading import allowed_types
 from ds_topo.checkpoint.saved_model import Parameter
-from ds_topo.checkpoint.saving import finished
 from ds_topo.checkpoint.shards import Span
 from ds_topo.errors import CheckpointError
 
@@ -86,8 +89,11 @@ def leaves(content: Any) -> list[Any]:
 
 _NOTED = 1 << 26
 """Bytes between two journal entries of a file. Bytes after the last entry are written again after a kill."""
+_CHUNK = 1 << 18
+"""Bytes that are written and then digested, while they are in the CPU's caches."""
 _THREADS = 2
-"""Number of threads that flush and digest files, while the next ones are written."""
+"""Number of threads that write, and of threads that flush: one waits for the disk while the other computes. No two
+write to the same file, because they would wait for its lock."""
 _HEADER_BYTES, _LENGTHS_AT = 30, 26
 """Size of the fixed part of the header before a record of a ZIP archive, and where it has the lengths of the rest.
 Source: APPNOTE.TXT, 4.3.7 (PKWARE)."""
@@ -160,23 +166,51 @@ class Filling:
                 if span.start < span.stop:
                     self._spans[tensor.data_ptr() - start + span.offset * tensor.itemsize] = leaf, span
 
-    def fill(self, start: int = 0) -> Iterator[int]:
-        """Write all spans; yield the offset that has been reached after each of them, and at the end.
-
-        A copy to the mapped file would take twice as long: it faults in every page.
+    def fill(self, digest: Callable[[memoryview], None] | None, start: int, done: Callable[[int], None]) -> None:
+        """Write all spans.
 
         Args:
+            digest: called with all bytes of the file, in order; None if no digest is needed.
             start: offset up to which the file has been written already.
+            done: called after every span with the offset that has been reached.
         """
-        with self.path.open("r+b") as file:
+        with self.path.open("r+b", buffering=0) as file:
+            position = 0
             for offset in sorted(one for one in self._spans if one >= start):
+                _digest(digest, file, position, offset)
                 region, (name, _, first, last) = self._spans[offset]
                 elements = self._source.elements(name, region.key, region.place, region.slices, first, last)
-                file.seek(offset)
-                file.write(elements.to(region.dtype).detach().contiguous().view(torch.uint8).numpy().data)
-                file.flush()
-                yield file.tell()
-        yield self.bytes
+                position = _write(digest, file, offset, elements.to(region.dtype))
+                done(position)
+            _digest(digest, file, position, self.bytes)
+            done(self.bytes)
+
+
+def _write(digest: Callable[[memoryview], None] | None, file: BinaryIO, offset: int, elements: torch.Tensor) -> int:
+    """Write elements, flat, and return the offset after them.
+
+    A copy to the mapped file would take twice as long: it faults in every page.
+    """
+    left = elements.detach().contiguous().view(torch.uint8).numpy().data
+    while left:
+        count = os.pwrite(file.fileno(), left[:_CHUNK], offset)
+        if digest is not None:
+            digest(left[:count])
+        left, offset = left[count:], offset + count
+    return offset
+
+
+def _digest(digest: Callable[[memoryview], None] | None, file: BinaryIO, start: int, stop: int) -> None:
+    """Digest bytes that are in the file already."""
+    while digest is not None and start < stop:
+        found = os.pread(file.fileno(), min(_CHUNK, stop - start), start)
+        if not found:
+            raise OSError(
+                f"{file.name} ends at byte {start} and should have {stop}: another process has cut it off during the "
+                "conversion. Convert again"
+            )
+        digest(memoryview(found))
+        start += len(found)
 
 
 def _address_of_start(path: Path, tensors: Iterable[torch.Tensor]) -> int:
@@ -207,24 +241,40 @@ def fill_all(fillings: Sequence[Filling], journal: Path, progress: Callable[[str
     """
     lines = journal.read_text().split("\n")[:-1] if journal.exists() else []  # the last line may be cut off
     noted = {name: int(offset) for name, _, offset in (line.rpartition("\t") for line in lines)}
-    total, before = sum(one.bytes for one in fillings), 0
-    flushed: list[Future[SavedFile]] = []
-    found: list[SavedFile] = []
-    flushing = ThreadPoolExecutor(_THREADS, "ds_topo flush")
-    try:
-        for one in fillings:
-            name = one.path.name
-            for offset in one.fill(noted.setdefault(name, 0)):
+    total, written, is_over = sum(one.bytes for one in fillings), 0, False
+    lock = threading.Lock()
+
+    def fill(one: Filling) -> tuple[str, Future[None]]:
+        name = one.path.name
+        start, position = noted.setdefault(name, 0), 0
+
+        def done(offset: int) -> None:
+            nonlocal written, position
+            with lock:
                 if offset - noted[name] >= _NOTED:
                     with journal.open("a") as file:
                         file.write(f"{name}\t{offset}\n")
                     noted[name] = offset
-                progress("megabytes", (before + offset) // 10**6, total // 10**6)
-            before += one.bytes
-            flushed.append(flushing.submit(finished, one.path, one.path.parent, 0))
-        for future in flushed:
-            found.append(future.result())
-            progress("files", len(found), len(flushed))
-    finally:
-        flushing.shutdown(cancel_futures=True)
-    return found
+                if is_over:
+                    raise InterruptedError("the conversion was interrupted")
+                written, position = written + offset - position, offset
+                progress("megabytes", written // 10**6, total // 10**6)
+
+        done(start)
+        digest = hashlib.sha256()
+        one.fill(digest.update, start, done)
+        return digest.hexdigest(), flushing.submit(flush, one.path)
+
+    with (
+        ThreadPoolExecutor(_THREADS, "ds_topo flush") as flushing,
+        ThreadPoolExecutor(_THREADS, "ds_topo convert") as writing,
+    ):
+        largest_first = sorted(fillings, key=lambda one: -one.bytes)
+        try:
+            found = dict(zip(largest_first, writing.map(fill, largest_first), strict=True))
+            for number, (_, flushed) in enumerate(found.values(), 1):
+                flushed.result()
+                progress("files", number, len(found))
+        finally:  # if one has failed, or the process is interrupted, the others stop
+            is_over = True
+    return [SavedFile(one.path.name, one.bytes, digest, 0) for one, (digest, _) in found.items()]

@@ -556,4 +556,4 @@ def _link(start: Point, end: Point) -> Any:
     length = hypot(x1 - x0, y1 - y0)
     bend = (min(1.2 + 0.08 * length, 1.8) if y0 == y1 else min(0.1 * length, 0.4)) / length
     control = (x0 + x1) / 2 + bend * (y1 - y0), (y0 + y1) / 2 - bend * (x1 - x0)
-    return BezierSegment([(x0, y0), control, (x1, y1)])([step / 12 for step in range(13)])
+    return BezierSegment([(x0, y0), control, (x1, y1)])([step / 40 for step in range(41)])
