@@ -21,7 +21,7 @@ its share.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -343,16 +343,16 @@ def _enter_groups(grid: MpuGrid) -> None:
     grid.on_destroy(leave)
 
 
-def _ranks_along_seq(index: int) -> ExitStack:
+@contextmanager
+def _ranks_along_seq(index: int) -> Iterator[None]:
     """Let AutoSP's passes take this part of a sequence; for one compilation."""
     answers = SimpleNamespace(**vars(comm))
     answers.get_rank = lambda group=None: index
-    bound = ExitStack()
-    for row in patches_of("""
+    of_util, of_passes = patches_of("""
         while: one call of the compiler
         deepspeed.compile.util deepspeed.compile.passes.sp_compile
           dist: The same functions, with the index along seq as the rank.
             AutoSP takes rank % sequence_parallel_size for the index of the rank's part of a sequence.
-    """):
-        bound.enter_context(ledger.bound(row, always(answers)))
-    return bound
+    """)
+    with ledger.bound(of_util, always(answers)), ledger.bound(of_passes, always(answers)):
+        yield

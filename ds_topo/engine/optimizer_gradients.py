@@ -260,7 +260,6 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         master: torch.Tensor,
         offsets: Sequence[int],
         dtype: torch.dtype,
-        keeps: bool,
         flat_gradients: torch.Tensor | None = None,
     ) -> FlatGroup:
         process_group = self.optimizer.real_dp_process_group[index]
@@ -275,7 +274,7 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
             ours,
             process_group,
             dtype,
-            keeps=keeps,
+            keeps=not self.reduces_always,
             whole=needed_whole,
             memory=memory,
             copies=copies,
@@ -391,8 +390,7 @@ class PartitionedZero(PartitionedOptimizer):
             offsets = [offset_of[parameter] for parameter in parameters]
             flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
             dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
-            keeps = not optimizer.partition_gradients
-            yield self._flat_group(index, parameters, flat, master, offsets, dtype, keeps)
+            yield self._flat_group(index, parameters, flat, master, offsets, dtype)
 
     def _addresses(self) -> dict[Patch, object]:
         offsets = [
@@ -440,7 +438,7 @@ class PartitionedBF16(PartitionedOptimizer):
             offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
             flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
             gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
-            yield self._flat_group(index, parameters, flat, master, offsets, dtype, True, gradients)
+            yield self._flat_group(index, parameters, flat, master, offsets, dtype, gradients)
 
     def _addresses(self) -> dict[Patch, object]:
         return {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -230,9 +229,8 @@ def _in_slices(
 
 @around
 def _gathering_in_slices(method: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-    with ExitStack() as bindings:
-        for patch in patches.GATHERS:
-            bindings.enter_context(ledger.bound(patch, _in_slices))
+    of_zero, of_bf16 = patches.GATHERS
+    with ledger.bound(of_zero, _in_slices), ledger.bound(of_bf16, _in_slices):
         return method(optimizer, *arguments, **options)
 
 
