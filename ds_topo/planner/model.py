@@ -85,21 +85,12 @@ class Attention:
     rotary: bool = True
 
 
-def dense_attention(
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    *,
-    bias_in: bool = False,
-    bias_out: bool = False,
-    norm_parameters: int = 0,
-    rotary: bool = True,
-) -> Attention:
-    """Return attention with one projection for queries, keys and values (three are the same work), and the output's."""
+def projections(
+    hidden: int, heads: int, kv_heads: int, width: int, *, bias_in: bool, bias_out: bool
+) -> tuple[Linear, Linear]:
+    """Return one projection for queries, keys and values (three are the same work), and the output's."""
     into = Linear(hidden, (heads + 2 * kv_heads) * width, bias_in, Split.COLUMN)
-    out = Linear(heads * width, hidden, bias_out, Split.ROW)
-    return Attention(heads, kv_heads, width, width, (into, out), norm_parameters, rotary)
+    return into, Linear(heads * width, hidden, bias_out, Split.ROW)
 
 
 @dataclass(frozen=True)
@@ -377,7 +368,9 @@ def transformer(
     gpt = not gated if gated is not None else (kv_heads == heads and ffn >= 3 * hidden and not experts)
     dense = FeedForward(hidden, ffn, gated=not gpt, bias=gpt)
     mlp = Experts(experts, top_k, dense, hidden * experts) if experts else dense
-    attention = dense_attention(hidden, heads, kv_heads, hidden // heads, bias_in=gpt, bias_out=gpt, rotary=not gpt)
+    width = hidden // heads
+    linears = projections(hidden, heads, kv_heads, width, bias_in=gpt, bias_out=gpt)
+    attention = Attention(heads, kv_heads, width, width, linears, rotary=not gpt)
     norm = 2 * hidden if gpt else hidden
     return Model(
         name=name or f"{layers} layers of {hidden}",
@@ -480,7 +473,8 @@ def _llama(config: Mapping[str, Any], name: str) -> Model:
         raise TopologyError(f"{heads} attention heads must divide the hidden size {hidden}")
     width = width or hidden // heads
     norms = 2 * width if family in ("qwen3", "qwen3_moe") else 0
-    attention = dense_attention(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias, norm_parameters=norms)
+    linears = projections(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias)
+    attention = Attention(heads, kv_heads, width, width, linears, norms)
     if family == "mixtral":
         experts = _experts(config, number("num_local_experts"), number("intermediate_size"))
         return _decoder(config, name, attention, experts)

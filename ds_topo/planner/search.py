@@ -237,17 +237,15 @@ def schedules(job: Job, degrees: Degrees, wanted: Wanted) -> Iterator[Layout]:
     pipe, data, seq, tensor = degrees
     software, model = job.software, job.model
     topology = wanted.topology if wanted.topology is not None else first_order(degrees)
-    virtuals = [wanted.virtual_stages] if wanted.virtual_stages else [1]
-    if not wanted.virtual_stages and software.virtual_stages > 1 and pipe > 1:
-        virtuals = [stages for stages in _virtual_stages(model.layers, pipe) if stages <= software.virtual_stages]
+    most = software.virtual_stages if pipe > 1 else 1
+    virtuals = [wanted.virtual_stages] if wanted.virtual_stages else _virtual_stages(model.layers, pipe, most)
     split = [False]
     if software.sequence_parallel and tensor > 1 and job.sequence % (seq * tensor) == 0:
         split = [True] if software.regathers else [False, True]
     if wanted.sequence_parallel is not None:
         split = [wanted.sequence_parallel]
-    experts = [wanted.expert_parallel] if wanted.expert_parallel else [1]
-    if not wanted.expert_parallel and model.expert_count:
-        experts = divisors(gcd(model.expert_count, data * seq))
+    over = gcd(model.expert_count or 1, data * seq)
+    experts = [wanted.expert_parallel] if wanted.expert_parallel else divisors(over)
     # ``zero_stages`` replaces the first stage by all of them later
     zero = software.zero_stages(pipe, job.precision)[0] if wanted.zero is None else wanted.zero
     kinds = wanted.recompute or software.recompute
@@ -263,14 +261,14 @@ def micro_batches(job: Job, data: int, wanted: Wanted) -> list[int]:
     return [size for size in divisors(job.batch // data) if size <= LARGEST_MICRO_BATCH]
 
 
-def _virtual_stages(layers: int, pipe: int) -> list[int]:
-    """Return the numbers of virtual stages that make chunks of different lengths, the fewest of each.
+def _virtual_stages(layers: int, pipe: int, most: int) -> list[int]:
+    """Return the numbers of virtual stages, up to ``most``, that make chunks of different lengths, the fewest of each.
 
-    >>> _virtual_stages(layers=12, pipe=2)
-    [1, 2, 3, 6]
+    >>> _virtual_stages(layers=12, pipe=2, most=3)
+    [1, 2, 3]
     """
     by_length = {-(-layers // (pipe * virtual)): virtual for virtual in range(-(-layers // pipe), 0, -1)}
-    return sorted(by_length.values())
+    return sorted(virtual for virtual in by_length.values() if virtual <= most)
 
 
 def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
