@@ -8,7 +8,7 @@ axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
 from math import gcd
@@ -183,12 +183,13 @@ class MeasuredProduct:
     batched: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeasuredLayer:
     """A layer of a live module, as measured by one forward pass of one sequence. Tensor parallelism cannot split it.
 
     Args:
         name: its path in the module.
+        positions: positions of the sequence.
         weights: its parameters.
         largest_weight: elements of its largest parameter.
         products: its matrix products.
@@ -199,21 +200,20 @@ class MeasuredLayer:
         kept: values that are kept for backward.
         kept_indices: bytes that are kept and are not floating-point values.
         output: values of its result.
-        positions: positions of the sequence.
     """
 
     name: str
-    weights: int
-    largest_weight: int
-    products: tuple[MeasuredProduct, ...]
-    core_flops: float
-    core_width: int
-    values: float
-    operators: int
-    kept: float
-    kept_indices: float
-    output: float
     positions: int
+    weights: int = 0
+    largest_weight: int = 0
+    products: list[MeasuredProduct] = field(default_factory=list)
+    core_flops: float = 0.0
+    core_width: int = 1
+    values: float = 0.0
+    operators: int = 0
+    kept: float = 0.0
+    kept_indices: float = 0.0
+    output: float = 0.0
     expert_parameters: int = 0
 
     def parameters(self, tensor: int = 1) -> int:
@@ -355,9 +355,9 @@ def transformer(
     ffn = 4 * hidden if ffn is None else ffn
     numbers = {"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn}
     numbers |= {"vocab": vocabulary, "sequence": sequence}
-    for field, value in numbers.items():
+    for option, value in numbers.items():
         if value < 1:
-            raise TopologyError(f"--{field} {value}: a model needs at least 1")
+            raise TopologyError(f"--{option} {value}: a model needs at least 1")
     _check_layers(layers)
     if hidden % heads:
         raise TopologyError(f"--heads {heads} must divide --hidden {hidden}: every head has hidden / heads features")
