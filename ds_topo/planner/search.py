@@ -195,10 +195,8 @@ def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterat
     ranks = job.cluster.ranks
     decided = (wanted.degree(axis) for axis in (PIPE, SEQ, MODEL))
     for pipe, seq, tensor in product(*([degree] if degree else divisors(ranks) for degree in decided)):
-        if ranks % (pipe * seq * tensor):
-            continue
-        data = ranks // (pipe * seq * tensor)
-        if wanted.degree(DATA) not in (None, data):
+        data, rest = divmod(ranks, pipe * seq * tensor)
+        if rest or wanted.degree(DATA) not in (None, data):
             continue
         problem = next(degree_problems(job, pipe, data, seq, tensor), None)
         if problem:
