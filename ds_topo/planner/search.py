@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import permutations, product
 from math import ceil, gcd, inf
-from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
@@ -25,10 +24,6 @@ from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-
-Degrees: TypeAlias = tuple[int, int, int, int]
-"""The degrees of pipe, data, seq, model."""
-_DEGREES = (PIPE, DATA, SEQ, MODEL)
 
 LARGEST_MICRO_BATCH = 64
 """The search does not try micro-batches of more sequences."""
@@ -190,8 +185,11 @@ def orders_of(job: Job, plan: Plan) -> list[Plan]:
     return sorted(plans, key=lambda one: one.seconds)
 
 
-def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Degrees]:
-    """Yield degrees whose product is the number of ranks and that divide heads, layers, positions and batch."""
+def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Layout]:
+    """Yield degrees whose product is the number of ranks and that divide heads, layers, positions and batch.
+
+    Each is a layout of single sequences, with the axes of more than one rank in the order that is tried first.
+    """
     ranks = job.cluster.ranks
     decided = (wanted.degree(axis) for axis in (PIPE, SEQ, MODEL))
     for pipe, seq, tensor in product(*([degree] if degree else divisors(ranks) for degree in decided)):
@@ -202,13 +200,9 @@ def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterat
         if problem:
             problems[problem] += 1
         else:
-            yield pipe, data, seq, tensor
-
-
-def first_order(degrees: Degrees) -> ProcessTopology:
-    """Return the axes of more than one rank in the order that is tried first."""
-    named = [(axis, degree) for axis, degree in zip(_DEGREES, degrees, strict=True) if degree > 1] or [(DATA, 1)]
-    return ProcessTopology([axis for axis, _ in named], [degree for _, degree in named])
+            degrees = {PIPE: pipe, DATA: data, SEQ: seq, MODEL: tensor}
+            wide = {axis: degree for axis, degree in degrees.items() if degree > 1} or {DATA: 1}
+            yield Layout(ProcessTopology(list(wide), list(wide.values())), micro_batch=1)
 
 
 @lru_cache(maxsize=1024)
@@ -230,11 +224,11 @@ def zero_stages(job: Job, layout: Layout, wanted: Wanted) -> list[int]:
     return stages if layout.replicas > 1 else stages[:1]
 
 
-def schedules(job: Job, degrees: Degrees, wanted: Wanted) -> Iterator[Layout]:
+def schedules(job: Job, degrees: Layout, wanted: Wanted) -> Iterator[Layout]:
     """Yield micro-batches, virtual stages, recomputation, sequence parallelism and degrees of experts."""
-    pipe, data, seq, tensor = degrees
+    pipe, data, seq, tensor = degrees.pipe, degrees.data, degrees.seq, degrees.model
     software, model = job.software, job.model
-    topology = wanted.topology if wanted.topology is not None else first_order(degrees)
+    topology = wanted.topology if wanted.topology is not None else degrees.topology
     most = software.virtual_stages if pipe > 1 else 1
     virtuals = [wanted.virtual_stages] if wanted.virtual_stages else _virtual_stages(model.layers, pipe, most)
     split = [False]
@@ -276,7 +270,7 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     nodes = []
     for degrees in possible_degrees(job, wanted, tally.degree_problems):
         # no layout of these degrees beats the largest micro-batch's work, spread evenly over stages
-        largest = Layout(first_order(degrees), max(micro_batches(job, degrees[1], wanted)))
+        largest = replace(degrees, micro_batch=max(micro_batches(job, degrees.data, wanted)))
         nodes.append((schedule_bound(costs, largest, even=True), degrees))
     nodes.sort(key=lambda node: node[0])
     tally.degrees = len(nodes)
@@ -291,7 +285,7 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     return best
 
 
-def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
+def _best_of_degrees(costs: Costs, degrees: Layout, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
     """Return the fastest fitting layout of these degrees in any order of axes, if faster than ``limit`` seconds."""
     nodes: list[tuple[float, int, Layout]] = []
     for index, layout in enumerate(schedules(costs.job, degrees, wanted)):
