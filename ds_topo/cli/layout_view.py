@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from math import ceil, hypot, log2, sqrt
 from pathlib import Path
@@ -314,15 +315,17 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
     """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
-    most = max(len(ranks) for _, ranks in view.rows)
-    tables = [_ranks_table(view, most, headed=view.has_first_slots), _ranks_table(view, most)]
+    most, headed = max(len(ranks) for _, ranks in view.rows), view.has_first_slots
+    tables = [partial(_ranks_table, view, most, headed=headed), partial(_ranks_table, view, most)]
     if not any("," in placements.fold_numbers(ranks) for _, ranks in view.rows):
-        tables += [_ranks_table(view, most, headed=view.has_first_slots, ranges=True, gap=gap) for gap in (2, 1)]
-    tables += [_ranks_table(view, ceil(most / lines)) for lines in range(2, most + 1)]
-    wide = console.options.update(width=1 << 16)
-    console.print(
-        next((one for one in tables if console.measure(one, options=wide).maximum <= console.width), tables[-1])
-    )
+        tables += [partial(_ranks_table, view, most, headed=headed, ranges=True, gap=gap) for gap in (2, 1)]
+    tables += [partial(_ranks_table, view, ceil(most / lines)) for lines in range(2, most + 1)]
+    unbounded = console.options.update(width=1 << 16)
+    for make_table in tables:
+        table = make_table()
+        if console.measure(table, options=unbounded).maximum <= console.width:
+            break
+    console.print(table)
     in_colour = console.color_system is not None and not console.no_color
     colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
     say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")

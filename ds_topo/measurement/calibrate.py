@@ -67,10 +67,9 @@ def calibrate() -> Machine:
     shared = processors <= 0.9 * ranks
     if shared:
         dist.barrier()
-    speeds = [None if shared and dist.get_rank() else _measure_speeds(device, processors)]
-    dist.broadcast_object_list(speeds, src=0)
+    speeds, *_ = gathered(None if shared and dist.get_rank() else _measure_speeds(device, processors))
     inside, across = _links(device, hosts)
-    return Machine(len(hosts), len(hosts[0]), speeds[0], inside, across, _start_seconds(device, inside, across))
+    return Machine(len(hosts), len(hosts[0]), speeds, inside, across, _start_seconds(device, inside, across))
 
 
 def _measure_speeds(device: torch.device, processors: float) -> Speeds:
@@ -270,13 +269,11 @@ def _processors(device: torch.device) -> float:
 
 def _best_alone(measure: Callable[[], float]) -> float:
     """Return the largest value that the first ranks measure one by one, while all others wait; collective."""
-    times = []
+    best = 0.0
     for rank in range(min(2, dist.get_world_size())):
         dist.barrier()
-        value = [measure() if dist.get_rank() == rank else 0.0]
-        dist.broadcast_object_list(value, src=rank)
-        times.append(value[0])
-    return max(times)
+        best = max(best, *gathered(measure() if dist.get_rank() == rank else 0.0))
+    return best
 
 
 def _links(device: torch.device, hosts: list[list[int]]) -> tuple[Link | None, Link | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,70 +56,51 @@ def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
     first = next((argument for argument in arguments if isinstance(argument, torch.Tensor)), None)
     if first is None or first.dim() < 2 or first.shape[0] != 1:
         raise TopologyError("sample: give one sequence, a tensor of shape [1, positions] or [1, positions, width]")
-    positions = int(first.shape[1])
-    recorder, owners = _run(module, arguments)
+    recorder = _Recorder(int(first.shape[1]))
+    owners = _run(module, arguments, recorder)
     layers = []
     seen: set[int] = set()
     for key, parameters in owners.items():
-        counts = vars(recorder.tallies.get(key, _Tally()))
+        layer = recorder.layer(key)
         sizes = [parameter.numel() for parameter in parameters if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in parameters)
-        layer = MeasuredLayer(
-            name=key,
-            weights=sum(sizes),
-            largest_weight=max(sizes, default=0),
-            positions=positions,
-            **{**counts, "products": tuple(counts["products"]), "kept": sum(counts["kept"].values())},
-        )
+        layer.weights, layer.largest_weight = sum(sizes), max(sizes, default=0)
         if layer.weights or layer.products or layer.values:
             layers.append(layer)
-    width = max((layer.output for layer in layers), default=0) / positions
+    width = max((layer.output for layer in layers), default=0) / recorder.positions
     return Model(
         name=name or type(module).__name__,
         hidden=max(1, round(width)),
         vocabulary=0,
-        sequence=positions,
+        sequence=recorder.positions,
         blocks=tuple(layers),
     )
-
-
-@dataclass
-class _Tally:
-    """The counts of one layer during forward."""
-
-    products: list[MeasuredProduct] = field(default_factory=list)
-    core_flops: float = 0.0
-    core_width: int = 1
-    values: float = 0.0
-    """Values that operators other than products read and write."""
-    operators: int = 0
-    kept: dict[int, float] = field(default_factory=dict)
-    """Values kept for backward, by storage."""
-    kept_indices: float = 0.0
-    """Bytes kept that are not floating point."""
-    output: float = 0.0
 
 
 class _Recorder(TorchDispatchMode):
     """Counts a forward pass by the layer that runs: products by their sizes, other operators by what they move."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tallies: dict[str, _Tally] = {}
+        self.positions = positions
+        self.layers: dict[str, MeasuredLayer] = {}
         self.stack: list[str] = []
         """The layers that run, the innermost last."""
         self.passed = False
         """True once a layer has run."""
         self.used_before: set[int] = set()
         """Parameters that were used before the first layer."""
-        self._storages: list[torch.UntypedStorage] = []
+        self._kept: dict[int, torch.UntypedStorage] = {}
         """The kept storages. They stay alive, so that no other one gets the identity of one of them."""
 
+    def layer(self, name: str) -> MeasuredLayer:
+        """Return the counts of a layer so far."""
+        return self.layers.setdefault(name, MeasuredLayer(name, self.positions))
+
     @property
-    def current(self) -> _Tally:
-        """The tally of the layer that runs."""
-        name = self.stack[-1] if self.stack else AFTER if self.passed else BEFORE
-        return self.tallies.setdefault(name, _Tally())
+    def current(self) -> MeasuredLayer:
+        """The counts of the layer that runs."""
+        return self.layer(self.stack[-1] if self.stack else AFTER if self.passed else BEFORE)
 
     def enter(self, name: str) -> Callable[..., None]:
         """Return a forward pre-hook for a layer."""
@@ -138,18 +118,18 @@ class _Recorder(TorchDispatchMode):
         """Count a tensor that autograd keeps for backward, every storage once, parameters aside. Return it."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return tensor
-        tally, storage = self.current, tensor.untyped_storage()
+        storage = tensor.untyped_storage()
         if not tensor.is_floating_point():
-            tally.kept_indices += tensor.numel() * tensor.element_size()
-        elif not any(storage._cdata in other.kept for other in self.tallies.values()):
-            tally.kept[storage._cdata] = storage.nbytes() / tensor.element_size()
-            self._storages.append(storage)
+            self.current.kept_indices += tensor.numel() * tensor.element_size()
+        elif storage._cdata not in self._kept:
+            self.current.kept += storage.nbytes() / tensor.element_size()
+            self._kept[storage._cdata] = storage
         return tensor
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result, tally = function(*args, **(kwargs or {})), self.current
+        result, layer = function(*args, **(kwargs or {})), self.current
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not self.passed and not self.stack:
             self.used_before.update(id(leaf) for leaf in inputs if isinstance(leaf, nn.Parameter))
@@ -157,21 +137,20 @@ class _Recorder(TorchDispatchMode):
             left, right = inputs[-2:]
             count = left.shape[0] if left.dim() == 3 else 1
             product = MeasuredProduct(left.shape[-2], right.shape[-1], left.shape[-1], count, batched=left.dim() == 3)
-            tally.products.append(product)
+            layer.products.append(product)
         elif not function.is_view and function.overloadpacket is not torch.ops.aten.new_empty:
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            tally.values += sum(tensor.numel() for tensor in (*inputs, *outputs))
-            tally.operators += 1
+            layer.values += sum(tensor.numel() for tensor in (*inputs, *outputs))
+            layer.operators += 1
         return result
 
 
-def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[_Recorder, dict[str, list[nn.Parameter]]]:
-    """Run forward once. Return the counts, and each layer's parameters.
+def _run(module: nn.Module, arguments: tuple[Any, ...], recorder: _Recorder) -> dict[str, list[nn.Parameter]]:
+    """Run forward once, and count. Return each layer's parameters.
 
     Parameters of no layer belong to the part before or after the layers, by their first use.
     """
     layers = _layers_of(module)
-    recorder = _Recorder()
     with ExitStack() as stack:
         for name, layer in layers:
             stack.callback(layer.register_forward_pre_hook(recorder.enter(name)).remove)
@@ -185,7 +164,7 @@ def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[_Recorder, dict
     for parameter in module.parameters():
         if id(parameter) not in inside:
             owners[BEFORE if id(parameter) in recorder.used_before else AFTER].append(parameter)
-    return recorder, owners
+    return owners
 
 
 def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -227,7 +206,7 @@ class _WithoutScores(TorchFunctionMode):
         query, key, value = (args[index] if index < len(args) else options[name] for index, name in _QKV)
         causal = bool(options.get("is_causal", args[5] if len(args) > 5 else False))
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
-        tally = self._recorder.current
-        tally.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
-        tally.core_width = query.shape[-1]
+        layer = self._recorder.current
+        layer.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
+        layer.core_width = query.shape[-1]
         return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
 from math import gcd
@@ -85,21 +85,12 @@ class Attention:
     rotary: bool = True
 
 
-def dense_attention(
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    *,
-    bias_in: bool = False,
-    bias_out: bool = False,
-    norm_parameters: int = 0,
-    rotary: bool = True,
-) -> Attention:
-    """Return attention with one projection for queries, keys and values (three are the same work), and the output's."""
+def projections(
+    hidden: int, heads: int, kv_heads: int, width: int, *, bias_in: bool, bias_out: bool
+) -> tuple[Linear, Linear]:
+    """Return one projection for queries, keys and values (three are the same work), and the output's."""
     into = Linear(hidden, (heads + 2 * kv_heads) * width, bias_in, Split.COLUMN)
-    out = Linear(heads * width, hidden, bias_out, Split.ROW)
-    return Attention(heads, kv_heads, width, width, (into, out), norm_parameters, rotary)
+    return into, Linear(heads * width, hidden, bias_out, Split.ROW)
 
 
 @dataclass(frozen=True)
@@ -192,12 +183,13 @@ class MeasuredProduct:
     batched: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeasuredLayer:
     """A layer of a live module, as measured by one forward pass of one sequence. Tensor parallelism cannot split it.
 
     Args:
         name: its path in the module.
+        positions: positions of the sequence.
         weights: its parameters.
         largest_weight: elements of its largest parameter.
         products: its matrix products.
@@ -208,21 +200,20 @@ class MeasuredLayer:
         kept: values that are kept for backward.
         kept_indices: bytes that are kept and are not floating-point values.
         output: values of its result.
-        positions: positions of the sequence.
     """
 
     name: str
-    weights: int
-    largest_weight: int
-    products: tuple[MeasuredProduct, ...]
-    core_flops: float
-    core_width: int
-    values: float
-    operators: int
-    kept: float
-    kept_indices: float
-    output: float
     positions: int
+    weights: int = 0
+    largest_weight: int = 0
+    products: list[MeasuredProduct] = field(default_factory=list)
+    core_flops: float = 0.0
+    core_width: int = 1
+    values: float = 0.0
+    operators: int = 0
+    kept: float = 0.0
+    kept_indices: float = 0.0
+    output: float = 0.0
     expert_parameters: int = 0
 
     def parameters(self, tensor: int = 1) -> int:
@@ -364,9 +355,9 @@ def transformer(
     ffn = 4 * hidden if ffn is None else ffn
     numbers = {"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn}
     numbers |= {"vocab": vocabulary, "sequence": sequence}
-    for field, value in numbers.items():
+    for option, value in numbers.items():
         if value < 1:
-            raise TopologyError(f"--{field} {value}: a model needs at least 1")
+            raise TopologyError(f"--{option} {value}: a model needs at least 1")
     _check_layers(layers)
     if hidden % heads:
         raise TopologyError(f"--heads {heads} must divide --hidden {hidden}: every head has hidden / heads features")
@@ -377,7 +368,9 @@ def transformer(
     gpt = not gated if gated is not None else (kv_heads == heads and ffn >= 3 * hidden and not experts)
     dense = FeedForward(hidden, ffn, gated=not gpt, bias=gpt)
     mlp = Experts(experts, top_k, dense, hidden * experts) if experts else dense
-    attention = dense_attention(hidden, heads, kv_heads, hidden // heads, bias_in=gpt, bias_out=gpt, rotary=not gpt)
+    width = hidden // heads
+    linears = projections(hidden, heads, kv_heads, width, bias_in=gpt, bias_out=gpt)
+    attention = Attention(heads, kv_heads, width, width, linears, rotary=not gpt)
     norm = 2 * hidden if gpt else hidden
     return Model(
         name=name or f"{layers} layers of {hidden}",
@@ -480,7 +473,8 @@ def _llama(config: Mapping[str, Any], name: str) -> Model:
         raise TopologyError(f"{heads} attention heads must divide the hidden size {hidden}")
     width = width or hidden // heads
     norms = 2 * width if family in ("qwen3", "qwen3_moe") else 0
-    attention = dense_attention(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias, norm_parameters=norms)
+    linears = projections(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias)
+    attention = Attention(heads, kv_heads, width, width, linears, norms)
     if family == "mixtral":
         experts = _experts(config, number("num_local_experts"), number("intermediate_size"))
         return _decoder(config, name, attention, experts)

@@ -119,7 +119,7 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     content = read_json(path, "runs")
     if not isinstance(content, list) or not content or not all(isinstance(row, Mapping) for row in content):
-        raise TopologyError(f"runs {str(path)!r} must be a JSON list of objects, one for each run, and it is not")
+        raise TopologyError(f"runs {str(path)!r} must be a JSON list of objects, one for each run, at least one")
     return [Row(row, number) for number, row in enumerate(content, start=1)]
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import permutations, product
 from math import ceil, gcd, inf
-from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
@@ -25,10 +24,6 @@ from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-
-Degrees: TypeAlias = tuple[int, int, int, int]
-"""The degrees of pipe, data, seq, model."""
-_DEGREES = (PIPE, DATA, SEQ, MODEL)
 
 LARGEST_MICRO_BATCH = 64
 """The search does not try micro-batches of more sequences."""
@@ -190,27 +185,24 @@ def orders_of(job: Job, plan: Plan) -> list[Plan]:
     return sorted(plans, key=lambda one: one.seconds)
 
 
-def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Degrees]:
-    """Yield degrees whose product is the number of ranks and that divide heads, layers, positions and batch."""
+def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Layout]:
+    """Yield degrees whose product is the number of ranks and that divide heads, layers, positions and batch.
+
+    Each is a layout of single sequences, with the axes of more than one rank in the order that is tried first.
+    """
     ranks = job.cluster.ranks
     decided = (wanted.degree(axis) for axis in (PIPE, SEQ, MODEL))
     for pipe, seq, tensor in product(*([degree] if degree else divisors(ranks) for degree in decided)):
-        if ranks % (pipe * seq * tensor):
-            continue
-        data = ranks // (pipe * seq * tensor)
-        if wanted.degree(DATA) not in (None, data):
+        data, rest = divmod(ranks, pipe * seq * tensor)
+        if rest or wanted.degree(DATA) not in (None, data):
             continue
         problem = next(degree_problems(job, pipe, data, seq, tensor), None)
         if problem:
             problems[problem] += 1
         else:
-            yield pipe, data, seq, tensor
-
-
-def first_order(degrees: Degrees) -> ProcessTopology:
-    """Return the axes of more than one rank in the order that is tried first."""
-    named = [(axis, degree) for axis, degree in zip(_DEGREES, degrees, strict=True) if degree > 1] or [(DATA, 1)]
-    return ProcessTopology([axis for axis, _ in named], [degree for _, degree in named])
+            degrees = {PIPE: pipe, DATA: data, SEQ: seq, MODEL: tensor}
+            wide = {axis: degree for axis, degree in degrees.items() if degree > 1} or {DATA: 1}
+            yield Layout(ProcessTopology(list(wide), list(wide.values())), micro_batch=1)
 
 
 @lru_cache(maxsize=1024)
@@ -232,22 +224,20 @@ def zero_stages(job: Job, layout: Layout, wanted: Wanted) -> list[int]:
     return stages if layout.replicas > 1 else stages[:1]
 
 
-def schedules(job: Job, degrees: Degrees, wanted: Wanted) -> Iterator[Layout]:
+def schedules(job: Job, degrees: Layout, wanted: Wanted) -> Iterator[Layout]:
     """Yield micro-batches, virtual stages, recomputation, sequence parallelism and degrees of experts."""
-    pipe, data, seq, tensor = degrees
+    pipe, data, seq, tensor = degrees.pipe, degrees.data, degrees.seq, degrees.model
     software, model = job.software, job.model
-    topology = wanted.topology if wanted.topology is not None else first_order(degrees)
-    virtuals = [wanted.virtual_stages] if wanted.virtual_stages else [1]
-    if not wanted.virtual_stages and software.virtual_stages > 1 and pipe > 1:
-        virtuals = [stages for stages in _virtual_stages(model.layers, pipe) if stages <= software.virtual_stages]
+    topology = wanted.topology if wanted.topology is not None else degrees.topology
+    most = software.virtual_stages if pipe > 1 else 1
+    virtuals = [wanted.virtual_stages] if wanted.virtual_stages else _virtual_stages(model.layers, pipe, most)
     split = [False]
     if software.sequence_parallel and tensor > 1 and job.sequence % (seq * tensor) == 0:
         split = [True] if software.regathers else [False, True]
     if wanted.sequence_parallel is not None:
         split = [wanted.sequence_parallel]
-    experts = [wanted.expert_parallel] if wanted.expert_parallel else [1]
-    if not wanted.expert_parallel and model.expert_count:
-        experts = divisors(gcd(model.expert_count, data * seq))
+    over = gcd(model.expert_count or 1, data * seq)
+    experts = [wanted.expert_parallel] if wanted.expert_parallel else divisors(over)
     # ``zero_stages`` replaces the first stage by all of them later
     zero = software.zero_stages(pipe, job.precision)[0] if wanted.zero is None else wanted.zero
     kinds = wanted.recompute or software.recompute
@@ -263,14 +253,14 @@ def micro_batches(job: Job, data: int, wanted: Wanted) -> list[int]:
     return [size for size in divisors(job.batch // data) if size <= LARGEST_MICRO_BATCH]
 
 
-def _virtual_stages(layers: int, pipe: int) -> list[int]:
-    """Return the numbers of virtual stages that make chunks of different lengths, the fewest of each.
+def _virtual_stages(layers: int, pipe: int, most: int) -> list[int]:
+    """Return the numbers of virtual stages, up to ``most``, that make chunks of different lengths, the fewest of each.
 
-    >>> _virtual_stages(layers=12, pipe=2)
-    [1, 2, 3, 6]
+    >>> _virtual_stages(layers=12, pipe=2, most=3)
+    [1, 2, 3]
     """
     by_length = {-(-layers // (pipe * virtual)): virtual for virtual in range(-(-layers // pipe), 0, -1)}
-    return sorted(by_length.values())
+    return sorted(virtual for virtual in by_length.values() if virtual <= most)
 
 
 def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
@@ -280,7 +270,7 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     nodes = []
     for degrees in possible_degrees(job, wanted, tally.degree_problems):
         # no layout of these degrees beats the largest micro-batch's work, spread evenly over stages
-        largest = Layout(first_order(degrees), max(micro_batches(job, degrees[1], wanted)))
+        largest = replace(degrees, micro_batch=max(micro_batches(job, degrees.data, wanted)))
         nodes.append((schedule_bound(costs, largest, even=True), degrees))
     nodes.sort(key=lambda node: node[0])
     tally.degrees = len(nodes)
@@ -295,7 +285,7 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     return best
 
 
-def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
+def _best_of_degrees(costs: Costs, degrees: Layout, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
     """Return the fastest fitting layout of these degrees in any order of axes, if faster than ``limit`` seconds."""
     nodes: list[tuple[float, int, Layout]] = []
     for index, layout in enumerate(schedules(costs.job, degrees, wanted)):

@@ -5,7 +5,7 @@ The bytes are states, activations in flight, and buffers of a pass or of the upd
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby, pairwise
@@ -180,7 +180,7 @@ class Costs:
         """Seconds of the messages of pieces in forward and backward, by piece and by the spans of their axes."""
         self.states: dict[tuple[int, ...], float] = {}
         """Bytes of the states of the fullest rank, by the numbers of a layout that decide them."""
-        self._pieces: dict[tuple[int | str, ...], PieceCost] = {}
+        self._pieces: dict[tuple[int, ...], PieceCost] = {}
         self._kinds: dict[tuple[int, int], list[Stage]] = {}
         self._parameters: dict[tuple[int, ...], StageParameters] = {}
 
@@ -205,22 +205,23 @@ class Costs:
     def pieces(self, kind: Stage, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
         """Return how many of which pieces a stage has, and what of each is recomputed."""
         pieces = [(count, self._piece(block, layout), layout.recompute) for count, block in kind.runs]
-        for name, is_there in (("embedding", kind.has_embedding), ("head", kind.has_head)):
+        for end, is_there in ((embedding_work, kind.has_embedding), (head_work, kind.has_head)):
             if is_there and not self.job.model.is_measured:
-                pieces.append((1, self._piece(name, layout), Recompute.NONE))
+                pieces.append((1, self._piece(end, layout), Recompute.NONE))
         return pieces
 
-    def _piece(self, piece: AnyBlock | str, layout: Layout) -> PieceCost:
-        name, experts = (piece, 0) if isinstance(piece, str) else (id(piece), piece.expert_parameters)
-        sharers = layout.expert_parallel if experts else 1
-        key = (name, layout.micro_batch, layout.model, layout.seq, layout.spread, sharers)
+    def _piece(self, piece: AnyBlock | Callable[[Layout, Job], Work], layout: Layout) -> PieceCost:
+        """Return the cost of a block, or of an end of the model, given by the function that computes its work."""
+        has_experts = not callable(piece) and piece.expert_parameters
+        sharers = layout.expert_parallel if has_experts else 1
+        key = (id(piece), layout.micro_batch, layout.model, layout.seq, layout.spread, sharers)
         if key not in self._pieces:
             if isinstance(piece, MeasuredLayer):
                 work = measured_work(piece, layout, self.job)
             elif isinstance(piece, Block):
                 work = block_work(piece, layout, self.job)
             else:
-                work = embedding_work(layout, self.job) if piece == "embedding" else head_work(layout, self.job)
+                work = piece(layout, self.job)
             passes = (work.forward, work.backward, work.again)
             forward, backward, again = (pass_cost(one, self.job.cluster.accelerator) for one in passes)
             seconds = {Recompute.NONE: 0.0, Recompute.SELECTIVE: again.seconds, Recompute.FULL: forward.seconds}

@@ -8,6 +8,7 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -475,18 +476,12 @@ def _messages(costs: Costs, cost: PieceCost, spans: Spans) -> list[dict[str, flo
 
 def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dict[str, float]:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
-    covered: dict[tuple[Cover, str], float] = {}
+    covered: dict[tuple[Cover, str], float] = defaultdict(float)
     for transfer in work.transfers:
-        span = spans[transfer.axis]
-        if span.size == 1:
-            continue
-        each = collective_seconds(transfer.operation, transfer.size, span, costs.job.cluster) * transfer.count
-        if transfer.cover is Cover.NOTHING:
-            seconds[transfer.axis] += each
-        else:
-            seconds[transfer.axis] += each * transfer.bare
-            key = (transfer.cover, transfer.axis)
-            covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
+        one = collective_seconds(transfer.operation, transfer.size, spans[transfer.axis], costs.job.cluster)
+        each = one * transfer.count
+        seconds[transfer.axis] += each * transfer.bare
+        covered[transfer.cover, transfer.axis] += each * (1 - transfer.bare)
     for (cover, axis), hidden in covered.items():
         seconds[axis] += max(0.0, hidden - cost.covers[cover])
     return seconds

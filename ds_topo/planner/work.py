@@ -453,7 +453,8 @@ def pass_cost(work: Pass, accelerator: Accelerator) -> PassCost:
     cores = sum(_core_seconds(core, accelerator) for core in work.cores)
     moving = work.memory_bytes / (accelerator.memory_bandwidth * efficiency.memory)
     kernels = (work.kernels + len(work.products)) * efficiency.kernel_seconds
-    covers = {Cover.CORE: cores, Cover.PRODUCTS: products + len(work.products) * efficiency.kernel_seconds}
+    computing = products + len(work.products) * efficiency.kernel_seconds
+    covers = {Cover.NOTHING: 0.0, Cover.CORE: cores, Cover.PRODUCTS: computing}
     return PassCost(products + cores + moving + kernels, covers)
 
 
