@@ -88,11 +88,12 @@ def _measure_speeds(device: torch.device, processors: float) -> Speeds:
     bandwidth = _memory_bandwidth(device)
     attention, half = _attention(device, formats.get("bf16", torch.float32))
     world = dist.group.WORLD
-    has_fast_links = on_gpu and world is not None and not traits_of(world, device).uses_sockets
+    # jobs of a GPU that is measured without a group, so in one process, communicate by NCCL
+    uses_nccl = on_gpu and (world is None or not traits_of(world, device).uses_sockets)
     host_memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kernels = Speeds(
         name=str(torch.get_device_module(device).get_device_name(device)) if on_gpu else "CPU",
-        transport="nccl" if has_fast_links else "gloo",
+        transport="nccl" if uses_nccl else "gloo",
         product_flops=flops,
         depth=depth,
         attention_flops=attention,
