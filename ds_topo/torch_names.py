@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.backends import traits_of
-from ds_topo.errors import abridged
+from ds_topo.errors import abridged, warn
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, around, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
@@ -121,11 +120,9 @@ def job_timeout() -> timedelta:
         timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
-    warnings.warn(
+    warn(
         f"the timeout of a {dist.get_backend(world)} job is unknown in torch {torch.__version__}: groups get torch's "
-        f"default, {dist.default_pg_timeout}; pass timeout= to the grid",
-        RuntimeWarning,
-        stacklevel=3,
+        f"default, {dist.default_pg_timeout}; pass timeout= to the grid"
     )
     return dist.default_pg_timeout
 

@@ -9,7 +9,6 @@ elements. Nothing is written to the disk.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +36,7 @@ from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, model_of, require_splits
 from ds_topo.checkpoint.target import require_reachable
 from ds_topo.checkpoint.without_manifest import WeightFiles, layout_of_files, manifest_of_files
-from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, warn
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
@@ -300,7 +299,7 @@ def opened_for(
     judge = partial(_judged, source, is_strict=is_strict)
     said = meeting.decided_from("difference", (names, added, stage, digests), judge)
     if said and dist.get_rank() == 0:
-        warnings.warn(f"{_name_of(source)} was loaded although {said}", RuntimeWarning, stacklevel=4)
+        warn(f"{_name_of(source)} was loaded although {said}")
     return source, filling
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,6 +61,7 @@ from ds_topo.errors import (
     abridged,
     listed,
     printable,
+    warn,
 )
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -186,7 +186,7 @@ def load(
         if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
             break
     for concern in choice.concerns():
-        warnings.warn(concern, RuntimeWarning, stacklevel=2)
+        warn(concern)
     if chosen and is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:

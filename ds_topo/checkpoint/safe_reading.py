@@ -20,7 +20,6 @@ import shlex
 import sys
 import threading
 import uuid
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -39,7 +38,7 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 
 from ds_topo.checkpoint.disk import entries_in, open_file
 from ds_topo.checkpoint.folder import told
-from ds_topo.errors import DamagedCheckpointError, UnsafeCheckpointError, abridged
+from ds_topo.errors import DamagedCheckpointError, UnsafeCheckpointError, abridged, warn
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 
@@ -210,11 +209,9 @@ def check_client_state(state: object) -> None:
     with allowed_types():
         refused = {name: names for name, value in state.items() if (names := _refused_in(_saved(value)))}
     if refused and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"client_state has values of types that load() will refuse, because building them may run code: {refused}. "
-            "Save plain values, or call torch.serialization.add_safe_globals([...]) with these types before loading",
-            RuntimeWarning,
-            stacklevel=5,
+            "Save plain values, or call torch.serialization.add_safe_globals([...]) with these types before loading"
         )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +38,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, built_from, merged
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
-from ds_topo.errors import CheckpointError, abridged
+from ds_topo.errors import CheckpointError, abridged, warn
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
@@ -449,9 +448,7 @@ class BackgroundSave:
             try:
                 folders.remove_old(root, keep_last, tag)
             except OSError as error:  # the new checkpoint is saved nevertheless
-                warnings.warn(
-                    f"an older checkpoint in {root} could not be removed: {error}", RuntimeWarning, stacklevel=2
-                )
+                warn(f"an older checkpoint in {root} could not be removed: {error}")
 
     def _manifest(self, posted: Sequence[Mapping[str, Any]]) -> Manifest:
         """Return the manifest of all ranks' files; on rank 0.
@@ -497,11 +494,9 @@ def _warn_of_partial_step(engine: DeepSpeedEngine) -> None:
     """Warn on rank 0 that DeepSpeed does not save the gradients of an unfinished step."""
     done = 0 if isinstance(engine, PipelineEngine) else engine.micro_steps % engine.gradient_accumulation_steps()
     if done and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"saving after {done} of {engine.gradient_accumulation_steps()} micro-batches of a step: DeepSpeed does "
-            "not save their gradients, so the step starts again after loading. Save at the end of a step",
-            RuntimeWarning,
-            stacklevel=5,
+            "not save their gradients, so the step starts again after loading. Save at the end of a step"
         )
 
 
@@ -549,11 +544,9 @@ def saved_as_a_whole(save_checkpoint: Any) -> Any:
         if not is_ours(engine):
             return save_checkpoint(engine, save_dir, **given)
         if reason := why_not_ours(engine):
-            warnings.warn(
+            warn(
                 f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
-                "damaged checkpoint that 'latest' names",
-                RuntimeWarning,
-                stacklevel=4,
+                "damaged checkpoint that 'latest' names"
             )
             return save_checkpoint(engine, save_dir, **given)
         save(engine, save_dir, keep_random_states=False, **given)

@@ -8,7 +8,6 @@ import socket
 import struct
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy finds them only here
 
 from ds_topo.backends import check_backend, default_backend, device_served_by
-from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
+from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered, warn
 from ds_topo.launch import orphans
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
@@ -255,10 +254,9 @@ def warn_of_restarts(launch: Launch) -> None:
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if launch.rank == 0 and hosts > 1 and keeps_store and restarts and os.environ.get(_NEW_STORE, "0") != "1":
-        warnings.warn(
+        warn(
             f"torchrun --max-restarts on {hosts} hosts: each host counts its own restarts, so ranks may not find each "
-            f"other after one. Start torchrun with {_NEW_STORE}=1 on every host",
-            stacklevel=3,
+            f"other after one. Start torchrun with {_NEW_STORE}=1 on every host"
         )
 
 
@@ -341,9 +339,7 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
 
 def _joined_already(timeout: timedelta | None) -> Launch:
     if timeout is not None and timeout != job_timeout():
-        warnings.warn(
-            f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect", stacklevel=3
-        )
+        warn(f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect")
     try:
         launch = detect_launch()
     except LaunchError:

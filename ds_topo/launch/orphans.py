@@ -20,14 +20,13 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
-from ds_topo.errors import LaunchError
+from ds_topo.errors import LaunchError, warn
 from ds_topo.launch.launchers import Launch
 
 GRACE_SECONDS = 10.0
@@ -215,19 +214,17 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
         held = _remove_unless_held(lock)
         if held is False:
             removed.append(lock)
-            warnings.warn(
+            warn(
                 f"removed {lock}: a process that was killed while it compiled an extension left it, and every later "
-                "start would have waited for it without limit",
-                stacklevel=2,
+                "start would have waited for it without limit"
             )
         elif held is None:
             with suppress(OSError):  # it has been removed
                 age = time.time() - lock.stat().st_mtime
                 if age > OLD_SECONDS:
-                    warnings.warn(
+                    warn(
                         f"{lock} is {age / 60:.0f} minutes old, and its file system does not tell whether a process "
-                        "holds it. If this start hangs and no job is compiling, remove the file",
-                        stacklevel=2,
+                        "holds it. If this start hangs and no job is compiling, remove the file"
                     )
     return removed
 

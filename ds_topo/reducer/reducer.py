@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import enum
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +36,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
-from ds_topo.errors import listed
+from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reducer.buckets import (
     BucketLayout,
@@ -404,11 +403,7 @@ class BucketReducer:
             return
         partitions = self.options.partitions
         if partitions and (self._is_unreduced or any(partition.holds_sums for partition in partitions)):
-            warnings.warn(
-                "detach() between the micro-batches of a step: the gradients of its earlier micro-batches are lost",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn("detach() between the micro-batches of a step: the gradients of its earlier micro-batches are lost")
         self._state = ReducerState.DETACHED
         for handle in self._handles:
             handle.remove()

@@ -11,14 +11,13 @@ import json
 import keyword
 import operator
 import unicodedata
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isqrt, prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ds_topo.errors import TopologyError, UnknownAxisError, WorldSizeError, abridged
+from ds_topo.errors import TopologyError, UnknownAxisError, WorldSizeError, abridged, warn
 
 PIPE, DATA, MODEL, SEQ, EXPERT, SHARD = "pipe", "data", "model", "seq", "expert", "shard"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)
@@ -116,11 +115,9 @@ def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
     """Warn if an absent axis is nearly one of ``axes``: the answer for an absent axis, DeepSpeed's, is not an error."""
     near = difflib.get_close_matches(str(axis)[:MAX_NAME], list(axes), n=1, cutoff=0.6) if axis not in MEANINGS else []
     if near:
-        warnings.warn(
+        warn(
             f"axis {abridged(axis)} is not in the topology, so the answer is that of an absent axis: did you mean "
-            f"{near[0]!r}?",
-            RuntimeWarning,
-            stacklevel=3,
+            f"{near[0]!r}?"
         )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +36,7 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
 from ds_topo.engine.replicas import digest, replicated
+from ds_topo.errors import warn
 from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
@@ -242,7 +242,7 @@ class Recorder:
             for one in self._named:
                 name, in_module = one.names[0], held_by_module(one.parameter)
                 if name not in weights:
-                    warnings.warn(f"{name} is not in the wanted layout, and keeps its own values", stacklevel=2)
+                    warn(f"{name} is not in the wanted layout, and keeps its own values")
                     continue
                 if name in masters:
                     _overwrite(one.part_of(one.held.master, one.held), masters[name])
