@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -63,7 +63,7 @@ from ds_topo.errors import (
     printable,
     warn,
 )
-from ds_topo.ledger import ledger
+from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 
 SIZES, DIGESTS = "sizes", "digests"
@@ -534,27 +534,23 @@ class _Choice:
 # -- DeepSpeed's method ------------------------------------------------------------------------------------------------
 
 
-def loaded_whole(load_checkpoint: Any) -> Any:
+@around
+def loaded_whole(load_checkpoint: Any, engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any) -> Any:
     """Replace ``DeepSpeedEngine.load_checkpoint`` on engines of a grid, with DeepSpeed's arguments and results.
 
     Without a tag and without any checkpoint it warns and returns nothing, as DeepSpeed's own method does.
     """
-
-    @wraps(load_checkpoint)
-    def load_whole_checkpoint(engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any) -> Any:
-        given = options_of(load_checkpoint, engine, load_dir, *arguments, **options)
-        if not is_ours(engine) or engine.use_node_local_storage():
+    given = options_of(load_checkpoint, engine, load_dir, *arguments, **options)
+    if not is_ours(engine) or engine.use_node_local_storage():
+        return load_checkpoint(engine, load_dir, **given)
+    if engine.load_universal_checkpoint():
+        with reading_checkpoint(check_folder(load_dir, "load_dir")):
             return load_checkpoint(engine, load_dir, **given)
-        if engine.load_universal_checkpoint():
-            with reading_checkpoint(check_folder(load_dir, "load_dir")):
-                return load_checkpoint(engine, load_dir, **given)
-        try:
-            path, state = load(engine, load_dir, restore_random_states=False, **given)
-        except MissingCheckpointError:
-            if given.get("tag") is not None:
-                raise
-            return load_checkpoint(engine, load_dir, **given)
-        folder = Path(path)
-        return engine._get_ckpt_name(str(folder.parent), folder.name), state
-
-    return load_whole_checkpoint
+    try:
+        path, state = load(engine, load_dir, restore_random_states=False, **given)
+    except MissingCheckpointError:
+        if given.get("tag") is not None:
+            raise
+        return load_checkpoint(engine, load_dir, **given)
+    folder = Path(path)
+    return engine._get_ckpt_name(str(folder.parent), folder.name), state

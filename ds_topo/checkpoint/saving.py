@@ -39,7 +39,7 @@ from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, bui
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.errors import CheckpointError, abridged, warn
-from ds_topo.ledger import ledger
+from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 
@@ -533,26 +533,24 @@ def options_of(method: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
     return dict(list(bound.items())[2:])
 
 
-def saved_as_a_whole(save_checkpoint: Any) -> Any:
+@around
+def saved_as_a_whole(
+    save_checkpoint: Any, engine: DeepSpeedEngine, save_dir: Any, *arguments: Any, **options: Any
+) -> Any:
     """Replace ``DeepSpeedEngine.save_checkpoint`` on engines of a grid, with DeepSpeed's arguments and result."""
-
-    @wraps(save_checkpoint)
-    def save_whole_checkpoint(engine: DeepSpeedEngine, save_dir: Any, *arguments: Any, **options: Any) -> Any:
-        given = options_of(save_checkpoint, engine, save_dir, *arguments, **options)
-        if given.get("client_state", {}) is None:
-            del given["client_state"]
-        if not is_ours(engine):
-            return save_checkpoint(engine, save_dir, **given)
-        if reason := why_not_ours(engine):
-            warn(
-                f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
-                "damaged checkpoint that 'latest' names"
-            )
-            return save_checkpoint(engine, save_dir, **given)
-        save(engine, save_dir, keep_random_states=False, **given)
-        return True
-
-    return save_whole_checkpoint
+    given = options_of(save_checkpoint, engine, save_dir, *arguments, **options)
+    if given.get("client_state", {}) is None:
+        del given["client_state"]
+    if not is_ours(engine):
+        return save_checkpoint(engine, save_dir, **given)
+    if reason := why_not_ours(engine):
+        warn(
+            f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
+            "damaged checkpoint that 'latest' names"
+        )
+        return save_checkpoint(engine, save_dir, **given)
+    save(engine, save_dir, keep_random_states=False, **given)
+    return True
 
 
 # -- rank 0's preparations ---------------------------------------------------------------------------------------------
