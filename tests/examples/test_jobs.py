@@ -94,7 +94,8 @@ def test_error_is_printed_once(options: tuple[str, ...], message: str) -> None:
     assert result.returncode != 0
     assert len(printed) == 1, result.stderr
     assert message in printed[0]
-    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in result.stderr
+    # torchrun's own traceback, of an environment that may be inside the checkout, is all right
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "examples") not in result.stderr
 
 
 def test_main_job_reduces_during_backward(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
