@@ -207,8 +207,8 @@ def require_space(folder: Path, what: str, needed: int) -> None:
     """
     if (free := free_bytes(folder)) < needed * MARGIN:
         raise CheckpointSpaceError(
-            f"{what} takes about {needed:,} bytes, and the disk of {folder} has {free:,}: make room, keep fewer "
-            "checkpoints (keep_last=N), or write to another disk. Nothing was written"
+            f"{what} takes about {needed:,} bytes, and the disk of {folder} has {free:,}: make room there, or write to "
+            "another disk. Nothing was written"
         )
 
 

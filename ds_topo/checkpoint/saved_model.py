@@ -345,7 +345,7 @@ def _contradictions(model: WholeModel) -> Iterator[str]:
         if structure.experts[head] not in sizes or count % structure.experts[head]:
             yield f"{count} experts of {head!r} on {structure.experts[head]} ranks, and groups of {sorted(sizes)}"
     for stage, groups in enumerate(structure.groups):
-        own = model.names[stage] if structure.bounds else names
+        own = set(model.names[stage]) if structure.bounds else names
         for name in (name for group in groups for name in group):
             if name in names and name not in own:
                 yield f"{name!r} is in a group of stage {stage}, which does not have it"

@@ -67,7 +67,7 @@ def _with_seq_axis(method: Callable[[Any], Any]) -> property:
 
     def bound(grid: PipelineParallelGrid) -> Callable[[], Any]:
         if not grid.offers_sequence_queries:
-            raise AttributeError(f"a query of {grid.topology().spec!r} for sequences needs an axis {SEQ!r}")
+            raise AttributeError(f"{grid.topology().spec!r} has no axis {SEQ!r}, which get_sequence_* methods need")
         return partial(method, grid)
 
     return property(bound, doc=method.__doc__)

@@ -94,6 +94,7 @@ class GridInUse(ExitStack):
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
         super().__init__()
+        self.grid = grid
         in_use.append(grid)
         self.callback(in_use.remove, grid)
         grid.on_destroy(self.release)
@@ -249,6 +250,16 @@ _OF_SEQUENCES: tuple[Make, ...] = (
 # -- accelerate, and Trainer, which uses it ---------------------------------------------------------------------------
 
 
+def _while_in_use(replacement: Any) -> Make:
+    """Return a make function whose result calls the original if a program has kept it until no grid is in use."""
+
+    @around
+    def replaced(original: Any, *args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options) if in_use else original(*args, **options)
+
+    return replaced
+
+
 def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
@@ -281,7 +292,7 @@ def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
 _STATE = always(lambda: SimpleNamespace(num_processes=_share_of_samples()[0]))
 
 
-@around
+@_while_in_use
 def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
     grid = in_use[-1]
     given = inspect.signature(prepare).bind(*args, **options)
@@ -301,7 +312,7 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
     return prepare(*given.args, **given.kwargs)
 
 
-@around
+@_while_in_use
 def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
     (count,) = patches_of("""
@@ -314,7 +325,7 @@ def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
         return prepare(*args, **options)
 
 
-@around
+@_while_in_use
 def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
     """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
     from accelerate.utils import recursively_apply

@@ -300,8 +300,11 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
 
 def _parse_entry(entry: str, where: str) -> Host:
     name, *words = entry.split()
-    counts = [word.removeprefix("slots=") for word in words if word.startswith("slots=")]
-    others = [word for word in words if not word.startswith("slots=") and not _IGNORED.fullmatch(word)] + counts[1:]
+    slots = [word for word in words if word.startswith("slots=")]
+    counts = [word.removeprefix("slots=") for word in slots]
+    others = [word for word in words if word not in slots and not _IGNORED.fullmatch(word)] + slots[1:]
+    if "=" in name:
+        raise HostError(f'{where}: expected "NAME slots=N", such as "worker-0 slots=4"')
     if others:
         raise HostError(f'{where}: {others[0]!r} is unknown; expected "{name} slots=N"')
     if not counts:

@@ -232,11 +232,11 @@ class MpuGrid(ProcessGrid):
 
     def get_context_parallel_world_size(self) -> int:
         """Return the size of the context parallel group."""
-        return len(self.get_context_parallel_global_ranks())
+        return self.get_axis_size(SEQ) if SEQ in self.topology().axes else 1
 
     def get_context_parallel_rank(self) -> int:
         """Return the index of the part of the sequences that this rank holds."""
-        return self.get_context_parallel_global_ranks().index(self.global_rank)
+        return self.get_axis_rank(SEQ) if SEQ in self.topology().axes else 0
 
     # -- Megatron's names: neighbors in the pipeline -----------------------------------------------------------------
 

@@ -207,6 +207,8 @@ class ParallelState:
         present, experts = self._present(axes), self._experts_among(axes)
         if present and experts is None:
             return self.grid.get_group(present)
+        if experts is not None and not present:
+            return experts.expert_group
         names = ("this rank",) if experts is None else (*present, "experts", str(experts.plan))
         return self.grid.create_group(RankGroup(names, tuple(self._global_ranks(axes))))
 
@@ -635,7 +637,7 @@ def _define(
     for question in questions.split():
         _add(state, f"get_{kind}_{question}", _answer(f"_{question}", axes, has_options))
     for question in _FIXED if is_set else ():
-        what = f"{kind.replace('model_', '')}_{question}".replace("_", " ")
+        what = f"{kind.replace('_model_', '_')}_{question}".replace("_", " ")
         _add(state, f"set_{kind}_{question}", _check(f"_{question}", axes, what))
 
 
@@ -654,8 +656,9 @@ def _answer(question: str, axes: Callable[..., Iterable[str]], has_options: bool
 
 
 def _check(question: str, axes: Callable[..., Iterable[str]], what: str) -> Callable[..., None]:
-    def check(state: ParallelState, value: int | None) -> None:
+    def check(state: ParallelState, *values: int | None, **named: int | None) -> None:
         """Refuse any value but the grid's."""
+        (value,) = (*values, *named.values())
         here = getattr(state, question)(axes(state))
         if value is not None and value != here:
             raise TopologyError(

@@ -412,7 +412,9 @@ class Kept:
 
 
 _watched: list[weakref.ref[Any]] = []
-"""The reducers to call before ``zero_grad()``."""
+"""The reducers to call before optimizer steps and ``zero_grad()``."""
+_step_hook = ExitStack()
+"""The one hook of all reducers. torch iterates over its hooks in a step, in which reducers may be freed."""
 
 
 def watch(reducer: Any) -> Callable[[], None]:
@@ -421,30 +423,39 @@ def watch(reducer: Any) -> Callable[[], None]:
     Reducers define ``before_optimizer_step(parameters)`` and ``before_zero_grad(parameters)``.
     """
     own = weakref.ref(reducer)
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        reducer = own()
-        if reducer is not None:
-            reducer.before_optimizer_step(_parameters_of(optimizer))
-
-    undo = ExitStack()
-    for change, make in _CHANGES:
-        undo.callback(ledger.bind(change, make))
-    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+    with ExitStack() as bound:  # restores the names if an error occurs
+        for change, make in _CHANGES:
+            bound.callback(ledger.bind(change, make))
+        undo = bound.pop_all()
+    if not _watched:
+        _step_hook.callback(register_optimizer_step_pre_hook(_before_step).remove)
     _watched.append(own)
-    undo.callback(_watched.remove, own)
+    undo.callback(_forget, own)
     leave = weakref.finalize(reducer, undo.close)
     leave.atexit = False
     return leave
 
 
+def _forget(own: weakref.ref[Any]) -> None:
+    _watched.remove(own)
+    if not _watched:
+        _step_hook.close()
+
+
+def _reducers() -> list[Any]:
+    return [reducer for own in tuple(_watched) if (reducer := own()) is not None]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for reducer in _reducers():
+        reducer.before_optimizer_step(_parameters_of(optimizer))
+
+
 def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
     @around
     def zero(zero_grad: Any, owner: Any, *args: Any, **options: Any) -> None:
-        for reference in tuple(_watched):
-            reducer = reference()
-            if reducer is not None:
-                reducer.before_zero_grad(parameters_of(owner))
+        for reducer in _reducers():
+            reducer.before_zero_grad(parameters_of(owner))
         zero_grad(owner, *args, **options)
 
     return zero

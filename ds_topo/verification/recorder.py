@@ -448,7 +448,7 @@ def _overwrite(part: Any, whole: torch.Tensor) -> None:
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has a storage for itself, since a file has whole storages."""
-    held = tensor.detach().cpu().contiguous()
+    held = tensor.detach().to_dense().cpu().contiguous()  # momentum of a sparse embedding is sparse
     return held if held.untyped_storage().nbytes() == held.nbytes else held.clone()
 
 

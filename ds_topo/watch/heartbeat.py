@@ -228,7 +228,7 @@ class Heartbeat:
             for name in ("alarm", "verdict", "found"):
                 self._store.set(ring.key(name), "")
         self.first_rank = Beat.read(self._store.get(ring.key("beat", 0)))
-        self.first_witness = self._witness_of(0)
+        self.first_witness = Address(*json.loads(self._store.get(self._ring.key("witness", 0))))
 
     def start(self) -> None:
         """Start the thread."""
@@ -368,15 +368,13 @@ class Heartbeat:
                 yield self._finding(_KINDS[states[rank]], rank, states[rank].value, beat)
 
     def _ask(self, ranks: Sequence[int]) -> dict[int, State]:
-        addresses = {rank: self._witness_of(rank) for rank in ranks}
+        texts = get_several(self._store, [self._ring.key("witness", rank) for rank in ranks]) if ranks else []
+        addresses = {rank: Address(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
         self.asked_since = None
         try:
             return ask_all(addresses, WITNESS_SECONDS)
         finally:
             self.asked_since = time.monotonic()
-
-    def _witness_of(self, rank: int) -> Address:
-        return Address(*json.loads(self._store.get(self._ring.key("witness", rank))))
 
     # -- a long wait of this rank --------------------------------------------------------------------------------------
 

@@ -214,6 +214,8 @@ class Watch:
             return
         self._stopped.set()
         self._heart.stop(0.0 if self._local is not None else 2 * self._ring.interval + 2)
+        if self._heart.verdict is not None and self._heart.verdict.speaker == self._ring.rank:
+            self._speak()  # it may have come with the last beat, when the judging thread had ended
         if self._serves and self.verdict is not None and self._heart.lost is not None:
             time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
         self._judge.join(2)

@@ -77,6 +77,8 @@ def test_the_first_hosts_and_slots_are_the_same_as_deepspeeds(pool: dict[str, in
         ("a slots=0", r"line 1, 'a slots=0': host 'a' has no slots"),
         ("a slots=5000", "slots=5000 is more than 4096"),
         ("a", r"the number of slots is missing; expected \"a slots=N\""),
+        ("slots=4", r"expected \"NAME slots=N\""),
+        ("a slots=2 slots=3", r"'slots=3' is unknown; expected \"a slots=N\""),
         ("a slots=", "slots='' is not a whole number"),
         ("a slots=two", "slots='two' is not a whole number"),
         ("a slots=-1", "slots='-1' is not a whole number"),

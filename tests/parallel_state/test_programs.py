@@ -256,7 +256,8 @@ def test_other_degrees_are_refused(program: str, arguments: dict[str, int], mess
         with pytest.raises(TopologyError, match=message):
             state.initialize_model_parallel(**arguments)
         with pytest.raises(TopologyError, match="the tensor parallel rank is the grid's, 0"):
-            state.set_tensor_model_parallel_rank(1)
+            state.set_tensor_model_parallel_rank(rank=1)
+        assert state.set_tensor_model_parallel_world_size(world_size=2) is None
 
 
 def test_neox_refuses_topology_in_another_order() -> None:

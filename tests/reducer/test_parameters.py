@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer
+from ds_topo.reducer.parameters import watch
 from tests.support.reduced_model import (
     SMALL,
     assert_close,
@@ -228,3 +232,36 @@ def _copied() -> None:
     second.finish()
     with pytest.raises(RuntimeError, match="IDLE"):
         first.finish()
+
+
+class _Told:
+    """Counts the steps of optimizers, and does something in each."""
+
+    def __init__(self, act: Any = lambda: None) -> None:
+        self.steps, self.act = 0, act
+
+    def before_optimizer_step(self, parameters: object) -> None:
+        self.steps += 1
+        self.act()
+
+
+def _free_a_reducer_in_a_step() -> list[int]:
+    old = [_Told()]
+    freed = weakref.ref(old[0])
+
+    def free() -> None:
+        old.clear()
+        gc.collect()
+
+    others = [_Told(free), _Told()]
+    leave = [watch(told) for told in (*old, *others)][1:]
+    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()
+    assert freed() is None
+    for end in leave:
+        end()
+    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()
+    return [told.steps for told in others]
+
+
+def test_a_reducer_may_be_freed_while_an_optimizer_steps(world: Worlds) -> None:
+    assert world(1).run(_free_a_reducer_in_a_step) == [[1, 1]]
