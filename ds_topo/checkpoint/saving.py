@@ -135,7 +135,7 @@ class WrittenFiles:
             _memories[copied_for] = self._copies.large
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
         self._later: dict[Path, Callable[[], object]] = {}
-        """What writes each file that is finished after DeepSpeed's function, where it is not written yet."""
+        """The function that writes each file that is finished later; it does nothing if the file is written already."""
         self._started: dict[Path, Future[SavedFile]] = {}
         self.failure: Exception | None = None
         """The first failure."""

@@ -283,7 +283,8 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
     raise DisagreementError(
         f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read different samples, but all "
         f"ranks of one replica of {grid.topology().spec!r} must train on the same ones. Use grid.sampler(dataset) or "
-        "grid.data_loader(dataset); if the difference is intended, set grid.check_samples = False"
+        "grid.data_loader(dataset), or divide samples into grid.get_sample_world_size() shares; if the difference is "
+        "intended, set grid.check_samples = False"
     )
 
 

@@ -470,10 +470,8 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_programs(model, grid)
         for name, parameter in model.named_parameters():
-            shape, frozen = (
-                list(getattr(parameter, "ds_shape", parameter.shape)),
-                "" if parameter.requires_grad else " frozen",
-            )
+            shape = list(getattr(parameter, "ds_shape", parameter.shape))
+            frozen = "" if parameter.requires_grad else " frozen"
             lines.append(f"{name} {shape} {parameter.dtype}{frozen}")
         if is_pipeline and grid.stage_id == loss_stage:
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")

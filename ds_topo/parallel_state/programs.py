@@ -87,7 +87,7 @@ class ParallelState:
     def __init__(self, grid: PipelineParallelGrid) -> None:
         self.grid = grid
         self.is_awaited = False
-        """Whether a program has still to call ``initialize_model_parallel``, and the state answers that it has not."""
+        """True if a program has still to call ``initialize_model_parallel``, and the state answers that it has not."""
         self._virtual_rank: int | None = None
         self._virtual_world_size: int | None = None
         self._split_rank: int | None = None

@@ -94,7 +94,7 @@ class Finding:
     name: str
     ranks: tuple[int, ...]
     where: str
-    """Which ranks differ, such as ``ranks with model=1``."""
+    """A description of the ranks that differ, such as ``ranks with model=1``."""
     axis: str | None
     """The axis that the difference follows."""
     causes: tuple[str, ...] = ()

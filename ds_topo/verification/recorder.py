@@ -525,7 +525,7 @@ class Run:
         self.shares = int(self.about[0]["shares"])
         self.starts = [one.get("states", {}).get(WEIGHT, {}) for one in starts]
         self.names = {name for one in starts for name in one.get("names", ())}
-        """Of the parameters of a reference."""
+        """The names of the parameters of a reference."""
         self.replicas = [one["replicas"] for one in starts]
         self.steps = min(len(list(one.glob("step_*.pt"))) for one in self.folders)
 

@@ -164,7 +164,7 @@ class Observer:
         self._counter: weakref.ref[Any] | None = None
         """The engine or reducer that counts steps."""
         self._since: dict[str, tuple[object, float]] = {}
-        """What was last seen of each kind, and the time since when."""
+        """The value of each kind that was seen last, and the time at which it was new."""
         self._used = 0.0
         """The processor time of the main thread when it was last found to use the processor."""
 
