@@ -37,14 +37,22 @@ class BackendTraits:
     """``all_reduce`` takes sparse tensors."""
     uses_sockets: bool = False
     """It connects ranks by sockets, whose addresses are in the job's store."""
+    keeps_versions: bool = False
+    """Its results do not count as writes in ``Tensor._version``. gloo counts them on GPUs, where it copies results."""
+    gathers_functionally: bool = True
+    """torch's functional ``all_gather_into_tensor`` works. On GPUs that of gloo ends the process (torch 2.11)."""
     communicates: bool = True
     """It moves data between processes."""
 
 
 TRAITS: dict[str, BackendTraits] = {
-    "gloo": BackendTraits(ordered_by_stream=False, tagged_messages=True, sums_sparse=True, uses_sockets=True),
+    "gloo": BackendTraits(
+        ordered_by_stream=False, tagged_messages=True, sums_sparse=True, uses_sockets=True, keeps_versions=True
+    ),
     "mpi": BackendTraits(ordered_by_stream=False),
-    "nccl": BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True),
+    "nccl": BackendTraits(
+        averages=True, premultiplies=True, gathers_in_place=True, aborts=True, keeps_versions=True
+    ),
     "fake": BackendTraits(ordered_by_stream=False, communicates=False),
     # Nobody has run ds_topo on these: they get no trait that is not certain.
     "ucc": BackendTraits(),
@@ -81,7 +89,8 @@ def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
     """
     traits = TRAITS.get(backend_of(group, device), BackendTraits())
     if device.type != "cpu" and not traits.ordered_by_stream and traits.communicates:
-        return BackendTraits(uses_sockets=traits.uses_sockets)  # results are copied to the device on a stream
+        # results are copied to the device on a stream
+        return BackendTraits(uses_sockets=traits.uses_sockets, gathers_functionally=False)
     return traits
 
 

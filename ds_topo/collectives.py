@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from ds_topo.backends import traits_of
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import gathered
 from ds_topo.torch_names import devices_of
@@ -148,7 +149,11 @@ def functional_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def functional_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate over ranks: ``[..., d, ...] -> [..., n * d, ...]``."""
     shard, n = _contiguous_real(x), group.size()
-    shards = _wait(_functional.all_gather_into_tensor(shard, n, group.group_name))
+    if torch.compiler.is_compiling() or shard.is_cpu or traits_of(group, shard.device).gathers_functionally:
+        shards = _wait(_functional.all_gather_into_tensor(shard, n, group.group_name))
+    else:
+        shards = shard.new_empty(n * shard.numel())
+        dist.all_gather_into_tensor(shards, shard.view(-1), group=group)
     return _like(_merge(shards.view(n, *shard.shape), dim), x)
 
 

@@ -172,7 +172,7 @@ class Reduction:
             bucket.index, bucket.nbytes, len(bucket.members), self.route.label, time.perf_counter_ns()
         )
         self._version: int | None = None
-        """The version of the bucket's memory at the start, if only the program writes to it until the wait."""
+        """The version of the bucket's memory at the start, if only writes of the program change it until the wait."""
         self._pending: Pending | None = None
         """The sum of a region, or in two levels, which tells the time of its end."""
         self._finish = self._start(is_last)
@@ -228,7 +228,7 @@ class Reduction:
             pending = self._pending = route.two_level.all_reduce(payload)
         else:
             pending = work = dist.all_reduce(payload, route.op, group=route.group, async_op=True)
-            self._version = bucket.flat._version
+            self._version = bucket.flat._version if route.traits.keeps_versions else None
             if not route.traits.ordered_by_stream:
                 work.get_future().add_done_callback(self._note_done)
 

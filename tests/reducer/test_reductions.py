@@ -318,6 +318,17 @@ def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
         assert late.timing.done_ns == late.timing.wait_ended_ns
 
 
+@pytest.mark.parametrize(("device", "is_noticed"), [("cpu", True), ("cuda", False)])
+def test_result_of_backend_that_counts_writes_is_no_write_of_the_program(device: str, is_noticed: bool) -> None:
+    with mock.patch.object(backends, "backend_of", return_value="gloo"):  # on GPUs it copies the result into the bucket
+        traits = backends.traits_of(dist.group.WORLD, torch.device(device))
+    with fake_world(0, 2), _recorded_sums():
+        bucket = _bucket(VALUES, replace(_route(), traits=traits))
+        reduction = Reduction(bucket, True)
+        bucket.flat.mul_(2)
+        assert reduction.was_overwritten is is_noticed
+
+
 def test_two_level_padding_is_sent_but_not_copied_back() -> None:
     def all_reduce(tensor: torch.Tensor) -> Any:
         sent.append(tensor)
