@@ -50,9 +50,7 @@ TRAITS: dict[str, BackendTraits] = {
         ordered_by_stream=False, tagged_messages=True, sums_sparse=True, uses_sockets=True, keeps_versions=True
     ),
     "mpi": BackendTraits(ordered_by_stream=False),
-    "nccl": BackendTraits(
-        averages=True, premultiplies=True, gathers_in_place=True, aborts=True, keeps_versions=True
-    ),
+    "nccl": BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True, keeps_versions=True),
     "fake": BackendTraits(ordered_by_stream=False, communicates=False),
     # Nobody has run ds_topo on these: they get no trait that is not certain.
     "ucc": BackendTraits(),
