@@ -1,10 +1,12 @@
-"""Measure the overhead of a reducer without communication: microseconds per parameter, on one rank.
+"""Measure the overhead of a reducer and of a grid's engine: microseconds per parameter, on one rank.
 
-    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--engines] [--layers 500] [--rounds 40]
+    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--layers 500] [--rounds 40]
+    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead --engines [--ranks 2] [--layers 500] [--rounds 40]
 
 Times backward of a chain of small layers, with gradients set to None before each step, under plain autograd, torch's
 DDP (bucket views) and our reducer, alternately in one process; prints medians. With ``--engines``, times whole steps of
-DeepSpeed's engine at ZeRO stages 0, 1 and 2, with its own reduction and with ours, and the same loop in torch.
+DeepSpeed's engine at ZeRO stages 0 to 3 without a grid (stock), on a grid, and on a grid with our reducer, and of the
+same loop in torch.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def measure_engines(layers: int, rounds: int) -> Times:
     """Return the times of a whole step."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
-    grid = PipelineParallelGrid("data=1")
+    grid = PipelineParallelGrid("data=-1")
     inputs = torch.ones(1, WIDTH)
 
     def torch_step(model: nn.Module) -> Callable[[], object]:
@@ -77,7 +79,7 @@ def measure_engines(layers: int, rounds: int) -> Times:
 
         return step
 
-    def engine_step(stage: int, **ours: Any) -> Callable[[], object]:
+    def engine_step(stage: int, mpu: PipelineParallelGrid | None, **ours: Any) -> Callable[[], object]:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": 10**9,
@@ -86,7 +88,8 @@ def measure_engines(layers: int, rounds: int) -> Times:
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
             **ours,
         }
-        engine, *_ = initialize(model=chain(layers), config=config, mpu=grid)
+        start = deepspeed.initialize if mpu is None else initialize
+        engine, *_ = start(model=chain(layers), config=config, mpu=mpu)
 
         def step() -> None:
             engine.backward(engine(inputs).sum())
@@ -95,9 +98,11 @@ def measure_engines(layers: int, rounds: int) -> Times:
         return step
 
     sides = {"plain": torch_step(chain(layers)), "ddp": torch_step(DistributedDataParallel(chain(layers)))}
-    for stage in (0, 1, 2):
-        sides[f"deepspeed, stage {stage}"] = engine_step(stage)
-        sides[f"ours, stage {stage}"] = engine_step(stage, gradient_reducer={})
+    for stage in (0, 1, 2, 3):
+        sides[f"stock, stage {stage}"] = engine_step(stage, None)
+        sides[f"grid, stage {stage}"] = engine_step(stage, grid)
+        if stage < 3:
+            sides[f"reducer, stage {stage}"] = engine_step(stage, grid, gradient_reducer={})
     return alternate(sides, rounds, lambda: None, warmup=3)
 
 
@@ -107,10 +112,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=500, help="number of layers, of two parameters each")
     parser.add_argument("--engines", action="store_true", help="time whole steps of DeepSpeed's engine, on a CPU")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks with --engines")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     if arguments.engines:
-        times = run_ranks(1, measure_engines, arguments.layers, arguments.rounds, deadline=900)[0]
+        times = run_ranks(arguments.ranks, measure_engines, arguments.layers, arguments.rounds, deadline=900)[0]
     elif arguments.device == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         times = measure(arguments.layers, arguments.rounds, "cuda")
