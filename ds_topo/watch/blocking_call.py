@@ -31,7 +31,9 @@ def wait_called_by(frame: FrameType) -> str | None:
         return ANY_WAIT if isinstance(owner, (dist.Work, Future)) else f"{method}()"
     if operator := communicating_operator(owner):
         return operator
-    if owners and owner is None and method in ("wait", "monitored_barrier"):  # of an element of a list, or of a property
+    if (
+        owners and owner is None and method in ("wait", "monitored_barrier")
+    ):  # of an element of a list, or of a property
         return ANY_WAIT if method == "wait" else f"{method}()"
     if owners:
         return None
