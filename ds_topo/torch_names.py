@@ -198,6 +198,21 @@ def flight_record() -> bytes:
     return pickle.dumps(record)
 
 
+def unfinished_calls() -> list[tuple[str, dist.ProcessGroup | None]]:
+    """Return the collectives of gloo that this rank has called and that have not ended, the oldest first.
+
+    The flight recorder knows them; if it is off, the list is empty. A group is None if torch does not have it any more.
+    """
+    dump = getattr(_C, "_dump_fr_trace", None)
+    entries = pickle.loads(dump(True, False)).get("entries", ()) if dump is not None else ()
+    groups = {name: group for group, name in c10d._world.pg_names.items()}
+    return [
+        (each["profiling_name"].removeprefix("gloo:"), groups.get(each["process_group"][0]))
+        for each in entries
+        if each["profiling_name"].startswith("gloo:") and not each["retired"]
+    ]
+
+
 def is_known(group: dist.ProcessGroup) -> bool:
     """Tell whether torch still has the group."""
     return group in c10d._world.pg_map
@@ -302,7 +317,7 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(c10d.Store, "clone", "The watch opens its own connection."),
     Reliance(c10d.Store, "multi_get", "The watch reads several values by one request."),
     Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "It counts the collectives that a rank has called."),
-    Reliance(_C, "_dump_fr_trace", "The watch saves this rank's entries of torch's flight recorder."),
+    Reliance(_C, "_dump_fr_trace", "The watch reads this rank's entries of torch's flight recorder."),
     Reliance(c10d, "_abort_process_group", "The watch aborts NCCL's collectives that are blocked."),
     Reliance(c10d.PrefixStore, "underlying_store", "Messages name the address of the store."),
     Reliance(c10d, "_get_default_group", "It has the job's timeout, which new_group() does not inherit."),

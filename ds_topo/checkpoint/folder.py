@@ -325,6 +325,9 @@ def other_kind(path: Path) -> str:
     """Say how to load a checkpoint of another program; empty if it is none that is known."""
     if (path / ".metadata").is_file():
         return f"it is a checkpoint of torch.distributed.checkpoint: load it with load_torch(engine, {str(path)!r})"
+    if path.is_file() and is_checkpoint(path.parent):
+        root, tag = str(path.parent.parent), path.parent.name
+        return f"it is one file of a checkpoint: load the whole checkpoint with load(engine, {root!r}, {tag!r})"
     files = [path] if path.is_file() else list(path.iterdir()) if path.is_dir() else []
     weights = next((file for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".pth")), None)
     if weights is None:

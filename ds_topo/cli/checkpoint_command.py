@@ -128,7 +128,7 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
     say(console, f"step        {manifest.step:,}, saved {manifest.time}")
     say(console, f"layout      {manifest.layout}")
     say(console, f"optimizer   {manifest.layout.optimizer}")
-    say(console, f"files       {len(manifest.files):,}, {decimal(manifest.bytes)}")
+    say(console, f"files       {len(manifest.files):,} and the manifest, {decimal(checkpoint.bytes)}")
     say(console, f"parameters  {manifest.numel():,} in {counted(len(manifest.parameters), 'tensor')}")
     say(console, "releases    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     console.print()

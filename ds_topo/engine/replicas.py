@@ -102,7 +102,7 @@ def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
         return
     group = grid.get_group(MODEL)
     samples = [
-        replace(each, tensor=each.tensor.detach().reshape(-1)[:_SAMPLED])
+        replace(each, tensor=each.tensor.detach().reshape(-1)[:_SAMPLED], whole=each.tensor)
         for each in _along_model(model.named_parameters(), group)
         if not (each.tensor.is_meta or hasattr(each.tensor, "__tensor_flatten__"))  # such as a DTensor
     ]
@@ -173,11 +173,13 @@ class Replicated:
     """The axes of the group, for messages."""
     is_slice: bool = False
     """True if this rank holds its own slice. A tensor is not compared if it is a slice on all ranks."""
+    whole: torch.Tensor | None = None
+    """The tensor of which only ``tensor``, its first values, are compared; None if they are all values."""
 
-    @property
-    def kind(self) -> str:
-        """The data type and shape of the tensor."""
-        return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Describe the data type and shape of a tensor."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
@@ -286,7 +288,7 @@ def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[i
     if dist.get_world_size(group) == 1:
         return ""
     device = _device_of(group)
-    kinds = "\n".join(f"{each.name} {each.kind}" for each in tensors)
+    kinds = "\n".join(f"{each.name} {_kind_of(each.tensor)}" for each in tensors)
     names = hashlib.sha1(kinds.encode(), usedforsecurity=False)
     highest, lowest = _extremes(torch.tensor([int.from_bytes(names.digest()[:7], "big")], device=device), group)
     if bool(highest != lowest):
@@ -301,7 +303,8 @@ def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[i
     first = tensors[int(differs.nonzero()[0])]
     own = " ".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in sums[id(first.tensor)].tolist())
     compared = len(tensors) - int(lowest[:, 2].sum())
-    what = f"{int(differs.sum())} of {compared} tensors along {first.axes}, first {first.name!r} ({first.kind})"
+    kind = _kind_of(first.tensor if first.whole is None else first.whole)
+    what = f"{int(differs.sum())} of {compared} tensors along {first.axes}, first {first.name!r} ({kind})"
     return _who(what, own, group)
 
 

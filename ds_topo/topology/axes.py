@@ -242,16 +242,14 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
             raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree")
         world_size = _checked_world_size(world_size)
         if world_size % prod(known):
-            others = [position for position in range(len(names)) if position != left_out[0]]
-            nearest = _rounded_down(sizes, [left_out[0], *others], world_size)
             raise WorldSizeError(
                 f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees {known} make "
                 f"{prod(known)}, which does not divide the world size {world_size}. Nearest that does: "
-                f"{spec_text(names, nearest)!r}"
+                f"{_nearest_spec(names, sizes, world_size, extra_axes, names[left_out[0]])!r}"
             )
         sizes[left_out[0]] = world_size // prod(known)
     elif world_size is not None:
-        check_world_size(names, sizes, world_size)
+        check_world_size(names, sizes, world_size, extra_axes)
     return ParsedSpec(list(names), sizes, extra_axes, factors)
 
 
@@ -271,16 +269,17 @@ def spec_text(axes: Sequence[str], degrees: Iterable[object], extra_axes: Collec
     return ",".join(f"{mark}{axis}={degree}" for mark, axis, degree in zip(marks, axes, degrees, strict=True))
 
 
-def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
+def check_world_size(
+    axes: Sequence[str], degrees: Sequence[int], world_size: int, extra_axes: Collection[str] = ()
+) -> None:
     """Raise ``WorldSizeError``, with the nearest valid degrees, unless the degrees' product is ``world_size``."""
     total, world_size = prod(degrees), _checked_world_size(world_size)
     if total == world_size:
         return
-    nearest = _nearest_degrees(axes, degrees, world_size)
     raise WorldSizeError(
-        f"topology {spec_text(axes, degrees)!r:.200} is for {total} ranks ({' x '.join(map(str, degrees)):.100}), but "
-        f"the job has {world_size}: the degrees must multiply to the world size. Nearest that does: "
-        f"{spec_text(axes, nearest)!r:.200}"
+        f"topology {spec_text(axes, degrees, extra_axes)!r:.200} is for {total} ranks "
+        f"({' x '.join(map(str, degrees)):.100}), but the job has {world_size}: the degrees must multiply to the world size. Nearest that does: "
+        f"{_nearest_spec(axes, degrees, world_size, extra_axes)!r:.200}"
     )
 
 
@@ -382,27 +381,35 @@ def _split_spec(spec: Spec) -> tuple[list[str], list[int], tuple[Factors, ...] |
     return [axis for axis, _ in pairs], [degree for _, degree in pairs], None
 
 
-def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> list[int]:
-    """Return degrees with product ``world_size``: with one changed if possible (``data`` first), else rounded down."""
-    order = sorted(range(len(axes)), key=lambda axis: (axes[axis] != "data", axis))
-    nearest = list(degrees)
-    for axis in order:
-        others = prod(degrees) // degrees[axis]
-        if world_size % others == 0:
-            nearest[axis] = world_size // others
-            return nearest
-    return _rounded_down(degrees, order, world_size)
+def _nearest_spec(
+    axes: Sequence[str],
+    degrees: Sequence[int],
+    world_size: int,
+    extra_axes: Collection[str] = (),
+    flexible: str | None = None,
+) -> str:
+    """Return a spec for ``world_size`` ranks that a model for the given one can be trained on.
 
+    One axis, ``data`` by default, gets the ranks that the others leave. The others are lowered where they do not fit:
+    ``pipe`` to any degree, and those that split a model to a divisor of theirs, since its layers divide by that.
 
-def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int) -> list[int]:
-    """Round each degree down to a divisor of what is left, in this order of axes; the first axis gets the rest."""
-    nearest = list(degrees)
+    >>> _nearest_spec(["pipe", "model"], [2, 8], 12), _nearest_spec(["model", "data"], [2, 2], 6)
+    ('pipe=2,data=3,model=2', 'model=2,data=3')
+    """
+    names, sizes = list(axes), dict(zip(axes, degrees, strict=True))
+    rest = flexible or next((axis for axis in (DATA, SHARD) if axis in names), DATA)
+    if rest not in names:
+        names.insert(names.index(MODEL) if MODEL in names else len(names), rest)
     remaining = world_size
-    for axis in order[1:]:
-        nearest[axis] = max(size for size in divisors(remaining) if size <= degrees[axis])
-        remaining //= nearest[axis]
-    nearest[order[0]] = remaining
-    return nearest
+    for axis in (axis for axis in names if axis != rest):
+        may_be_any = axis in (PIPE, DATA, SHARD)
+        sizes[axis] = max(
+            size for size in divisors(remaining) if size <= sizes[axis] and (may_be_any or sizes[axis] % size == 0)
+        )
+        remaining //= sizes[axis]
+    sizes[rest] = remaining
+    named = [axis for axis in names if axis in axes or sizes[axis] > 1]
+    return spec_text(named, [sizes[axis] for axis in named], extra_axes)
 
 
 def divisors(number: int) -> list[int]:

@@ -546,7 +546,7 @@ class ProcessTopology:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ``WorldSizeError``, with the nearest valid topology, unless this one has ``world_size`` ranks."""
-        check_world_size(self._axes, self._layout.sizes, world_size)
+        check_world_size(self._axes, self._layout.sizes, world_size, self._extra_axes)
 
     def get_data_parallel_world_size(self) -> int:
         """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first.

@@ -6,7 +6,6 @@ No call is wrapped, so training pays nothing for it.
 from __future__ import annotations
 
 import ctypes
-import dis
 import re
 import sys
 import threading
@@ -18,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_topo.errors import listed
-from ds_topo.torch_names import describe, is_known
+from ds_topo.torch_names import describe, is_known, unfinished_calls
+from ds_topo.watch.blocking_call import ANY_WAIT, communicating_operator, wait_called_by
 
 OTHERWISE, SAVES, COMPILES, DEBUGS = "running", "save", "compilation", "the debugger"
 _DEEPSPEED, _PIPELINE = "deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py"
@@ -67,8 +67,20 @@ _COUNTS = (_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py", "ds_topo/engine/
 _STEPS = ("global_steps", "step_count")
 """Attributes of engines and reducers that count completed steps."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
-_BETWEEN = ("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/_base.py")
+_BETWEEN = (
+    *("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/_base.py"),
+    *("deepspeed/utils/nvtx.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_contextlib.py"),
+)
 """Files whose functions a waiting function may call."""
+_OPERATORS = "torch/_ops.py"
+_COMMUNICATE = re.compile(
+    r"(^|/)(torch/distributed/\w+\.py|torch/distributed/elastic/utils/store\.py|deepspeed/comm/.*)$"
+)
+"""Files in which every call in C++ is for other ranks."""
+_OF_THREADS = (("/threading.py", "join"), ("/concurrent/futures/_base.py", "result"))
+"""Functions that wait for the end of another thread, and so for the ranks for which that thread waits."""
+_OWN_THREADS = "ds_topo"
+"""The start of the names of our own threads, which wait only for the job's store."""
 _ANY = ""
 _WAITS = {
     ("ds_topo/reducer/reductions.py", _ANY): "the reduction of gradients",
@@ -176,13 +188,17 @@ class Observer:
 
     def _look_at(self, top: FrameType) -> Activity:
         activity, waiting_frame = self._read([frame for frame, _ in traceback.walk_stack(top)])
-        wait = moved = None
-        if activity.wait is not None:
-            wait, bytes_moved = (waiting_frame, activity.wait), self._count()
-            moved = wait, object() if bytes_moved is None else bytes_moved
         used = time.clock_gettime(time.pthread_getcpuclockid(self._thread))
         if used - self._used > _IDLE_SECONDS:
             self._used = used
+        still = self._lasting("instruction", (top, top.f_lasti, self._used), time.monotonic())
+        seen = activity.wait
+        if still >= STILL and seen in (None, _ANY_WAIT):
+            activity = replace(activity, wait=self._unseen_wait(top, seen))
+        wait = moved = None
+        if activity.wait is not None:
+            wait, bytes_moved = (waiting_frame or top, seen or activity.wait), self._count()
+            moved = wait, object() if bytes_moved is None else bytes_moved
         handled = sys._current_exceptions().get(self._thread)
         error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12 as sys.exc_info()
         now = time.monotonic()
@@ -190,10 +206,31 @@ class Observer:
             activity,
             seconds=self._lasting("wait", wait, now),
             quiet=self._lasting("bytes", moved, now),
-            still=self._lasting("instruction", (top, top.f_lasti, self._used), now),
+            still=still,
             handling="" if error is None else first_line(error),
             handled=self._lasting("exception", error, now),
         )
+
+    def _unseen_wait(self, top: FrameType, wait: Wait | None) -> Wait | None:
+        """Return the wait of a thread that is in one call, whose frames do not tell it, or not its group.
+
+        It waits for another thread, which waits for other ranks; or it is in a call of torch or DeepSpeed, and a
+        collective of gloo has not ended, as when torch's DDP waits inside of the backward pass.
+        """
+        if any(_is_at(frame, _OF_THREADS) for frame, _ in traceback.walk_stack(top)) or _is_at(top, (_RUN_BACKWARD,)):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            for thread, frame in sys._current_frames().items():
+                if thread != self._thread and not names.get(thread, "").startswith(_OWN_THREADS):
+                    of_thread, _ = _wait_of([each for each, _ in traceback.walk_stack(frame)])
+                    if of_thread is not None:
+                        return of_thread
+        if wait is None and not _OF_LIBRARIES.match(str(top.f_globals.get("__name__"))):
+            return None
+        pending = unfinished_calls()
+        if not pending:
+            return wait
+        call, group = pending[0]  # of several groups, it may wait for any
+        return wait_over(call, group if len({each for _, each in pending}) == 1 else None)
 
     def _lasting(self, kind: str, value: object, now: float) -> float:
         """Return the seconds for which a value has been the same; 0 for None."""
@@ -213,18 +250,12 @@ class Observer:
 
     def _read(self, frames: Iterable[FrameType]) -> tuple[Activity, FrameType | None]:
         """Return the activity, without durations, and the frame that waits; ``frames`` start with the innermost."""
-        phase, where, wait, waiting_frame = "", "", None, None
-        may_wait = True
-        for depth, frame in enumerate(frames):
+        frames = list(frames)
+        phase, where = "", ""
+        wait, waiting_frame = _wait_of(frames)
+        for frame in frames:
             code = frame.f_code
             role, name = _role_of(code.co_filename.replace("\\", "/"), code.co_name)
-            if depth == 0 and role not in ("collective", "wait") and _call_at(code, frame.f_lasti) == "wait":
-                # a method of torch's work or future, which has no frame of its own
-                wait, waiting_frame = Wait("wait() for a collective"), frame
-            elif may_wait and role in ("collective", "wait"):
-                wait = _collective(frame) if role == "collective" else _known_wait(name, frame)
-                waiting_frame = frame
-            may_wait = may_wait and role in ("collective", "between")
             if role in ("phase", "counts"):
                 owner = frame.f_locals.get("self", frame.f_locals.get("engine"))
                 if any(isinstance(getattr(owner, steps, None), int) for steps in _STEPS):
@@ -241,12 +272,32 @@ class Observer:
         return Activity(step, phase or OTHERWISE, where, wait), waiting_frame
 
 
-@cache
-def _call_at(code: CodeType, instruction: int) -> str:
-    """Return the name of the method that is called at an instruction, as far as the instructions before it tell."""
-    before = (each for each in dis.get_instructions(code) if each.offset <= instruction)
-    names = [str(each.argval) for each in before if each.opname in ("LOAD_METHOD", "LOAD_ATTR")]
-    return names[-1] if names else ""
+def _wait_of(frames: Iterable[FrameType]) -> tuple[Wait | None, FrameType | None]:
+    """Return the wait for other ranks that a stack is in, and its frame; ``frames`` start with the innermost."""
+    wait, waiting_frame = None, None
+    for depth, frame in enumerate(frames):
+        file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        role, name = _role_of(file, function)
+        if role == "phase" and file.endswith(_COLLECTIVES):  # new_group and init_process_group are phases, too
+            role = "collective"
+        if role in ("collective", "wait"):
+            wait, waiting_frame = _collective(frame) if role == "collective" else _known_wait(name, frame), frame
+        elif depth == 0 and (called := wait_called_by(frame)):
+            wait, waiting_frame = Wait(called), frame
+        elif role == "communicates":
+            if wait is None:
+                wait, waiting_frame = _collective(frame), frame
+        elif role == "operator" and communicating_operator(frame.f_locals.get("self")):
+            wait, waiting_frame = Wait(communicating_operator(frame.f_locals["self"])), frame
+        if role not in ("collective", "between", "communicates") and not (role == "operator" and wait is not None):
+            break
+    return wait, waiting_frame
+
+
+def _is_at(frame: FrameType, places: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a frame is in one of these functions, given by the end of the file's name and their name."""
+    file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+    return any(name == function and file.endswith(ending) for ending, name in places)
 
 
 def first_line(error: BaseException | type[BaseException]) -> str:
@@ -271,6 +322,10 @@ def _role_of(file: str, function: str) -> tuple[str, str]:
         return "collective", function
     if file.endswith(_BETWEEN):
         return "between", function
+    if file.endswith(_OPERATORS):
+        return "operator", function
+    if _COMMUNICATE.search(file):
+        return "communicates", function
     if file.endswith(_COUNTS):
         return "counts", function
     return ("own" if _is_own(file) else "library"), function
@@ -290,8 +345,11 @@ def _place(file: str, line: int | None, function: str) -> str:
 
 def _collective(frame: FrameType) -> Wait:
     """Return the collective of torch's that a frame is in, and its group."""
-    call, values = frame.f_code.co_name, frame.f_locals
-    group = values.get("group") or values.get("pg") or dist.group.WORLD
+    call, values = frame.f_code.co_name.lstrip("_"), frame.f_locals
+    if call == "new_group" and values.get("ranks"):
+        ranks = tuple(map(int, values["ranks"]))
+        return Wait(call, f"ranks {listed(ranks)}", f"{call} {ranks}", ranks) if len(ranks) <= MAX_RANKS else Wait(call)
+    group = values.get("group") or values.get("pg") or values.get("process_group") or dist.group.WORLD
     peers = (values.get(name) for name in ("src", "dst", "group_src", "group_dst"))
     peer = next((peer for peer in peers if peer is not None), None)
     if call in ("send", "recv", "isend", "irecv") and isinstance(peer, int):
@@ -310,6 +368,10 @@ def _known_wait(call: str, frame: FrameType) -> Wait:
     return Wait(call)
 
 
+_ANY_WAIT = Wait(ANY_WAIT)
+"""The wait for a collective of which its frames do not tell the group."""
+
+
 def wait_over(call: str, group: object) -> Wait:
     """Return a call over a group, which is described if torch still has it."""
     if not isinstance(group, dist.ProcessGroup) or not is_known(group):
@@ -325,6 +387,8 @@ BUSY_GRACE = 10.0
 PATIENCE = 60.0
 STILL = 1.0
 """The seconds at one instruction without using the processor after which a call counts as waiting."""
+_OF_LIBRARIES = re.compile(r"(torch|deepspeed)\.(?!utils\.data|serialization|ops\.aio|runtime\.swap_tensor|nvme)")
+"""Modules whose calls may wait for a collective; those that read or write files do not."""
 _RUN_BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 """The function that waits for autograd's threads."""
 _MIB = 1 << 20

@@ -43,10 +43,13 @@ def test_verify_compares_digests(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_one_checkpoint_is_shown_with_parameters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["checkpoint", str(folder)])
+    size = capsys.readouterr().out.splitlines()[2].split("  ")[-1].strip(" │")
     assert main(["checkpoint", str(folder / "step3"), "--verify"]) == 0
     text = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert text[0] == "step3: complete, digests agree"
     assert "layout pipe=2,data=2 (4 ranks), ZeRO 1, fp32" in text
+    assert any(line.startswith("files ") and line.endswith(size) for line in text), "both count the manifest"
     assert text[-2:] == ["0.weight [4, 2] float32 0", "1.weight [2, 2] float32 1 dimension 0"]
 
 

@@ -405,10 +405,13 @@ def _load_others(folder: Path) -> list[str]:
             (load_torch, "ours/step1"),
             (load_torch, "pytorch_model.bin"),
             (load_torch, "empty"),
+            (load, "ours/step1/mp_rank_00_model_states.pt"),
         ):
             with pytest.raises(MissingCheckpointError) as caught:
                 function(engine, folder / path)
             said.append(str(caught.value))
+        advice = said[-1][said[-1].index("load(engine,") :]
+        assert eval(advice, {"load": load, "engine": engine})[0], "the advice can be followed"
         engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer.optimizer)
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(engine, folder / "ours")
@@ -432,6 +435,7 @@ def test_checkpoints_of_other_programs_are_named_with_the_function_that_loads_th
             "it is one of DeepSpeed: load it with load(engine,",
             "pytorch_model.bin seems to hold weights alone",
             "no checkpoint of torch.distributed.checkpoint",
+            "it is one file of a checkpoint: load the whole checkpoint with load(engine,",
             "has no state of a learning-rate scheduler, and this job has a ConstantLR",
         ),
         strict=True,

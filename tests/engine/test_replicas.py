@@ -339,10 +339,10 @@ def _started_from(seeds: str, spec: str) -> list[str]:
     with PipelineParallelGrid(spec) as grid, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(dist.get_rank() if seeds == "of ranks" else grid.get_sample_rank())
-        model = nn.Linear(4, 4)
+        model = nn.Linear(10, 30)
         if seeds == "marked":
             torch.manual_seed(dist.get_rank())
-            model = nn.Linear(4, 4)
+            model = nn.Linear(10, 30)
             for parameter in model.parameters():
                 parameter.tensor_model_parallel = True
         engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=small_engines.settings())
@@ -358,7 +358,7 @@ def _started() -> dict[str, list[str]]:
 def test_engine_warns_of_different_weights_on_slices(world: Worlds) -> None:
     first, *others = world(4).run(_started)
     (warning,) = first.pop("of ranks, data=2,model=2")
-    assert "2 of 2 tensors along model, first 'weight'" in warning
+    assert "2 of 2 tensors along model, first 'weight' (float32 [30, 10])" in warning
     assert "torch.manual_seed(0)" in warning
     assert not any(map(any, first.values())), first
     assert not any(any(map(any, other.values())) for other in others), "the first rank says it"

@@ -117,5 +117,29 @@ def test_a_wrong_product_suggests_degrees_that_fit(topology: tuple[list[str], li
         ours.check_world_size(world_size)
     assert isinstance(caught.value, AssertionError), "DeepSpeed fails an assertion"
     nearest = ProcessTopology.from_spec(str(caught.value).split("'")[-2])
-    assert nearest.axes == ours.axes
+    assert [axis for axis in nearest.axes if axis in ours.axes] == ours.axes
+    assert set(nearest.axes) <= {*ours.axes, "data"}
     assert nearest.world_size() == world_size
+    if "data" in nearest.axes:  # the layers of a model still divide by the degree of `model`
+        assert ours.get_dim("model") % max(1, nearest.get_dim("model")) == 0
+    else:
+        assert "model" not in ours.axes or ours.get_dim("model") % nearest.get_dim("model") == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "nearest"),
+    [
+        ("model=2", 3, "data=3,model=1"),
+        ("model=4", 8, "data=2,model=4"),
+        ("model=2,pipe=2", 6, "data=3,model=2,pipe=1"),
+        ("model=8,data=-1", 12, "model=4,data=3"),
+        ("+rows=2,data=2", 6, "+rows=2,data=3"),
+        ("shard=2,model=2", 6, "shard=3,model=2"),
+        ("pipe=8", 4, "pipe=4"),
+    ],
+)
+def test_the_suggested_degrees_can_train_the_same_model(spec: str, world_size: int, nearest: str) -> None:
+    with pytest.raises(WorldSizeError, match="Nearest that does: ") as caught:
+        ProcessTopology.from_spec(spec, world_size)
+    assert str(caught.value).split("'")[-2] == nearest
+    assert ProcessTopology.from_spec(nearest, world_size).world_size() == world_size

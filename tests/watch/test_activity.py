@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import AllReduceCoalescedHandle, MultipleAllGatherHandles
+from deepspeed.utils.nvtx import instrument_w_nvtx
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineParallelGrid
+from ds_topo.watch import activity
 from ds_topo.watch.activity import _PHASES, _WAITS, Activity, Observer, _known_wait
 from ds_topo.zero.exchange import exchange_of
 from tests.support.world import Worlds
@@ -120,3 +132,120 @@ def test_a_wait_for_slices_names_its_group(world: Worlds) -> None:
 def test_known_functions_of_ds_topo_exist(file: str, function: str) -> None:
     source = (Path(ds_topo.__file__).parents[1] / file).read_text()
     assert not function or f"def {function}(" in source
+
+
+class _Handles:
+    """Waits in ways of DeepSpeed, torch and programs, for the group of all ranks."""
+
+    def __init__(self) -> None:
+        self.seconds = timedelta(seconds=60)
+
+    def of_wrapper(self) -> None:
+        instrument_w_nvtx(dist.all_reduce(torch.ones(1), async_op=True).wait)()
+
+    def of_coalesced_handle(self) -> None:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        MultipleAllGatherHandles([AllReduceCoalescedHandle(work, [])]).wait()
+
+    def of_partial(self) -> None:
+        self._called(partial(dist.all_reduce(torch.ones(1), async_op=True).wait, self.seconds))
+
+    def _called(self, wait: Callable[[], object]) -> None:
+        wait()
+
+    def with_timeout(self) -> None:
+        self.work = dist.all_reduce(torch.ones(1), async_op=True)
+        self.work.wait(timeout=self.seconds)
+
+    def of_a_list(self) -> None:
+        works = [dist.all_reduce(torch.ones(1), async_op=True)]
+        works[0].wait(self.seconds)
+
+    def of_process_group(self) -> None:
+        dist.group.WORLD.monitored_barrier(self.seconds)
+
+    def of_store(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank():
+            store.set("a key", "1")
+        store.get("a key")
+
+    def of_operator(self) -> None:
+        name = dist.group.WORLD.group_name
+        torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", name))
+
+    def of_functional(self) -> None:
+        functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).add(1)
+
+    def of_deepspeed(self) -> None:
+        deepspeed.comm.all_to_all_single(torch.empty(2), torch.ones(2))
+
+    def of_objects(self) -> None:
+        dist.all_gather_object([None, None], "rank")
+
+    def of_pairs(self) -> None:
+        peer = 1 - dist.get_rank()
+        made = [dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, torch.ones(1), peer)]
+        for each in dist.batch_isend_irecv(made):
+            each.wait()
+
+    def of_new_group(self) -> None:
+        dist.destroy_process_group(dist.new_group([0, 1]))
+
+    def of_a_thread(self) -> None:
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+        thread.start()
+        thread.join()
+
+    def of_backward_in_cpp(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = DistributedDataParallel(nn.Linear(2, 2))
+        loss = model(torch.ones(1, 2)).sum()
+        dist.barrier()
+        if dist.get_rank():
+            time.sleep(HELD)
+        loss.backward()
+
+
+HELD = 0.6
+WAYS = [name for name in vars(_Handles) if not name.startswith("_")]
+
+
+def _waits_in_all_ways() -> dict[str, str]:
+    """Return what rank 0 waits for, in each way, while rank 1 comes later."""
+    deepspeed.init_distributed(verbose=False)
+    found = {}
+    before, activity.STILL = activity.STILL, 0.2
+    try:
+        for way in WAYS:
+            dist.barrier()
+            seen = _seen(Observer(lambda: 0), HELD - 0.1)
+            if dist.get_rank() and way != "of_backward_in_cpp":
+                time.sleep(HELD)
+            getattr(_Handles(), way)()
+            waits = [each.wait for each in seen if each.wait is not None]
+            found[way] = str(waits[-1]) if waits else ""
+            dist.barrier()
+        if dist.get_rank() == 0:  # other waits, while a collective has not ended
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            for wait in (time.sleep, threading.Event().wait, lambda seconds: queue.Queue().get(timeout=seconds)):
+                seen = _seen(Observer(lambda: 0), HELD - 0.2)
+                with suppress(queue.Empty):
+                    wait(HELD)
+                assert [each.wait for each in seen if each.wait is not None] == []
+            work.wait()
+        else:
+            time.sleep(4 * HELD)
+            dist.all_reduce(torch.ones(1))
+    finally:
+        activity.STILL = before
+    return found
+
+
+def test_every_way_to_wait_for_other_ranks_is_observed(world: Worlds) -> None:
+    found = world(2).run(_waits_in_all_ways)[0]
+    assert {way for way, wait in found.items() if not wait} == set(), found
+    assert found["of_wrapper"] == found["of_coalesced_handle"] == "all_reduce of all ranks"
+    assert found["of_new_group"] == "new_group of ranks [0, 1]"
+    assert found["of_store"] == "get()"
