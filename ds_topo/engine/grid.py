@@ -29,7 +29,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
+from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers, unused_parameters
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -209,6 +209,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
         autoparallel.average_over_seq(engine)
     if engine.mpu.settle_norms():
         rows += norms.corrections(engine, has_experts)
+    rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
             _patch(target, rows, engine.mpu)
