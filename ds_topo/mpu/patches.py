@@ -75,6 +75,18 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
       _next_batch: The same. It also takes a digest of the first batches.
         First and last stages, and model parallel peers, read samples independently and must read the same.
 """)
+SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, FORWARD_OF_STEP, BACKWARD_OF_STEP = patches_of("""
+    while: the grid of the engine exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      set_train_batch_size: The same. The count of micro-batches then starts with the next step.
+        A step ends where the count of all micro-batches is a multiple of the new number.
+      set_train_micro_batch_size: The same without a loader of training_data, which it refuses.
+        The loader keeps its size.
+      forward: The same with that count, and inputs whose gradients are not divided by the number of micro-batches.
+        With loss.backward(), a gradient that passes two engines would be divided by that number twice.
+      backward: The same with that count.
+        The number may be assigned at any time.
+""")
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
@@ -427,6 +439,8 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _get_ckpt_name: returns the path that load_checkpoint() returns
   _global_grad_norm: is what get_global_grad_norm() returns
   inside_no_sync_ctxt: tells which backward pass is the last one
+  _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
+  _backward_prologue_per_tensor: divides the gradients of outputs
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
   gate_modules: lists the gates whose capacity is padded
 deepspeed.runtime.config.DeepSpeedConfig
