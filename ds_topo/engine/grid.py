@@ -37,6 +37,7 @@ from ds_topo.engine import (
     hybrid_sharding,
     norms,
     parameter_gathers,
+    several_losses,
     unused_parameters,
 )
 from ds_topo.engine.accumulation import with_own_number
@@ -220,6 +221,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     if engine.mpu.settle_norms():
         rows += norms.corrections(engine, has_experts)
     rows += accumulation.rows_of_engines(engine)
+    rows += [] if is_pipeline else several_losses.rows_of_engines(engine)
     rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):

@@ -87,6 +87,18 @@ SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, FORWARD_OF_STEP, BACKWARD_OF_STEP = patche
       backward: The same with that count.
         The number may be assigned at any time.
 """)
+PROLOGUE_OF_EACH_LOSS, GRADIENT_OF_OUTPUT, BACKWARD_OF_EACH_LOSS, EPILOGUE_OF_EACH_LOSS, *ENDS_OF_REDUCTION = patches_of("""
+    while: the grid of the engine exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _backward_prologue: The same once in each backward pass that reaches parameters, after counts were reset.
+      _backward_prologue_per_tensor: The same after _backward_prologue, in such a pass; otherwise the gradient itself.
+        They run once for each forward pass, so never for a second loss, and twice for a loss of two forward passes.
+      backward: The same, unless gradients of this step are reduced and cannot take others.
+      _backward_epilogue: The same. It then remembers whether gradients are reduced.
+      step: The same. It ends that.
+      zero_grad: The same. It ends that.
+        ZeRO 1 and 2 would keep the gradients of the second backward pass alone.
+""")
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
@@ -443,6 +455,10 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _backward_prologue_per_tensor: divides the gradients of outputs
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
   gate_modules: lists the gates whose capacity is padded
+deepspeed.runtime.base_optimizer.ZeROOptimizer
+  _backward_hook_state: tells which backward pass has been prepared
+  _backward_active_depth: tells whether a backward pass is running
+  _backward_seen_this_step: tells whether there was one since the last forward pass
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
