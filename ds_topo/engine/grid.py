@@ -29,7 +29,18 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
+from ds_topo.engine import (
+    accumulation,
+    autoparallel,
+    checks,
+    experts,
+    hybrid_sharding,
+    norms,
+    parameter_gathers,
+    several_losses,
+    unused_parameters,
+)
+from ds_topo.engine.accumulation import with_own_number
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -209,6 +220,9 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
         autoparallel.average_over_seq(engine)
     if engine.mpu.settle_norms():
         rows += norms.corrections(engine, has_experts)
+    rows += accumulation.rows_of_engines(engine)
+    rows += [] if is_pipeline else several_losses.rows_of_engines(engine)
+    rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
             _patch(target, rows, engine.mpu)
@@ -371,7 +385,10 @@ _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
     (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
     (patches.NEXT_BATCH, remember_samples),
-    (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
+    (
+        patches.TRAIN_BATCH_ON_GRID,
+        lambda train: _with_own_mpu(with_own_number(with_same_batches(with_enough_micro_batches(train)))),
+    ),
     (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
     *parameter_gathers.OF_OPTIMIZERS,

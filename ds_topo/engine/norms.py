@@ -3,18 +3,22 @@
 The norm of a model must count every parameter once: one replica of each, all slices of a tensor-parallel parameter, one
 slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
 
-    fp32 without ZeRO        The engine of a pipeline counts the first stage alone, and does not keep the norm. With
-                             experts it averages the norms of ranks that hold different experts. Our
-                             ``clip_grad_norm_`` replaces it in both.
+    fp32 without ZeRO        The engine does not keep the norm, and on stages it counts the first one alone. With experts
+                             it averages the norms of ranks that hold different experts. Our ``clip_grad_norm_``
+                             replaces it.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it in both cases.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
                              parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
-                             and with experts. ``BF16_Optimizer`` hangs if ranks have different expert sizes, which
-                             ``check_norm`` refuses. ``of_unequal_stages`` refuses the former if stages have different
-                             numbers of groups. ``BF16_Optimizer`` fails on a slice without any parameter to count;
-                             there we add a zero.
+                             and with experts. ``of_unequal_stages`` refuses it if stages have different numbers of
+                             groups. ``FP16_Optimizer`` counts what slices of an expert replicate on each slice;
+                             ``fused_gradient_norm`` replaces it with experts. It hangs if stages have experts of
+                             different sizes, which ``check_norm`` refuses.
+    bf16, gradients in fp32  ``BF16_Optimizer`` counts what slices of an expert replicate on each slice, and hangs if
+                             stages have experts of different sizes. ``bf16_gradient_norm`` replaces it with experts,
+                             ``partition_norm`` with a reducer. It fails on a slice without any parameter to count;
+                             without experts we add a zero there.
     fp16 without ZeRO        The optimizers divide gradients by the loss scale, but ``engine.backward`` never multiplies
                              the loss by it: updates are too small by up to that factor, and nothing is clipped.
                              ``_scale_losses`` multiplies.
@@ -96,6 +100,19 @@ def _with_a_zero(get_gradients: Any, optimizer: BF16_Optimizer, for_clipping: bo
         return found
     counted, of_experts = found
     return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+
+@around
+def _as_norm_over_grid(get_gradients: Any, optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
+    if for_clipping:
+        return get_gradients(optimizer, for_clipping)
+    return norm_as_gradients(bf16_gradient_norm(optimizer, optimizer.mpu), optimizer.mpu)
+
+
+def norm_as_gradients(norm: torch.Tensor, grid: MpuGrid) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+    """Return gradients from which ``BF16_Optimizer`` computes this norm: it sums squares over stages and slices."""
+    own = norm if grid.get_model_parallel_rank() == 0 else torch.zeros_like(norm)
+    return [own.reshape(1)], {}
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
@@ -242,24 +259,54 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
 
     Collective over the grid. It replaces ``DeepSpeedZeroOptimizer.scaled_global_norm``.
     """
-    norms: list[torch.Tensor] = []
-    is_copy = grid.get_copy_rank() > 0
+    owned: list[tuple[nn.Parameter, torch.Tensor]] = []
     for group, parameters in enumerate(optimizer.params_in_partition):
-        if is_copy and not any(map(is_moe_param, parameters)):
-            continue  # the first copy counts it
         if optimizer.cpu_offload:
             known = optimizer.norm_for_param_grads
-            pairs = [(known.get(optimizer.get_param_id(parameter)), parameter) for parameter in parameters]
-            norms += [norm for norm, parameter in pairs if norm is not None and _counts_on_this_slice(parameter, grid)]
+            pairs = [(parameter, known.get(optimizer.get_param_id(parameter))) for parameter in parameters]
+            owned += [(parameter, norm) for parameter, norm in pairs if norm is not None]
             continue
         gradients = [part for part in optimizer.averaged_gradients[group] if not getattr(part, "_zero_padding", False)]
-        norms += [
-            _norm_of(gradient)
-            for gradient, parameter in zip(gradients, parameters, strict=False)
-            if _counts_on_this_slice(parameter, grid)
-        ]
-    norm = _total_norm(norms, grid)
+        owned += zip(parameters, gradients, strict=False)
+    norm = partition_norm(owned, grid)
     return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
+
+
+def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: MpuGrid) -> torch.Tensor:
+    """Return the norm, ``[]``, of gradients of which each rank has its own partition; collective over the grid.
+
+    Args:
+        owned: this rank's parts of gradients, or their norms, with the parameters.
+        grid: the engine's grid.
+    """
+    is_copy = grid.get_copy_rank() > 0  # the first copy of a partition counts it; experts have no copies
+    return _total_norm(
+        [
+            _norm_of(gradient)
+            for parameter, gradient in owned
+            if _counts_on_this_slice(parameter, grid) and not (is_copy and not is_moe_param(parameter))
+        ],
+        grid,
+    )
+
+
+def bf16_gradient_norm(optimizer: BF16_Optimizer, grid: MpuGrid) -> torch.Tensor:
+    """Return the norm, ``[]``, of the whole gradients in the buffers of ``BF16_Optimizer``; collective over the grid."""
+    pairs = zip(
+        chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
+    )
+    return _total_norm([_norm_of(gradient) for parameter, gradient in pairs if _counts_here(parameter, grid)], grid)
+
+
+def fused_gradient_norm(optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
+    """Return the norm, ``[]``, of the flat gradients of ``FP16_Optimizer``, one for each group; collective."""
+    norms = []
+    for parameters, flat in zip(optimizer.fp16_groups, flat_gradients, strict=True):
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        norms += [
+            _norm_of(part) for parameter, part in zip(parameters, parts, strict=True) if _counts_here(parameter, grid)
+        ]
+    return _total_norm(norms, grid)
 
 
 def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -284,6 +331,15 @@ def _by_norm_over_grid(
     return clip(optimizer, optimizer._global_grad_norm, apply_scale)
 
 
+@around
+def _fused_by_norm_over_grid(
+    clip: Any, optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], total_norm: object, *options: Any
+) -> Any:
+    norm = float(fused_gradient_norm(optimizer, flat_gradients, optimizer.mpu))
+    optimizer._global_grad_norm = norm / optimizer.loss_scale_config.cur_scale
+    return clip(optimizer, flat_gradients, norm, *options)
+
+
 _OF_ZERO: tuple[Patch, Make] = (
     patches.ZERO_NORM,
     always(lambda optimizer, norm_type=2: zero_gradient_norm(optimizer, optimizer.mpu)),
@@ -295,9 +351,12 @@ def corrections(engine: DeepSpeedEngine, with_experts: bool) -> list[tuple[Patch
     _scale_losses(engine)
     if isinstance(engine, PipelineEngine):
         _log_clipping(engine)
-    rows: list[tuple[Patch, Make]] = [(patches.BF16_GRADIENTS, _with_a_zero)]
-    if with_experts or isinstance(engine, PipelineEngine):
-        rows.append((patches.CLIP_FP32, always(_clip_fp32_gradients)))
+    rows: list[tuple[Patch, Make]] = [
+        (patches.BF16_GRADIENTS, _as_norm_over_grid if with_experts else _with_a_zero),
+        (patches.CLIP_FP32, always(_clip_fp32_gradients)),
+    ]
+    if with_experts:
+        rows.append((patches.FUSED_CLIP, _fused_by_norm_over_grid))
     if with_experts or engine.mpu.get_model_parallel_world_size() > 1:
         rows.append((patches.UNFUSED_CLIP, _by_norm_over_grid))
     return [*rows, _OF_ZERO] if with_experts else rows
@@ -387,7 +446,7 @@ def check_norm(engine: DeepSpeedEngine) -> None:
         ExpertGroupError: raised on every rank of the model parallel group; names the optimizer and an alternative.
     """
     grid: MpuGrid = engine.mpu
-    corrected = (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer)
+    corrected = (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer, *([BF16_Optimizer] if grid.correct_norms else []))
     if isinstance(engine.optimizer, corrected) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
     optimizer = type(engine.optimizer).__name__
@@ -419,25 +478,33 @@ def _has_dense_share(engine: DeepSpeedEngine) -> bool:
 # -- what counts where ------------------------------------------------------------------------------------------------
 
 
-def is_copy_of_tied(parameter: nn.Parameter) -> bool:
-    """Tell whether an earlier stage holds the same tied parameter and counts it."""
-    return bool(getattr(parameter, "ds_pipe_replicated", False))
+def counts_on_slice(parameter: nn.Parameter, is_first: bool, slices_experts: bool = False) -> bool:
+    """Tell whether a rank counts a parameter in the norm, or another slice or stage does.
+
+    A tied parameter counts on the first of its stages. Parameters of experts are shards on every slice unless experts
+    are sliced and it is marked ``tensor_model_parallel = False`` (Megatron's mark of replicated parameters). Any other
+    parameter counts on the first slice only, unless it is marked as a shard.
+
+    Args:
+        parameter: the parameter.
+        is_first: this rank holds the first slice.
+        slices_experts: experts are split along ``model``.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    if is_first:
+        return True
+    if is_moe_param(parameter):
+        return not slices_experts or getattr(parameter, "tensor_model_parallel", None) is not False
+    return bool(is_model_parallel_parameter(parameter))
 
 
 def _counts_on_this_slice(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
-    """Tell whether this rank's slice counts the parameter.
-
-    Parameters of experts are shards on every slice unless marked ``tensor_model_parallel = False`` (Megatron's mark of
-    replicated parameters). Any other parameter counts on the first slice only, unless it is marked as a shard.
-    """
-    if is_copy_of_tied(parameter):
-        return False
-    is_first_slice = grid.get_axis_rank(MODEL) == 0
-    if not is_moe_param(parameter):
-        return bool(is_model_parallel_parameter(parameter)) or is_first_slice
-    replicated = getattr(parameter, "tensor_model_parallel", None) is False
+    """Tell whether this rank's slice counts the parameter."""
+    if grid.get_axis_rank(MODEL) == 0:
+        return counts_on_slice(parameter, is_first=True)
     sliced = any(groups.plan.expert_tensor_parallel for groups in registry.of(grid))
-    return is_first_slice if sliced and replicated else True
+    return counts_on_slice(parameter, is_first=False, slices_experts=sliced)
 
 
 def _replica(parameter: nn.Parameter, grid: ProcessGrid) -> int:

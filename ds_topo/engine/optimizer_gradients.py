@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
@@ -34,10 +34,11 @@ from torch import nn
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine import parameter_gathers
 from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
-from ds_topo.engine.norms import is_copy_of_tied
+from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.ledger import Patch, always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.mpu.releases import bind_methods
 from ds_topo.process_groups.agreement import agree
 from ds_topo.reducer.options import BucketSizes
@@ -455,24 +456,23 @@ class PartitionedBF16(PartitionedOptimizer):
     def _gradients_for_norm(self, for_clipping: bool = False) -> Any:
         """Replace ``get_grads_for_norm``, which expects whole gradients on every rank.
 
-        Collective over the ranks that share gradients. Return the norm over these ranks as the only gradient of each
-        kind, dense and expert: its norm is the same. For clipping, return the partitions themselves.
+        Collective over the grid, or without one over the ranks that share gradients. Return the norm as the only
+        gradient, or that of each kind, dense and expert. For clipping, return the partitions themselves.
         """
         if for_clipping:
             return [group.gradients.partition for group in self.groups]
         mpu = self.optimizer.mpu
-        first_slice = mpu is None or bwc_tensor_model_parallel_rank(mpu=mpu) == 0
+        owned = [zip(group.owned, group.fragments_of(group.gradients.partition), strict=True) for group in self.groups]
+        if isinstance(mpu, MpuGrid) and mpu.correct_norms:
+            return norm_as_gradients(partition_norm(chain.from_iterable(owned), mpu), mpu)
+        is_first = mpu is None or bwc_tensor_model_parallel_rank(mpu=mpu) == 0
         dense: list[torch.Tensor] = []
         of_experts: dict[str, list[torch.Tensor]] = {}
-        for group in self.groups:
-            partition = group.gradients.partition
-            norms = [
-                torch.linalg.vector_norm(fragment.float())
-                for fragment, parameter in zip(group.fragments_of(partition), group.owned, strict=True)
-                if not is_copy_of_tied(parameter)
-                and (first_slice or is_model_parallel_parameter(parameter) or is_moe_param(parameter))
-            ]
-            square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=partition.device)
+        for group, pairs in zip(self.groups, owned, strict=True):
+            parts = [part.float() for parameter, part in pairs if counts_on_slice(parameter, is_first)]
+            norms = [torch.linalg.vector_norm(part) for part in parts]
+            device = group.gradients.partition.device
+            square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
             dist.all_reduce(square, group=group.gradients.group)
             settings = self.optimizer.optimizer.param_groups[group.index]
             kind = of_experts.setdefault(settings["name"], []) if is_moe_param_group(settings) else dense

@@ -75,6 +75,30 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
       _next_batch: The same. It also takes a digest of the first batches.
         First and last stages, and model parallel peers, read samples independently and must read the same.
 """)
+SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, FORWARD_OF_STEP, BACKWARD_OF_STEP = patches_of("""
+    while: the grid of the engine exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      set_train_batch_size: The same. The count of micro-batches then starts with the next step.
+        A step ends where the count of all micro-batches is a multiple of the new number.
+      set_train_micro_batch_size: The same without a loader of training_data, which it refuses.
+        The loader keeps its size.
+      forward: The same with that count, and inputs whose gradients are not divided by the number of micro-batches.
+        With loss.backward(), a gradient that passes two engines would be divided by that number twice.
+      backward: The same with that count.
+        The number may be assigned at any time.
+""")
+PROLOGUE_OF_EACH_LOSS, GRADIENT_OF_OUTPUT, BACKWARD_OF_EACH_LOSS, EPILOGUE_OF_EACH_LOSS, *ENDS_OF_REDUCTION = patches_of("""
+    while: the grid of the engine exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _backward_prologue: The same once in each backward pass that reaches parameters, after counts were reset.
+      _backward_prologue_per_tensor: The same after _backward_prologue, in such a pass; otherwise the gradient itself.
+        They run once for each forward pass, so never for a second loss, and twice for a loss of two forward passes.
+      backward: The same, unless gradients of this step are reduced and cannot take others.
+      _backward_epilogue: The same. It then remembers whether gradients are reduced.
+      step: The same. It ends that.
+      zero_grad: The same. It ends that.
+        ZeRO 1 and 2 would keep the gradients of the second backward pass alone.
+""")
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
@@ -89,7 +113,18 @@ AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFL
       has_overflow: With an axis shard, the same over all replicas.
         Experts may overflow on any replica.
 """)
-ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
+ACCUMULATE_OFFLOADED, STEP_ON_OFFLOADED, PARTITION_GRADIENTS_OF_USED, STEP_ON_USED_PARTITIONS = patches_of("""
+    while: the grid of the engine exists
+    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+      async_accumulate_grad_in_cpu_via_gpu: With offload, the same after its memory was cleared, once per step.
+      step: With offload, the same after gradients that the last micro-batch did not use were handed over.
+        Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
+    deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+      partition_grads: The same. It clears the memory of parameters that the first micro-batch did not use.
+      step: The same after gradients of unused parameters were cleared, or handed to an offloaded optimizer.
+        Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
+""")
+ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, FUSED_CLIP, BF16_GRADIENTS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       scaled_global_norm: ds_topo.engine.norms.zero_gradient_norm.
@@ -98,13 +133,16 @@ ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
       torch_autocast_z0_gradscaler: In fp16 without ZeRO, an object that multiplies losses by the loss scale.
         The optimizers divide gradients by it, but backward() multiplies losses for ZeRO only.
       clip_fp32_gradients: ds_topo.clip_grad_norm_.
-        Without ZeRO, a pipeline does not keep its norm, and norms of ranks with different experts are averaged.
+        Without ZeRO, the norm is not kept, counts one stage, and is averaged over ranks with different experts.
     deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
       unscale_and_clip_grads: The same by our unfused_gradient_norm, on stages or slices and with experts.
         Its norm omits experts. It is that of gradients, which lack the marks of slices and of tied copies.
+    deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
+      unscale_and_clip_grads: With experts, the same by our fused_gradient_norm.
+        What slices of an expert replicate counts on each slice.
     deepspeed.runtime.bf16_optimizer.BF16_Optimizer
-      get_grads_for_norm: The same, and a zero on ranks where no gradient counts.
-        Without tensor-parallel parameters only the first slice has gradients to count; it fails on others.
+      get_grads_for_norm: With experts, our norm as the only gradient. Otherwise the same, with a zero if none counts.
+        What slices of an expert replicate counts on each slice. It fails on slices where no gradient counts.
 """)
 GATHERING_METHODS = patches_of("""
     while: the grid of the engine exists, or a GradientReducer is attached
@@ -413,8 +451,14 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _get_ckpt_name: returns the path that load_checkpoint() returns
   _global_grad_norm: is what get_global_grad_norm() returns
   inside_no_sync_ctxt: tells which backward pass is the last one
+  _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
+  _backward_prologue_per_tensor: divides the gradients of outputs
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
   gate_modules: lists the gates whose capacity is padded
+deepspeed.runtime.base_optimizer.ZeROOptimizer
+  _backward_hook_state: tells which backward pass has been prepared
+  _backward_active_depth: tells whether a backward pass is running
+  _backward_seen_this_step: tells whether there was one since the last forward pass
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
@@ -428,7 +472,10 @@ torch.utils.data.dataloader._BaseDataLoaderIter
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
   _reassign_or_swap_out_partitioned_parameters: copies master weights to a group's parameters
-  _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum
+  _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum, or those left out
+  _offload_boundary_param_ids: has the parameters that got a gradient in this step
+  _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: holds the gradients of this rank's partition
+  micro_step_id: tells whether gradients are added to earlier ones
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _link_all_hp_params: links parameters and partitions when DeepSpeed's layout is back
   _lazy_init_hp_params_optimizer_state: links them to optimizer states
@@ -452,6 +499,11 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
   norm_for_param_grads: holds the norms of offloaded gradients
+  _offload_accumulated_param_ids: has the parameters with offloaded gradients of this step
+  _finalize_cpu_offload_gradient_accumulation: hands gradients to an offloaded optimizer
+  accumulated_grads_in_cpu: holds the sum of the gradients of earlier micro-batches
+  grad_position: tells where gradients are in the partition
+  micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
   _zero_padding: marks gradients that are padding
 deepspeed.utils.tensor_fragment.tensor_fragment
@@ -462,6 +514,8 @@ deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
   fp16_groups: lists the parameters whose marks gradients get
   loss_scale_config: holds the loss scale
   _global_grad_norm: is the norm that the engine reports
+deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
+  fp16_groups: lists the parameters of each flat gradient
 """
 _ALL = [value if isinstance(value, (tuple, list)) else (value,) for value in list(globals().values())]
 ROWS: tuple[Patch | Reliance, ...] = (

@@ -99,6 +99,32 @@ REDUCED_PLAIN_ENGINES = [
     ),
     Case("model=2,data=2", (0, 2), 1, True, clip=CLIP, pipeline=False, reduced=True),
 ]
+BIASED = [
+    *(
+        Case("model=2,data=2", (0, 2), 1, True, clip=CLIP, pipeline=False, bias=True, bf16=True, wide=True, reduced=reduced)
+        for reduced in (False, True)
+    ),
+    *(
+        Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False, bias=True, bf16=bf16, reduced=reduced)
+        for zero in (0, 1, 2)
+        for bf16 in (False, True)
+        for reduced in (False, True)
+    ),
+    *(
+        Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False, bias=True, offload=True)
+        for zero in (1, 2)
+    ),
+    *(
+        Case("pipe=2,model=2", (0, 1, 1, 0), zero, True, clip=CLIP, bias=True, bf16=wide, wide=wide, reduced=reduced)
+        for zero, wide in ((0, False), (1, False), (1, True))
+        for reduced in (False, True)
+    ),
+    *(
+        Case("pipe=2,data=2", (0, 0, 0, 2), 1, clip=CLIP, bf16=True, wide=True, reduced=reduced)
+        for reduced in (False, True)
+    ),
+]
+"""Experts with a bias that slices replicate, and experts on some stages, for each optimizer."""
 
 
 def _check(world: Worlds, case: Case) -> None:
@@ -137,4 +163,9 @@ def test_pipelines_with_experts_and_reducer_train_as_one_process(world: Worlds, 
 
 @pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PLAIN_ENGINES, lambda number, _: number in (0, 5, 8)))
 def test_plain_engines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", mark_exhaustive(BIASED, lambda number, _: number in (0, 1)))
+def test_norm_counts_what_slices_of_experts_replicate_once(world: Worlds, case: Case) -> None:
     _check(world, case)

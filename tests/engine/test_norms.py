@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
 from ds_topo.errors import ExpertGroupError
+from ds_topo.mpu import patches
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -72,6 +74,10 @@ def _values(stages: int, slices: int, places: int, sliced: bool) -> list[float]:
     return values
 
 
+def _small_engine(grid: PipelineParallelGrid) -> Any:
+    return SimpleNamespace(mpu=grid, fp16_enabled=lambda: False)
+
+
 def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(topology) as grid:
@@ -82,6 +88,14 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
         if not partitioned:
             optimizer = SimpleNamespace(fp16_groups=[made[:2], made[2:]])
             assert float(norms.unfused_gradient_norm(optimizer, grid)) == pytest.approx(expected, rel=1e-6)
+            flat = [torch.cat([one.grad for one in group]) for group in optimizer.fp16_groups]
+            assert float(norms.fused_gradient_norm(optimizer, flat, grid)) == pytest.approx(expected, rel=1e-6)
+            gradients = [[one.grad for one in group] for group in optimizer.fp16_groups]
+            in_fp32 = SimpleNamespace(bf16_groups=optimizer.fp16_groups, fp32_groups_gradients=gradients, mpu=grid)
+            of_all = dict(norms.corrections(_small_engine(grid), with_experts=True))[patches.BF16_GRADIENTS]
+            found, of_experts = of_all(None)(in_fp32)
+            norm = get_global_norm_of_tensors(found, mpu=grid)
+            assert (float(norm), of_experts) == (pytest.approx(expected, rel=1e-6), {})
             for order in ORDERS[1:]:
                 of_one_process = float(nn.utils.clip_grad_norm_(whole, math.inf, order))
                 norm = clip_grad_norm_(made, math.inf, grid, order, foreach=False)
