@@ -14,7 +14,7 @@ arrived. No reader has to be known in advance:
   (:func:`unaware_of_arrivals`).
 - A tensor that shares memory with parameters, such as ``parameter.data`` of an earlier step, does not wait.
   :class:`SharedMemory` notices that such tensors exist; then nothing may be in flight.
-- A process that is forked has no thread that receives. The fork waits; if that fails, readers in the child get an error.
+- A forked process has no thread that receives. The fork waits; if that fails, readers in the child get an error.
 
 After its arrival the parameter has its own memory again, at the same address. On an accelerator a wait orders the
 reader's stream only. The parameter's class therefore stays, for readers on other streams, until its values are in
@@ -108,9 +108,9 @@ class Arrival:
         """The streams that have waited."""
         self.done_ns = self.waited_ns = 0
         """The time of arrival, and how long the first reader has waited for it."""
-        for seat in seats:
-            vars(seat.parameter)[_HELD_BY] = self
-            seat.parameter.__class__ = InFlightParameter
+        for parameter, _, _ in seats:
+            vars(parameter)[_HELD_BY] = self
+            parameter.__class__ = InFlightParameter
         if pending.is_done():
             self.wait()
 
@@ -134,7 +134,7 @@ class Arrival:
             with self._lock:
                 if not self._ordered:
                     self.done_ns, self.waited_ns = done_ns, time.perf_counter_ns() - started
-                    show(self._held())
+                    show(self._seats)
                 self._ordered.add(stream)
         if self._seats and self._pending.is_done():
             self.land()
@@ -145,14 +145,10 @@ class Arrival:
         Parameters for which nothing has waited, or whose exchange has failed, keep their stand-ins.
         """
         with self._lock:
-            for seat in self._held():
-                del vars(seat.parameter)[_HELD_BY]
-                seat.parameter.__class__ = nn.Parameter
+            for parameter, _, _ in self._seats:
+                vars(parameter).pop(_HELD_BY, None)
+                parameter.__class__ = nn.Parameter
             self._seats = ()
-
-    def _held(self) -> list[Seat]:
-        """Return the seats whose parameters still wait for this arrival."""
-        return [seat for seat in self._seats if vars(seat.parameter).get(_HELD_BY) is self]
 
     def land_now(self) -> None:
         """Wait until the values are in memory, for every stream."""
