@@ -24,9 +24,9 @@ memory. If an exchange fails, the stand-in stays for good: nobody gets half of a
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import os
-import sys
 import threading
 import time
 import weakref
@@ -193,8 +193,8 @@ _DESCRIBING = frozenset(
 """Functions that read neither values nor strides, which those of a stand-in are not."""
 
 
-_DECORATORS = 4
-"""The number of frames to search: those of the decorator of ``__torch_function__``, and the caller's."""
+_FRAMES = 5
+"""The number of frames to search: ``__torch_function__``, those of its decorator, and its caller."""
 
 
 class InFlightParameter(nn.Parameter):
@@ -225,11 +225,11 @@ class InFlightParameter(nn.Parameter):
 
 def _is_for_new_parameter() -> bool:
     """Tell whether ``__torch_function__`` was called by ``nn.Parameter(...)``."""
-    frame = sys._getframe(1).f_back
-    for _ in range(_DECORATORS):
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
         if frame is not None and frame.f_code is nn.Parameter.__new__.__code__:
             return frame.f_locals["cls"] is nn.Parameter
-        frame = frame.f_back if frame is not None else None
     return False
 
 
