@@ -339,6 +339,8 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
+    Reliance(TORCH_C, "_set_throw_on_mutable_data_ptr", "A stand-in for a parameter in flight gives no pointer."),
+    Reliance(torch.Tensor, "_make_subclass", "It lets nn.Parameter() accept a parameter in flight."),
     Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),

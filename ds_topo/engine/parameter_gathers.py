@@ -24,7 +24,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import plan_buckets
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.reducer.report import BucketTiming
-from ds_topo.zero.arrivals import Arrival, Arrivals, SharedMemory, unaware_of_arrivals
+from ds_topo.zero.arrivals import Arrival, Arrivals, Seat, SharedMemory, hide, seats_of, show, unaware_of_arrivals
 from ds_topo.zero.exchange import exchange_of
 from ds_topo.zero.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
 
@@ -114,19 +114,43 @@ class FlatGroup:
             parameter.data.copy_(value)
 
 
+@dataclass(eq=False)
+class _RegionOfParameters:
+    """A region of a flat tensor."""
+
+    group: FlatGroup
+    region: Region
+    seats: Sequence[Seat] = ()
+    """Its parameters, since they were laid out."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Its parameters."""
+        return [self.group.parameters[member] for member in self.region.members]
+
+
 class PartitionedParameters(list[torch.Tensor]):
     """The flat tensors of an optimizer in our layout, as DeepSpeed passes them to its gather."""
 
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
-        super().__init__(group.memory for group in groups)
+        self._flats = [group.memory for group in groups]
+        super().__init__(self._flats)
         self._groups = groups
-        self._regions = [(group, region) for group in groups for region in group.ours.regions]
+        self._regions = [_RegionOfParameters(group, region) for group in groups for region in group.ours.regions]
         self._in_flight: list[tuple[Arrival, BucketTiming]] = []
         """The regions of the last gather."""
         self._arrivals = Arrivals()
         self._memory: SharedMemory | None = None
         """Set while parameters may arrive after the step."""
         self._has_warned = False
+
+    def __getitem__(self, index: Any) -> Any:
+        self.wait()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.wait()
+        return super().__iter__()
 
     @property
     def overlaps(self) -> bool:
@@ -137,11 +161,18 @@ class PartitionedParameters(list[torch.Tensor]):
         """Send the updated parameters from their owners to all ranks; collective."""
         self._arrivals.end()
         self._in_flight = []  # it shares the parameters' memory
+        if self._memory is not None:
+            hide(self._seats())
         arrives_later = self._memory is not None and not self._is_shared(self._memory)
-        self._in_flight = [self._launch(group, region, arrives_later) for group, region in self._regions]
-        self._arrivals.expect(arrival for arrival, _ in self._in_flight)
+        try:
+            for entry in self._regions:
+                self._in_flight.append(self._launch(entry, entry.seats if self._memory is not None else ()))
+        finally:
+            self._arrivals.expect(arrival for arrival, _ in self._in_flight)
         if not arrives_later:
             self.wait()
+        if self._memory is None:
+            show(self._seats())  # the program may have replaced some
 
     def wait(self) -> None:
         """Wait until all parameters have arrived."""
@@ -155,13 +186,13 @@ class PartitionedParameters(list[torch.Tensor]):
             timing.wait_started_ns, timing.wait_ended_ns = arrival.done_ns - arrival.waited_ns, arrival.done_ns
         return [timing for _, timing in self._in_flight]
 
-    def _launch(self, group: FlatGroup, region: Region, arrives_later: bool) -> tuple[Arrival, BucketTiming]:
-        flat = group.memory[region.start : region.start + region.numel]
+    def _launch(self, entry: _RegionOfParameters, seats: Sequence[Seat]) -> tuple[Arrival, BucketTiming]:
+        region, gradients = entry.region, entry.group.gradients
+        flat = entry.group.memory[region.start : region.start + region.numel]
         timing = BucketTiming(
             region.index, flat.nbytes, len(region.members), "parameters from owners", time.perf_counter_ns()
         )
-        parameters = [group.parameters[member] for member in region.members] if arrives_later else ()
-        return Arrival(group.gradients.exchange.gather(flat), flat.device, parameters), timing
+        return Arrival(gradients.exchange.gather(flat), flat.device, seats), timing
 
     # -- during the next forward pass
 
@@ -176,13 +207,24 @@ class PartitionedParameters(list[torch.Tensor]):
             return
         order = {parameter: place for place, parameter in enumerate(module.parameters())}
         # regions in the order of their first use
-        self._regions.sort(key=lambda entry: min(order.get(entry[0].parameters[one], 0) for one in entry[1].members))
-        self._memory = SharedMemory(self)
+        self._regions.sort(key=lambda entry: min(order.get(parameter, 0) for parameter in entry.parameters))
+        self._memory = self._users_of_memory()
 
     def renew(self) -> None:
-        """Accept the tensors that share the parameters' memory now, after they were laid out anew."""
+        """Accept the places of parameters, and the tensors that share their memory now, after a new layout."""
+        for entry in self._regions:
+            entry.seats = seats_of(entry.parameters)
         if self._memory is not None:
-            self._memory = SharedMemory(self)
+            self._memory = self._users_of_memory()
+
+    def _users_of_memory(self) -> SharedMemory:
+        hide(self._seats())  # what parameters show now is none of the flat tensors at any later look
+        memory = SharedMemory(self._flats)
+        show(self._seats())
+        return memory
+
+    def _seats(self) -> Iterator[Seat]:
+        return (seat for entry in self._regions for seat in entry.seats)
 
     def stop_overlapping(self) -> None:
         """Let parameters arrive in the step from now on. Idempotent."""

@@ -337,7 +337,7 @@ REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOA
       offload_states: A method that raises RuntimeError.
         It cuts flat tensors anew, in DeepSpeed's layout.
       _update_model_bit16_weights: A no-op.
-        It sets each parameter's data to the view that it is already, which would wait for parameters in flight.
+        It sets each parameter's data to its view, which would show parameters in flight; ours are shown on arrival.
 """)
 )
 BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = patches_of("""

@@ -1,41 +1,92 @@
 """Let parameters arrive from the ranks that own them while the program goes on, until something reads their values.
 
 Note [Readers]. Values of parameters in flight are overwritten at any time, so nobody may read them before they have
-arrived. No reader has to be known in advance, because the parameters themselves wait:
+arrived. No reader has to be known in advance:
 
-- While a parameter is in flight, its class is :class:`InFlightParameter`. torch calls ``__torch_function__`` of that
-  class for every function and method that gets the parameter, wherever a program keeps it: in a module, a list, a
-  closure or a nested argument. Only questions about shape, type, gradient and the like are answered at once.
+- While a parameter is in flight, its data is a stand-in: one NaN, expanded to the parameter's shape. Whoever reads the
+  parameter without waiting, such as a scripted function, gets NaN. Whoever asks for a pointer or writes gets an error.
+- Its class is then :class:`InFlightParameter`. torch calls ``__torch_function__`` of that class for every function and
+  method that gets the parameter, wherever a program keeps it: in a module, a list, a closure or a nested argument. So
+  nearly all readers wait and get the right value. Only questions about shape, type, gradient and the like are answered
+  at once.
 - C++ extensions read memory without asking. Before a module runs, it therefore waits for the parameters that it holds.
 - Scripted modules never ask, and compiled ones would run eagerly: with them nothing may be in flight
   (:func:`unaware_of_arrivals`).
 - A tensor that shares memory with parameters, such as ``parameter.data`` of an earlier step, does not wait.
   :class:`SharedMemory` notices that such tensors exist; then nothing may be in flight.
+- A forked process has no thread that receives. The fork waits; if that fails, readers in the child get an error.
 
-On an accelerator a wait orders the reader's stream only. A parameter therefore stays in flight, for readers on other
-streams, until its values are in memory.
+After its arrival the parameter has its own memory again, at the same address. On an accelerator a wait orders the
+reader's stream only. The parameter's class therefore stays, for readers on other streams, until its values are in
+memory. If an exchange fails, the stand-in stays for good: nobody gets half of a step.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
+import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C import _disabled_torch_function_impl, _storage_Use_Count
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _disabled_torch_function_impl,
+    _set_throw_on_mutable_data_ptr,
+    _storage_Use_Count,
+)
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ds_topo.backends import stream_key
+from ds_topo.backends import stream_key, synchronize
 from ds_topo.torch_names import COLLECTIVES_ASK
 from ds_topo.zero.exchange import Pending
 
 _HELD_BY = "_ds_topo_arrival"
 """The attribute of a parameter in flight that holds its arrival."""
+
+
+class Seat(NamedTuple):
+    """A parameter that can be in flight."""
+
+    parameter: nn.Parameter
+    values: torch.Tensor
+    """Its place in the flat tensor."""
+    stand_in: torch.Tensor
+    """What it shows while it is in flight."""
+
+
+def seats_of(parameters: Iterable[nn.Parameter]) -> list[Seat]:
+    """Return the seats of parameters, which must be at their places now."""
+    stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
+    seats = []
+    for parameter in parameters:
+        key = parameter.shape, parameter.dtype, parameter.device
+        if key not in stand_ins:
+            nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            _set_throw_on_mutable_data_ptr(nan)  # a pointer would lead to one element, and a write would be lost
+            stand_ins[key] = nan.expand(parameter.shape)
+        seats.append(Seat(parameter, parameter.detach(), stand_ins[key]))
+    return seats
+
+
+def hide(seats: Iterable[Seat]) -> None:
+    """Let parameters show their stand-ins, until they have arrived."""
+    for parameter, _, stand_in in seats:
+        parameter.data = stand_in
+
+
+def show(seats: Iterable[Seat]) -> None:
+    """Let parameters show their own memory."""
+    with DisableTorchFunctionSubclass():
+        for parameter, values, _ in seats:
+            parameter.data = values
 
 
 class Arrival:
@@ -44,70 +95,94 @@ class Arrival:
     Args:
         pending: the exchange that receives the region.
         device: the device of its tensors.
-        parameters: the parameters in the region whose readers wait. Those of a class of the program's own do not, so
-            regions with them may not be in flight (:func:`unaware_of_arrivals`).
+        seats: the parameters in the region, which are hidden. Parameters of a class of the program's own cannot wait,
+            so regions with them may not be in flight (:func:`unaware_of_arrivals`).
     """
 
-    def __init__(self, pending: Pending, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self._pending, self._device = pending, device
-        self._parameters: list[nn.Parameter] = []
+    def __init__(self, pending: Pending, device: torch.device, seats: Sequence[Seat] = ()) -> None:
+        self._pending, self._device, self._process = pending, device, os.getpid()
+        self._seats = seats
+        """Those in flight."""
+        self._lock = threading.RLock()  # garbage collection inside a call may read another parameter
         self._ordered: set[int] = set()
         """The streams that have waited."""
         self.done_ns = self.waited_ns = 0
         """The time of arrival, and how long the first reader has waited for it."""
-        if not pending.is_done():
-            self._parameters += parameters
-            for parameter in self._parameters:
-                _take_off(parameter, self)
+        for parameter, _, _ in seats:
+            vars(parameter)[_HELD_BY] = self
+            parameter.__class__ = InFlightParameter
+        if pending.is_done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the region: the calling thread, or on an accelerator its current stream.
 
         If the exchange fails, the region stays in flight, so that later readers get the error, too.
+
+        Raises:
+            RuntimeError: this process was forked while the region was in flight.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked while parameters of the model were in flight (overlap_parameters), so they "
+                "cannot arrive here: call wait() of the GradientReducer before processes are started"
+            )
         stream = stream_key(self._device)
         if stream not in self._ordered:
             started = time.perf_counter_ns()
             done_ns = self._pending.wait()
-            if not self._ordered:
-                self.done_ns, self.waited_ns = done_ns, time.perf_counter_ns() - started
-            self._ordered.add(stream)
-        if self._parameters and self._pending.is_done():
+            with self._lock:
+                if not self._ordered:
+                    self.done_ns, self.waited_ns = done_ns, time.perf_counter_ns() - started
+                    show(self._seats)
+                self._ordered.add(stream)
+        if self._seats and self._pending.is_done():
             self.land()
 
     def land(self) -> None:
-        """Give the parameters their own class back, so that readers do not wait any more. Idempotent."""
-        parameters, self._parameters = self._parameters, []
-        for parameter in parameters:
-            _land(parameter)
+        """Give the parameters their own class back, so that readers do not wait any more. Idempotent.
+
+        Parameters for which nothing has waited, or whose exchange has failed, keep their stand-ins.
+        """
+        with self._lock:
+            for parameter, _, _ in self._seats:
+                vars(parameter).pop(_HELD_BY, None)
+                parameter.__class__ = nn.Parameter
+            self._seats = ()
+
+    def land_now(self) -> None:
+        """Wait until the values are in memory, for every stream."""
+        self.wait()
+        synchronize(self._device)
+        self.land()
 
     @property
     def is_over(self) -> bool:
         """True if no parameter is in flight any more."""
-        return not self._parameters
+        return not self._seats
 
 
-def _take_off(parameter: nn.Parameter, arrival: Arrival) -> None:
-    """Let all readers of a parameter wait for an arrival."""
-    vars(parameter)[_HELD_BY] = arrival
-    parameter.__class__ = InFlightParameter
-
-
-def _land(parameter: nn.Parameter) -> None:
-    """Give a parameter its own class back."""
-    vars(parameter).pop(_HELD_BY, None)
-    parameter.__class__ = nn.Parameter
+def _arrival_of(parameter: nn.Parameter) -> Arrival | None:
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
+    return arrival
 
 
 def _wait_for(parameter: nn.Parameter) -> None:
-    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
+    arrival = _arrival_of(parameter)
     if arrival is not None:
         arrival.wait()
 
 
+def _land_now(parameter: nn.Parameter) -> None:
+    """Wait for a parameter until it has its own class, which copies of it get."""
+    arrival = _arrival_of(parameter)
+    if arrival is not None:
+        arrival.land_now()
+
+
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "is_sparse")
 _METHODS = (
-    *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__"),
+    *("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "__len__"),
     *("register_hook", "register_post_accumulate_grad_hook"),
 )
 _DESCRIBING = frozenset(
@@ -115,7 +190,11 @@ _DESCRIBING = frozenset(
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
     + [getattr(torch.Tensor, name) for name in _METHODS]
 )
-"""Functions that do not read values."""
+"""Functions that read neither values nor strides, which those of a stand-in are not."""
+
+
+_FRAMES = 5
+"""The number of frames to search: ``__torch_function__``, those of its decorator, and its caller."""
 
 
 class InFlightParameter(nn.Parameter):
@@ -130,28 +209,28 @@ class InFlightParameter(nn.Parameter):
         if function not in _DESCRIBING:
             for parameter in _in_flight_among((args, kwargs)):
                 _wait_for(parameter)
+        if function is torch.Tensor.detach and _is_for_new_parameter():
+            _land_now(args[0])
+            return torch.Tensor._make_subclass(nn.Parameter, args[0])  # nn.Parameter() expects the class of args[0]
         return _disabled_torch_function_impl(function, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _landed(self):
-            return copy.deepcopy(self, memo)
+        _land_now(self)
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _landed(self):
-            return self.__reduce_ex__(protocol)
+        _land_now(self)
+        return self.__reduce_ex__(protocol)
 
 
-@contextmanager
-def _landed(parameter: nn.Parameter) -> Iterator[None]:
-    """Wait for a parameter, and give it its own class while a copy is made that must not be in flight."""
-    _wait_for(parameter)
-    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
-    _land(parameter)
-    try:
-        yield
-    finally:
-        if arrival is not None and not arrival.is_over:
-            _take_off(parameter, arrival)
+def _is_for_new_parameter() -> bool:
+    """Tell whether ``__torch_function__`` was called by ``nn.Parameter(...)``."""
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code is nn.Parameter.__new__.__code__:
+            return frame.f_locals["cls"] is nn.Parameter
+    return False
 
 
 def _in_flight_among(value: Any) -> Iterator[InFlightParameter]:
@@ -171,6 +250,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._arrivals: list[Arrival] = []
         self._end_hook: Callable[[], None] | None = None
+        _under_way.add(self)
 
     def expect(self, arrivals: Iterable[Arrival]) -> None:
         """Let modules wait for these regions before they run; earlier regions must have arrived."""
@@ -207,6 +287,19 @@ class Arrivals:
         if not self._arrivals and self._end_hook is not None:
             self._end_hook()
             self._end_hook = None
+
+
+_under_way: weakref.WeakSet[Arrivals] = weakref.WeakSet()
+
+
+def _wait_before_fork() -> None:
+    """Wait for all regions, so that a forked process, such as a worker of a data loader, has the right values."""
+    for arrivals in list(_under_way):
+        with suppress(Exception):  # readers get the error
+            arrivals.wait()
+
+
+os.register_at_fork(before=_wait_before_fork)
 
 
 class SharedMemory:

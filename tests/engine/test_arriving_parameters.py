@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import pickle
+import signal
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -407,11 +412,159 @@ def test_every_reader_of_a_parameter_waits_for_it(world: Worlds, reader: str) ->
     world(2).run(_reads, reader)
 
 
-def _writes() -> None:
-    """Check that a value written after the step stays when the parameter arrives."""
+# -- readers that torch does not ask to wait --------------------------------------------------------------------------
+
+
+@torch.jit.script
+def _scripted(weight: torch.Tensor) -> torch.Tensor:
+    return weight * 1
+
+
+@torch.jit.script
+def _scripted_write(weight: torch.Tensor) -> torch.Tensor:
+    return weight.zero_()
+
+
+def _from_a_call(model: Any, transform: Callable[..., Any]) -> torch.Tensor:
+    """Return the weight, by a transform of a functional call of its layer."""
+    weights = {name: value for name, value in model[2].named_parameters() if name == "weight"}
+
+    def called(inputs: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        bias = {"bias": torch.zeros(17, device=inputs.device)}
+        called: torch.Tensor = torch.func.functional_call(model[2], {**weights, **bias}, inputs)
+        return called
+
+    result: torch.Tensor = transform(called)(torch.eye(33, device=model[2].weight.device), weights)
+    return result
+
+
+def _half_of_squares(weight: torch.Tensor) -> torch.Tensor:
+    return weight.square().sum() / 2  # its gradient is the weight
+
+
+def _columns(weight: torch.Tensor) -> torch.Tensor:
+    return torch.arange(33, device=weight.device).repeat(17)
+
+
+def _part_of_flat(weight: torch.Tensor, engine: Any) -> torch.Tensor:
+    flat = engine.optimizer.bit16_groups_flat[0].clone()
+    return flat[weight.storage_offset() :][: weight.numel()].view(weight.shape)
+
+
+def _read_by_a_child(weight: torch.Tensor) -> torch.Tensor:
+    """Read a parameter in a forked process, as a worker of a data loader does."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if not process:
+        signal.alarm(20)
+        try:
+            result: object = weight.tolist()
+        except BaseException as error:
+            result = error
+        os.write(writing, pickle.dumps(result))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        result = pickle.load(pipe)
+    os.waitpid(process, 0)
+    if isinstance(result, BaseException):
+        raise result
+    return torch.tensor(result)
+
+
+UNASKED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "tensor": lambda weight, _: torch.tensor(weight),
+    "as_tensor": lambda weight, _: torch.as_tensor(weight),
+    "as_tensor_of_a_type": lambda weight, _: torch.as_tensor(weight, dtype=torch.float64).float(),
+    "asarray": lambda weight, _: torch.asarray(weight),
+    "a_copy_by_asarray": lambda weight, _: torch.asarray(weight, copy=True),
+    "Tensor": lambda weight, _: torch.Tensor(weight),
+    "FloatTensor": lambda weight, _: torch.FloatTensor(weight),
+    "new_tensor": lambda weight, _: torch.ones(1).new_tensor(weight),
+    "as_subclass": lambda weight, _: weight.as_subclass(torch.Tensor),
+    "make_subclass": lambda weight, _: torch.Tensor._make_subclass(torch.Tensor, weight),
+    "a_new_parameter": lambda weight, _: nn.Parameter(weight),
+    "a_frozen_parameter": lambda weight, _: nn.Parameter(weight, requires_grad=False),
+    "a_new_buffer": lambda weight, _: nn.Buffer(weight),
+    "a_shallow_copy": lambda weight, _: copy.copy(weight),
+    "to_dlpack": lambda weight, _: torch.from_dlpack(torch._C._to_dlpack(weight)),
+    "from_dlpack": lambda weight, _: torch.from_dlpack(weight.detach()),
+    "an_array": lambda weight, _: torch.from_numpy(np.array(weight.detach().cpu())),
+    "a_list": lambda weight, _: torch.tensor(weight.tolist()),
+    "sparse_coo": lambda weight, _: torch.sparse_coo_tensor(torch.arange(17)[None], weight).to_dense(),
+    "sparse_csr": lambda weight, _: torch.sparse_csr_tensor(
+        torch.arange(0, 562, 33), _columns(weight), weight.as_subclass(torch.Tensor).reshape(-1)
+    ).to_dense(),
+    "nested": lambda weight, _: torch.nested.nested_tensor([weight])[0],
+    "as_nested": lambda weight, _: torch.nested.as_nested_tensor([weight])[0],
+    "jagged": lambda weight, _: torch.nested.as_nested_tensor([weight], layout=torch.jagged)[0],
+    "grad": lambda weight, _: torch.func.grad(_half_of_squares)(weight),
+    "grad_of_a_closure": lambda weight, _: torch.func.grad(lambda one: (weight * one).sum())(torch.ones_like(weight)),
+    "vmap": lambda weight, _: torch.vmap(lambda row: row * 1)(weight),
+    "jacrev": lambda weight, _: torch.func.jacrev(_half_of_squares)(weight),
+    "jacfwd": lambda weight, _: torch.func.jacfwd(_half_of_squares)(weight),
+    "vjp": lambda weight, _: torch.func.vjp(lambda value: value * 1, weight)[0],
+    "jvp": lambda weight, _: torch.func.jvp(lambda value: value * 1, (weight,), (torch.ones(17, 33),))[0],
+    "linearize": lambda weight, _: torch.func.linearize(lambda value: value * 1, weight)[0],
+    "functionalize": lambda weight, _: torch.func.functionalize(lambda value: value * 1)(weight),
+    "jacrev_of_a_call": lambda _, engine: _from_a_call(engine.module, torch.func.jacrev)[0, :, 0, :],
+    "vmap_of_a_call": lambda _, engine: _from_a_call(engine.module, lambda call: torch.vmap(call, (0, None))).T,
+    "functionalize_of_a_call": lambda _, engine: _from_a_call(engine.module, torch.func.functionalize).T,
+    "a_scripted_function": lambda weight, _: _scripted(weight),
+    "a_scripted_write": lambda weight, _: _scripted_write(weight.as_subclass(torch.Tensor)),
+    "a_compiled_function": lambda weight, _: torch.compile(lambda value: value * 1, backend="aot_eager")(weight),
+    "an_averaged_model": lambda _, engine: torch.optim.swa_utils.AveragedModel(engine.module).module[2].weight,
+    "a_flat_tensor_of_DeepSpeed": _part_of_flat,
+    "a_forked_process": lambda weight, _: _read_by_a_child(weight),
+}
+"""Each returns the weight, or something like it. Most do not wait."""
+
+
+def _read_without_waiting() -> dict[str, str]:
+    """Return what each reader got: the right value, NaN or an error."""
+    start()
+    found = {}
+    with PipelineParallelGrid("data=-1") as grid, _held(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = _engine(grid, _layers())
+        weight = engine.module[2].weight
+        address = weight.data_ptr()
+        for name, read in UNASKED.items():
+            engine.backward(engine(torch.ones(2, 8, device=engine.device)).square().sum())
+            before = weight.detach().clone()
+            engine.step()
+            assert isinstance(weight, InFlightParameter), name
+            try:
+                seen = read(weight, engine).detach()
+            except Exception as error:
+                found[name] = f"{type(error).__name__}"
+                engine.gradient_reducer.wait()
+            else:
+                synchronize(engine.device)
+                engine.gradient_reducer.wait()
+                is_right = torch.equal(seen.to(weight.device), weight)
+                found[name] = "right" if is_right else "NaN" if seen.isnan().all() else f"wrong: {seen}"
+                del seen
+            assert type(weight) is nn.Parameter
+            assert (weight.data_ptr(), weight.stride()) == (address, (33, 1))
+            assert not torch.equal(weight, before)
+            assert torch.equal(weight, safe_get_full_fp32_param(weight))
+        engine.destroy()
+    return found
+
+
+@in_flight_after_the_step
+def test_readers_that_do_not_wait_get_no_old_values(world: Worlds) -> None:
+    for found in world(2).run(_read_without_waiting):
+        assert not [reader for reader, outcome in found.items() if outcome.startswith("wrong")], found
+        assert Counter(found.values())["right"] >= len(found) / 3, "a reader that waits is right"
+
+
+def _writes(overlap: bool) -> None:
+    """Check that a value written after the step stays when the parameter arrives, until the next step."""
     start()
     with PipelineParallelGrid("data=2") as grid, _held():
-        engine = _engine(grid, _layers())
+        engine = _engine(grid, _layers(), overlap=overlap)
         weight = engine.module[2].weight
         writes: dict[str, Callable[[], object]] = {
             "in place": lambda: weight.data.fill_(3.0),
@@ -424,11 +577,15 @@ def _writes() -> None:
                 write()
             engine.gradient_reducer.wait()
             assert torch.equal(weight, torch.full_like(weight, 3.0)), way
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+            assert torch.equal(weight, safe_get_full_fp32_param(weight)), f"{way}, after the next step"
         engine.destroy()
 
 
-def test_values_written_after_the_step_stay(world: Worlds) -> None:
-    world(2).run(_writes)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_values_written_after_the_step_stay_until_the_next(world: Worlds, overlap: bool) -> None:
+    world(2).run(_writes, overlap)
 
 
 def _one_rank_reads() -> None:
@@ -454,7 +611,7 @@ def test_one_rank_may_read_parameters_while_others_do_not(world: Worlds) -> None
 
 
 def _after_an_error() -> None:
-    """A region that never arrives is not treated as arrived."""
+    """A region that never arrives is not treated as arrived, in this process and in its children."""
     start()
     with PipelineParallelGrid("data=2") as grid:
         engine = _engine(grid, _layers())
@@ -468,14 +625,45 @@ def _after_an_error() -> None:
                     weight.clone()
             with pytest.raises(RuntimeError, match="connection closed"):
                 engine(torch.ones(2, 8))
+            with pytest.raises(RuntimeError, match=r"forked while parameters .* in flight .*call wait\(\)"):
+                _read_by_a_child(weight)
+            assert torch.tensor(weight).isnan().all()
         with pytest.raises(RuntimeError, match="connection closed"):
             engine.destroy()
         assert type(weight) is nn.Parameter
+        assert weight.isnan().all(), "half of its values may be new"
 
 
 @in_flight_after_the_step
 def test_every_reader_gets_the_error_of_a_failed_gather() -> None:
     run_ranks(2, _after_an_error, deadline=60)
+
+
+def _with_a_gather_that_does_not_start() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, _layers())
+        first, *_, last = engine.module.parameters()
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        calls = iter(range(9))
+
+        def fails(self: Any, flat: torch.Tensor) -> Any:
+            if next(calls):
+                raise RuntimeError("no memory")
+            return gather(self, flat)
+
+        kind = type(engine.gradient_reducer.driver._gradients.groups[0].gradients.exchange)
+        gather = kind.gather
+        with mock.patch.object(kind, "gather", fails), pytest.raises(RuntimeError, match="no memory"):
+            engine.step()
+        assert torch.equal(first, safe_get_full_fp32_param(first))
+        assert last.isnan().all(), "it was not sent"
+        engine.destroy()
+
+
+@in_flight_after_the_step
+def test_parameters_whose_gather_does_not_start_are_nan(world: Worlds) -> None:
+    world(2).run(_with_a_gather_that_does_not_start)
 
 
 def _compiles() -> None:
