@@ -45,7 +45,7 @@ class BackendTraits:
     communicates: bool = True
     """It moves data between processes."""
     binds_device: bool = False
-    """It connects while a group is created, on the group's device. Without one, torch guesses it from ``LOCAL_RANK``."""
+    """It connects while a group is created, on the group's device; torch guesses one from ``LOCAL_RANK`` by default."""
 
 
 _NCCL = BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True)

@@ -78,7 +78,7 @@ def test_wrapped_backend_has_the_traits_of_the_wrapped_one(gloo: dist.ProcessGro
 @pytest.mark.parametrize("name", ["nccl2", "nccl-lazy", "cpu:gloo,cuda:nccl2", "cuda:nccl-legacy"])
 def test_backend_of_an_entry_point_is_known_before_its_first_use(name: str) -> None:
     check_backend(name)
-    with mock.patch.object(backends, "accelerator", lambda: GPU):
+    with mock.patch.object(backends, "accelerator", return_value=GPU):
         assert device_served_by(name, 3) == torch.device("cuda", 3)
 
 
@@ -90,7 +90,7 @@ def test_backend_that_torch_lacks_is_refused() -> None:
 
 def test_devices_of_names_of_all_releases() -> None:
     served = ("gloo", "nccl", "cpu:gloo,cuda:nccl", "cuda:gloo", "cpu:gloo")
-    with mock.patch.object(backends, "accelerator", lambda: GPU):
+    with mock.patch.object(backends, "accelerator", return_value=GPU):
         devices = [device_served_by(name, 1) for name in served]
     assert devices == [CPU, torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cuda", 1), CPU]
     assert device_served_by("nccl", 1) == CPU, "no accelerator"

@@ -8,8 +8,8 @@ only, and it is sent when the *thread* that started the rank ends.
 
 Before torch 2.14, an extension is compiled under a file named ``lock`` (``torch.utils.file_baton.FileBaton``), and
 every process that finds this file waits until it is gone. A process that is killed while it compiles never removes it.
-Every later start of DeepSpeed's CPU communication or fused optimizers then hangs, without a message. Newer releases lock
-the file itself, which ends with the process, and never remove it: it blocks nobody.
+Every later start of DeepSpeed's CPU communication or fused optimizers then hangs, without a message. Newer releases
+lock the file itself until the process ends, and never remove it: it blocks nobody.
 """
 
 from __future__ import annotations
