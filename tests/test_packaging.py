@@ -132,7 +132,7 @@ def test_package_without_examples_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_first_command_of_readme_runs_from_a_wheel(built: Built, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", built.wheel]
     subprocess.run(pip, check=True)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     where = [sys.executable, "-c", "import ds_topo; print(ds_topo.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert Path(found.strip()).is_relative_to(tmp_path)
