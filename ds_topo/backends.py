@@ -1,5 +1,8 @@
 """Say what each backend of ``torch.distributed`` can do, and what it requires. No other module compares their names.
 
+A name does not tell what a backend is: torch 2.15 creates another class for ``nccl`` than earlier releases, and a
+plugin or an environment variable may choose a third. So traits belong to the class of a backend.
+
 A collective of gloo blocks the thread that waits for it. One of NCCL is queued on a stream of the device: ``wait()``
 only orders the current stream after it, so another stream must wait by itself.
 """
@@ -8,11 +11,13 @@ from __future__ import annotations
 
 import difflib
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 from ds_topo.errors import abridged
 
@@ -43,21 +48,36 @@ class BackendTraits:
     """torch's functional ``all_gather_into_tensor`` works. On GPUs that of gloo ends the process (torch 2.11)."""
     communicates: bool = True
     """It moves data between processes."""
+    binds_device: bool = False
+    """It connects while a group is created, on the group's device; torch guesses one from ``LOCAL_RANK`` by default."""
 
 
+_NCCL = BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True)
 TRAITS: dict[str, BackendTraits] = {
     "gloo": BackendTraits(
         ordered_by_stream=False, tagged_messages=True, sums_sparse=True, uses_sockets=True, keeps_versions=True
     ),
     "mpi": BackendTraits(ordered_by_stream=False),
-    "nccl": BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True, keeps_versions=True),
+    "nccl": replace(_NCCL, keeps_versions=True),
+    "nccl2": replace(_NCCL, binds_device=True),
+    "nccl-lazy": replace(_NCCL, binds_device=True),
     "fake": BackendTraits(ordered_by_stream=False, communicates=False),
     # Nobody has run ds_topo on these: they get no trait that is not certain.
     "ucc": BackendTraits(),
     "xccl": BackendTraits(),
     "hccl": BackendTraits(),
 }
-"""The traits of backends, by the name that torch gives them."""
+"""The traits of backends, by the keys in ``_KEY_OF_CLASS``, or by the name of a backend with a class of its own."""
+_KEY_OF_CLASS = {
+    "ProcessGroupGloo": "gloo",
+    "ProcessGroupMPI": "mpi",
+    "ProcessGroupNCCL": "nccl",  # named nccl-legacy in torch 2.15
+    "ProcessGroupNCCL2": "nccl2",  # nccl in torch 2.15
+    "ProcessGroupNCCLLazy": "nccl-lazy",
+    "FakeProcessGroup": "fake",
+}
+_OF_TORCH = {*_KEY_OF_CLASS.values(), "nccl-legacy"}
+"""Names that mean a class of torch's, so that another class under such a name has no certain trait."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -85,11 +105,19 @@ def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
     False
     >>> dist.destroy_process_group()
     """
-    traits = TRAITS.get(backend_of(group, device), BackendTraits())
+    name = backend_of(group, device)
+    traits = TRAITS.get(_key_of(group._get_backend(device), name), BackendTraits()) if name else BackendTraits()
     if device.type != "cpu" and not traits.ordered_by_stream and traits.communicates:
         # results are copied to the device on a stream
         return BackendTraits(uses_sockets=traits.uses_sockets, gathers_functionally=False)
     return traits
+
+
+def _key_of(backend: object, name: str) -> str:
+    """Return the key in ``TRAITS`` of a group's backend; empty for an unknown one under a name of torch's."""
+    while (inside := getattr(backend, "wrapped_pg", None)) is not None:  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = inside
+    return _KEY_OF_CLASS.get(type(backend).__name__) or ("" if name in _OF_TORCH else name)
 
 
 def default_backend() -> str:
@@ -108,7 +136,10 @@ def check_backend(backend: object) -> None:
     Raises:
         ValueError: torch knows no backend of this name. One of its own that was left out of the build is not refused.
     """
-    known = sorted({*dist.Backend.backend_list, *TRAITS} - {dist.Backend.UNDEFINED})
+    # torch registers those of its entry points when they are first used
+    later = {each.name.lower() for each in entry_points(group="torch.distributed.backends")}
+    named = TRAITS.keys() - {"nccl2", "nccl-lazy"}  # which torch before 2.14 lacks
+    known = sorted({*dist.Backend.backend_list, *later, *named} - {dist.Backend.UNDEFINED})
     for part in str(backend).split(","):
         name = part.rpartition(":")[2].strip().lower()
         if name not in known:
@@ -144,11 +175,10 @@ def device_served_by(backend: str, index: int) -> torch.device:
     device(type='cpu')
     """
     device = accelerator()
-    names = [entry.rpartition(":") for entry in backend.lower().split(",")]
-    served = {kind for kind, _, name in names if kind} | {
-        kind for _, _, name in names for kind in dist.Backend.backend_capability.get(name, ()) if name != "gloo"
-    }
-    return torch.device("cpu") if device is None or device.type not in served else torch.device(device.type, index)
+    if device is None or backend.lower() == "gloo":
+        return torch.device("cpu")
+    served = BackendConfig(backend).get_device_backend_map()  # registers a backend of an entry point
+    return torch.device(device.type, index) if device.type in served else torch.device("cpu")
 
 
 def device_in_use() -> torch.device | None:

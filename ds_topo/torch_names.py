@@ -155,8 +155,11 @@ def describe(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def calls_of(group: dist.ProcessGroup) -> int:
-    """Return the number of collectives of a group that this rank has called."""
-    calls: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    """Return the number of collectives of a group that this rank has called; 0 if its backend does not count them."""
+    try:
+        calls: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:  # nccl-lazy of torch 2.15
+        return 0
     return calls
 
 
@@ -239,18 +242,20 @@ def key_of_address(group: dist.ProcessGroup) -> str | None:
 
 
 @contextmanager
-def next_group_named(name: str) -> Iterator[None]:
-    """Give the group that the ``with`` block creates this name and its own communicator.
+def next_group_named(name: str) -> Iterator[torch.device | None]:
+    """Give the group that the ``with`` block creates this name and its own communicator; yield its ``device_id``.
 
-    If the job is bound to a device, as DeepSpeed binds it on GPUs, torch would split the world's communicator. That is
-    collective over the world, so members alone would wait for the other ranks forever.
+    If the job is bound to a device, as DeepSpeed and torch 2.15 bind it on GPUs, torch would split the world's
+    communicator. That is collective over the world, so members alone would wait for the other ranks forever. While the
+    job is not bound, torch 2.15 would guess the group's device, so it must be given.
     """
     world = c10d._get_default_group()
     bound = world.bound_device_id
     world.bound_device_id = None
+    device = bound if bound is not None and traits_of(world, bound).binds_device else None
     try:
         with ledger.bound(GROUP_NAME, lambda _: lambda ranks, use_hashed_name: name):
-            yield
+            yield device
     finally:
         world.bound_device_id = bound
 

@@ -13,7 +13,8 @@ To read the code, start with ``saving``, ``loading`` and ``folder``; ``conversio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ds_topo._lazy import lazy_attributes
 
@@ -48,4 +49,10 @@ _MODULES = {
     "to_single_file": "conversion",
 }
 __all__ = sorted(_MODULES)
-__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)
+_import, __dir__ = lazy_attributes(__name__, _MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if _MODULES.get(name, "folder") not in ("folder", "manifest"):  # these need neither torch nor DeepSpeed
+        import_module("ds_topo.mpu")  # refuses older releases, which lack names that the module imports
+    return _import(name)

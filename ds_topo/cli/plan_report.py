@@ -311,7 +311,10 @@ def how_to_train(job: Job, plan: Plan, path: str) -> str:
     layout = plan.layout
     problem = _example_problem(job, layout)
     if problem is None:
-        return f"train with: {_example_command(job, layout, path)}"
+        missing = (
+            "" if Path("examples/train_gpt.py").exists() else "\nds-topo examples copies that program to this folder"
+        )
+        return f"train with: {_example_command(job, layout, path)}{missing}"
     parts = {
         f"experts over {layout.expert_parallel} ranks": job.model.expert_count > 0,
         "sequence parallelism": layout.sequence_parallel,

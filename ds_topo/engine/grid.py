@@ -47,7 +47,8 @@ from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.releases import bind_methods, warn_of_releases
+from ds_topo.mpu.releases import bind_methods
+from ds_topo.mpu.supported import warn_of_newer_releases
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, SEQ
@@ -121,8 +122,9 @@ class PipelineParallelGrid(MpuGrid):
         timeout: float | timedelta | None = None,
         extra_axes: Iterable[str] = (),
     ) -> None:
-        warn_of_releases(deepspeed.__version__, torch.__version__)
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
+        if torch.distributed.get_rank(process_group) == 0:
+            warn_of_newer_releases(deepspeed.__version__, torch.__version__)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, _patching_engines))

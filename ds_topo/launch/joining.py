@@ -325,7 +325,8 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
     """Call ``init_process_group`` with the store; later groups inherit the timeout.
 
     The world's group is not bound to a device (``device_id=``). Otherwise torch would create every later NCCL group by
-    splitting it, which is collective over all ranks, while a grid's groups are created by their members alone.
+    splitting it, which is collective over all ranks. torch 2.15 binds it nevertheless, to ``LOCAL_RANK``; a grid
+    creates its groups by their members alone in both cases (:func:`~ds_topo.torch_names.next_group_named`).
     """
     try:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)

@@ -6,9 +6,10 @@ launcher, and sshd's session if there is one. It ends itself when one of them ha
 elsewhere it watches its parent. A parent-death signal (``PR_SET_PDEATHSIG``) would not suffice: it covers the parent
 only, and it is sent when the *thread* that started the rank ends.
 
-torch compiles an extension under a file named ``lock`` (``torch.utils.file_baton.FileBaton``), and every process that
-finds this file waits until it is gone. A process that is killed while it compiles never removes it. Every later start
-of DeepSpeed's CPU communication or fused optimizers then hangs, without a message.
+Before torch 2.14, an extension is compiled under a file named ``lock`` (``torch.utils.file_baton.FileBaton``), and
+every process that finds this file waits until it is gone. A process that is killed while it compiles never removes it.
+Every later start of DeepSpeed's CPU communication or fused optimizers then hangs, without a message. Newer releases
+lock the file itself until the process ends, and never remove it: it blocks nobody.
 """
 
 from __future__ import annotations
@@ -200,7 +201,8 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
     lock stays, with a warning if it is older than any build takes.
 
     Args:
-        folders: build folders, each of one extension; by default those in torch's extensions folder.
+        folders: build folders, each of one extension; by default those in torch's extensions folder, and none if the
+            installed torch does not wait for such files.
 
     Returns:
         The removed files.
@@ -208,15 +210,19 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
     >>> remove_abandoned_locks([])
     []
     """
-    removed = []
-    for folder in _build_folders() if folders is None else map(Path, folders):
+    removed: list[Path] = []
+    if folders is None:
+        folders = _build_folders()
+        if not folders or not _waits_for_files():
+            return removed
+    for folder in map(Path, folders):
         lock = folder / LOCK
         held = _remove_unless_held(lock)
         if held is False:
             removed.append(lock)
             warn(
-                f"removed {lock}: a process that was killed while it compiled an extension left it, and every later "
-                "start would have waited for it without limit"
+                f"removed {lock}: a process that was killed while it compiled an extension left it, or a newer torch, "
+                "and every later start would have waited for it without limit"
             )
         elif held is None:
             with suppress(OSError):  # it has been removed
@@ -237,6 +243,13 @@ def _build_folders() -> list[Path]:
     from torch.utils.cpp_extension import get_default_build_root
 
     return [lock.parent for lock in Path(get_default_build_root()).glob(f"*/*/{LOCK}")]
+
+
+def _waits_for_files() -> bool:
+    """Tell whether the installed torch waits until a lock file is gone."""
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")
 
 
 def _remove_unless_held(lock: Path) -> bool | None:

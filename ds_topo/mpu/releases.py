@@ -1,4 +1,4 @@
-"""Describe the tested releases of DeepSpeed and torch, the rows that each one needs, and their fingerprints.
+"""Tell which rows the installed releases of DeepSpeed and torch need, and keep the fingerprints of releases.
 
 A fingerprint is a hash of the syntax tree of a function or class that a row names, without comments, docstrings, blank
 lines and line breaks. It is equal on every version of Python that ds_topo supports, because the tree is written out
@@ -15,11 +15,10 @@ import inspect
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from textwrap import indent
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -27,8 +26,8 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_topo.errors import warn
 from ds_topo.ledger import Make, Patch, Row, exists, ledger, name_of
+from ds_topo.mpu.supported import number
 
 FILE = Path(__file__).with_name("fingerprints.json")
 INSTALLED = {
@@ -38,39 +37,6 @@ INSTALLED = {
 """The installed release of each library."""
 _OF_ONE_VERSION = {"ctx", "kind", "type_comment", "type_params"}
 """Fields of syntax trees that some versions of Python lack, or that say nothing about the code."""
-
-
-class Supported(NamedTuple):
-    """The releases of a library from the oldest to the newest that all tests were run with."""
-
-    name: str
-    oldest: Version
-    newest: Version
-
-
-DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
-TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
-
-
-def _number(release: str) -> Version:
-    """Return the release of a build: ``2.13.0`` for ``2.13.0+cpu`` and for ``2.13.0a0``."""
-    return Version(Version(release).base_version)
-
-
-@cache
-def warn_of_releases(of_deepspeed: str, of_torch: str) -> None:
-    """Warn once about each installed release that is older or newer than all tested ones."""
-    for (name, oldest, newest), release in ((DEEPSPEED, of_deepspeed), (TORCH, of_torch)):
-        doubts = ""
-        if _number(release) > newest:
-            doubts = (
-                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with: compare losses and "
-                "norms of the first steps; python -m ds_topo.engine lists the names it relies on"
-            )
-        elif _number(release) < oldest:
-            doubts = f"{name} {release} is older than {oldest}, the oldest that ds_topo was run with: upgrade it"
-        if doubts:
-            warn(doubts)
 
 
 def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStack:
@@ -101,7 +67,7 @@ def is_due(row: Row) -> bool:
     if row.releases == "builds with NCCL":
         return dist.is_nccl_available()
     release = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}[name_of(row.owner).split(".")[0]]
-    return _number(release) in SpecifierSet(row.releases)
+    return number(release) in SpecifierSet(row.releases)
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------

@@ -197,12 +197,14 @@ class ProcessGroups:
             return cast("ProcessGroup", dist.group.WORLD)
 
         def new_group() -> Any:
-            text = f"{torch_names.DESCRIPTION}{name}"
-            return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=text)
+            text, given = f"{torch_names.DESCRIPTION}{name}", {} if device is None else {"device_id": device}
+            return dist.new_group(
+                list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=text, **given
+            )
 
         try:
             with (
-                torch_names.next_group_named(self._name(ranks)),
+                torch_names.next_group_named(self._name(ranks)) as device,
                 torch_names.without_store() if len(ranks) == 1 else nullcontext(),
             ):
                 limit = self.timeout * UNANSWERED_AFTER

@@ -11,7 +11,7 @@ import pytest
 from ds_topo import __version__
 from ds_topo.cli import main, parsers
 
-COMMANDS = ["check", "checkpoint", "convert", "plan", "show", "verify"]
+COMMANDS = ["check", "checkpoint", "convert", "examples", "plan", "show", "verify"]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ import pytest
 from ds_topo.engine.__main__ import ROWS, comparison, differences
 from ds_topo.ledger import Reliance
 from ds_topo.mpu import releases
-from ds_topo.mpu.releases import DEEPSPEED, fingerprint, recorded, release_to_compare, sources, without_source
+from ds_topo.mpu.releases import fingerprint, recorded, release_to_compare, sources, without_source
+from ds_topo.mpu.supported import DEEPSPEED
 
 SOURCE = '''
 @decorated

@@ -10,6 +10,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.version import Version
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_topo.launch import orphans
@@ -94,6 +97,37 @@ def test_old_lock_of_unknown_state_warns(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.warns(RuntimeWarning, match="is 20 minutes old"):
         assert remove_abandoned_locks([tmp_path]) == []
     assert lock.exists()
+
+
+@linux
+@pytest.mark.parametrize("waits", [True, False])
+def test_default_folders_are_cleared_only_for_a_torch_that_waits(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.14 locks the file instead, and never removes it: it is there at every start."""
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton, raising=False)
+    if not waits:
+        monkeypatch.delattr(cpp_extension, "FileBaton")
+    with warnings.catch_warnings(record=True) as warned:
+        assert remove_abandoned_locks() == [lock] * waits
+    assert (len(warned), lock.exists()) == (int(waits), not waits)
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.14"), reason="torch waits for the file")
+def test_file_that_torch_leaves_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    with cpp_extension.FileLock(folder / "lock"):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert remove_abandoned_locks() == []
+    assert (folder / "lock").exists()
 
 
 def test_torchs_own_folder_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

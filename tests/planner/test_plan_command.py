@@ -157,7 +157,9 @@ def test_picture_is_written_by_file_ending(tmp_path: Path, capsys: pytest.Captur
     assert "cannot be written" in refused(capsys, *JOB, "--picture", str(tmp_path / "absent" / "plan.png"))
 
 
-def test_written_config_has_the_best_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_config_has_the_best_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "ds_config.json"
     out = plan(capsys, *JOB, *BYTES, "--write", str(path), "--fix", "pipe=2,model=2")
     config = json.loads(path.read_text())
@@ -167,6 +169,10 @@ def test_written_config_has_the_best_layout(tmp_path: Path, capsys: pytest.Captu
     assert config["train_batch_size"] == 64 == data * micro * config["gradient_accumulation_steps"]
     assert config["bf16"] == {"enabled": True}
     assert "train with: torchrun --nnodes 2 --nproc-per-node 4 examples/train_gpt.py" in out
+    copies = "ds-topo examples copies that program"
+    assert copies not in out, "it is here"
+    monkeypatch.chdir(tmp_path)
+    assert copies in plan(capsys, *JOB, *BYTES, "--write", "other.json", "--fix", "pipe=2,model=2")
     assert "cannot be written" in refused(capsys, *JOB, "--write", str(tmp_path / "absent" / "x.json"))
     plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2", "--recompute", "full")
     assert json.loads(path.read_text())["pipeline"] == {"activation_checkpoint_interval": 1, "use_reentrant": False}

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Backend, ReduceOp
 
 from ds_topo.backends import TRAITS
@@ -40,6 +41,8 @@ NAME = "strict"
 def register() -> None:
     """Make the backend known to torch and ds_topo, with NCCL's traits. Idempotent."""
     TRAITS[NAME] = TRAITS["nccl"]
+    # torch 2.15 records the calls of other backends by a hook in C++, which needs a C++ backend
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
     if NAME not in Backend.backend_list:
         Backend.register_backend(NAME, StrictProcessGroup, extended_api=True, devices=["cpu"])
 
