@@ -29,7 +29,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
+from ds_topo.engine import activations, autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -373,6 +373,8 @@ _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.NEXT_BATCH, remember_samples),
     (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
     (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
+    (patches.CHECKED_SENDS, activations.with_checked_sends),
+    (patches.BUFFERS_BY_TYPE, activations.allocated_by_type),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
     *parameter_gathers.OF_OPTIMIZERS,
 )

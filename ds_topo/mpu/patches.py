@@ -66,7 +66,7 @@ FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPI
       get_autosp_backend: The same, whose graphs use the groups along seq and the index along seq.
         AutoSP joins neighboring ranks, whatever the mpu is.
 """)
-TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
+TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH, CHECKED_SENDS, BUFFERS_BY_TYPE = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.pipe.engine.PipelineEngine
       train_batch: The same with the engine's own mpu. It starts on all ranks or on none.
@@ -74,6 +74,10 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
         If one rank runs out of samples within a step, the others wait for its activations without end.
       _next_batch: The same. It also takes a digest of the first batches.
         First and last stages, and model parallel peers, read samples independently and must read the same.
+      _INSTRUCTION_MAP: The same map with a SendActivation that raises if shapes differ from those it has told.
+        The next stage has told shapes in its buffers. It would use old rows of a larger one.
+      _allocate_or_extend_buffers: The same, and a buffer of another type is replaced.
+        DeepSpeed returns a buffer of any type that is large enough.
 """)
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
