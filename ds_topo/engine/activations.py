@@ -44,13 +44,16 @@ def have_changed(engine: PipelineEngine, shapes: list[Shapes]) -> bool:
 
 @contextmanager
 def buffers_for(
-    engine: PipelineEngine, method: str, shapes: list[Shapes], changed: bool, uneven: bool
+    engine: PipelineEngine, method: str, wanted: int, shapes: list[Shapes], changed: bool, uneven: bool
 ) -> Iterator[None]:
     """Let stages exchange the shapes of activations anew in one call, where that is necessary.
+
+    DualPipeV also gets buffers for the micro-batches of this call, because it addresses them by their number.
 
     Args:
         engine: the engine.
         method: ``train_batch`` or ``eval_batch``; a module may have other outputs in evaluations.
+        wanted: the number of micro-batches.
         shapes: those of this rank's micro-batches; none on stages that read no inputs.
         changed: whether some rank's differ from those of the last call.
         uneven: whether some rank's differ from each other.
@@ -66,7 +69,10 @@ def buffers_for(
         )
     if changed or _last[engine][0] != method:
         engine.reset_activation_shape()
-    before = {name: getattr(engine, name) for name in ("dynamic_shape", "is_pipe_partitioned", "is_grad_partitioned")}
+    names = ("dynamic_shape", "is_pipe_partitioned", "is_grad_partitioned", "micro_batches")
+    before = {name: getattr(engine, name) for name in names}
+    if isinstance(engine, DualPipeVEngine):
+        engine.micro_batches = wanted
     engine.dynamic_shape = engine.dynamic_shape or uneven
     if engine.dynamic_shape:  # parts of activations come with their shapes, which DeepSpeed reads in the first one only
         engine.is_pipe_partitioned = engine.is_grad_partitioned = False

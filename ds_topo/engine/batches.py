@@ -115,7 +115,7 @@ def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, *
         _, *shapes = _require(engine, engine.data_iterator, wanted, is_own=True)
     else:
         _, *shapes = _require(engine, None, wanted)
-    with buffers_for(engine, method.__name__, *shapes):
+    with buffers_for(engine, method.__name__, wanted, *shapes):
         return method(*given.args, **given.kwargs)
 
 

@@ -9,9 +9,11 @@ import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
+from ds_topo.engine import activations
 from ds_topo.errors import DisagreementError, EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
@@ -109,3 +111,94 @@ def test_losses_are_those_of_one_process(world: Worlds, spec: str, kind: str, ca
     expected = by_hand(kind, 2 if "data" in spec else 1, CALLS[case])
     for losses in world(4).run(_losses, spec, kind, CALLS[case], timeout=20.0):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", mark_exhaustive(CALLS, default=lambda _, case: case in ("within a step", "more dimensions"))
+)
+def test_dynamic_shapes_work_with_slices(world: Worlds, case: str) -> None:
+    expected = by_hand("plain", 1, CALLS[case])
+    for losses in world(4).run(_dynamic_losses, CALLS[case], timeout=20.0):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _dynamic_losses(calls: list[Call]) -> list[float]:
+    return _losses("model=2,pipe=2", "plain", calls, dynamic_shape=True)
+
+
+DUALPIPE: list[Call] = [("train", [(2,)] * 4), ("eval", [(1,)] * 4), ("eval", [(3,)] * 5), ("train", [(2,)] * 4)]
+
+
+def test_dualpipe_follows_shapes_between_steps(world: Worlds) -> None:
+    expected = by_hand("plain", 2, DUALPIPE)
+    for losses in world(4).run(_losses, "pipe=2,data=2", "plain", DUALPIPE, "DualPipeV", timeout=20.0):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_dualpipe_refuses_other_shapes_within_a_step_on_all_ranks(world: Worlds) -> None:
+    calls: list[Call] = [("train", [(2,)] * 4), ("eval", [(2,), (2,), (2,), (1,)])]
+    for error in world(4).run(_losses, "pipe=2,data=2", "plain", calls, "DualPipeV", timeout=20.0, expect_failure=True):
+        assert isinstance(error, EngineOptionError)
+        assert "eval_batch() have inputs of different shapes" in str(error)
+        assert "drop_last=True" in str(error)
+
+
+def _another_shape_on_one_slice(spec: str, reader: str) -> list[str]:
+    start()
+    errors = []
+    with PipelineParallelGrid(spec) as grid:
+        module = PipelineModule(layers(), grid=grid, loss_fn=F.mse_loss)
+        engine, *_ = deepspeed.initialize(model=module, config=settings())
+        is_reader = engine.is_first_stage() if reader == "inputs" else engine.is_last_stage()
+        for rows in (2, 2, 2, 3, 2):  # the samples of the first two steps are compared, too
+            mine = rows if is_reader and grid.get_axis_rank("model") == 1 else 2
+            try:
+                engine.train_batch(iter([(torch.ones(mine, 4), torch.ones(mine, 4))] * 2))
+            except DisagreementError as error:
+                errors.append(str(error))
+        engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("reader", ["inputs", "labels"])
+def test_another_shape_on_one_slice_raises_on_all_ranks(world: Worlds, reader: str) -> None:
+    stage = 0 if reader == "inputs" else 1
+    for errors in world(4).run(_another_shape_on_one_slice, "pipe=2,model=2", reader, timeout=20.0):
+        (message,) = errors
+        assert f"rank {2 * stage} (pipe={stage}, model=0) and its peers along 'model'" in message
+        assert "batches of different shapes" in message
+
+
+class Sender:
+    """What ``SendActivation`` asks of an engine."""
+
+    stage_id, dynamic_shape, first_output_send = 1, False, True
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.pipe_buffers: dict[str, list[Any]] = {"outputs": []}
+
+    def send(self, buffer_id: int) -> None:
+        self.first_output_send = False
+        self.sent.append(self.pipe_buffers["outputs"][buffer_id])
+
+
+def test_a_stage_refuses_to_send_shapes_that_the_next_one_does_not_expect() -> None:
+    sender = Sender()
+    send = activations.with_checked_sends({schedule.SendActivation: Sender.send})[schedule.SendActivation]
+    first, same, other = torch.ones(2, 4), torch.zeros(2, 4), torch.ones(1, 4)
+    sender.pipe_buffers["outputs"] = [first, same, other, other.double(), (first, first)]
+    send(sender, 0)
+    send(sender, 1)
+    with pytest.raises(
+        EngineOptionError, match=r"stage 1 .* float32 \[1, 4\], .* float32 \[2, 4\].*dynamic_shape=True"
+    ):
+        send(sender, 2)
+    for buffer in (3, 4):
+        with pytest.raises(EngineOptionError):
+            send(sender, buffer)
+    assert sender.sent == [first, same]
+    sender.first_output_send = True  # after reset_activation_shape()
+    send(sender, 2)
+    sender.dynamic_shape = True
+    send(sender, 0)
