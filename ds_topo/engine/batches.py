@@ -175,10 +175,11 @@ def _require(
 def _are_shapes_read(engine: PipelineEngine) -> bool:
     """Tell whether this rank reads all micro-batches of a step before it, for their shapes.
 
-    The first stage reads them for the buffers of activations, and the last one to compare the labels of slices.
+    The first stage reads them for the buffers of activations, and the last one to compare the labels of slices. A
+    sampler for data efficiency communicates, so both read at the same time.
     """
     grid = engine.grid
-    is_reader = engine.is_first_stage() or grid.get_axis_size(MODEL) > 1
+    is_reader = engine.is_first_stage() or grid.get_axis_size(MODEL) > 1 or engine.curriculum_learning_enabled()
     return bool(engine.num_stages > 1 and engine.batch_fn is None and grid.check_samples and is_reader)
 
 

@@ -32,6 +32,7 @@ from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
+from ds_topo.engine.shares import check_sampling
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry
@@ -77,6 +78,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     if unknown and dist.get_rank() == 0:
         warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
     check_sharding(config, grid)
+    check_sampling(config, grid, is_pipeline)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     if config.zero_config.zenflow is not None and config.zero_config.stage < 3:  # it broadcasts by numbers in the group

@@ -29,7 +29,16 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import activations, autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
+from ds_topo.engine import (
+    activations,
+    autoparallel,
+    checks,
+    experts,
+    hybrid_sharding,
+    norms,
+    parameter_gathers,
+    shares,
+)
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -197,6 +206,7 @@ def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
 
 def _patch_engine(engine: DeepSpeedEngine) -> None:
     is_pipeline, has_experts = isinstance(engine, PipelineEngine), bool(registry.of(engine.mpu))
+    shares.deal_dynamic_batches(engine)
     rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
     rows += hybrid_sharding.rows_of_engines(engine)
     hybrid_sharding.save_each_partition_once(engine)
@@ -356,6 +366,7 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     (patches.EXPERT_PARALLEL, autoparallel.over_groups_of_grid),
     (patches.TENSOR_PARALLEL_STATES, autoparallel.keeping_grid),
     (patches.CONFIGURE_MODEL, _configured),
+    (patches.LOADER_OF_SHARES, shares.loader_of_shares),
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
@@ -371,6 +382,8 @@ _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
     (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
     (patches.NEXT_BATCH, remember_samples),
+    (patches.LOADER_OF_SHARES, shares.loader_of_shares),
+    (patches.OWN_SAMPLES, shares.iterating_over_share),
     (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
     (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
     (patches.CHECKED_SENDS, activations.with_checked_sends),

@@ -79,6 +79,15 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH, CHECKED_SENDS, BUFFERS_BY_T
       _allocate_or_extend_buffers: The same, and a buffer of another type is replaced.
         DeepSpeed returns a buffer of any type that is large enough.
 """)
+LOADER_OF_SHARES, OWN_SAMPLES = patches_of("""
+    while: an engine's constructor runs, and then while the grid of the engine exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      deepspeed_io: The same for this rank's share of samples. A sampler for data efficiency sends them to all ranks.
+        It divides samples by a group that counts peers along seq, and sends from rank 0 to a group that may lack it.
+    deepspeed.runtime.pipe.engine.PipelineEngine
+      _build_data_iter: The same for this rank's share of samples, on stages that read samples.
+        The mpu of a pipeline counts peers along seq, which would read different samples.
+""")
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
