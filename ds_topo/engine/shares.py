@@ -121,7 +121,7 @@ def check_sampling(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) ->
             f'{option} "curriculum_learning" on {grid.topology().spec!r}: rank 0 of the job chooses all samples, but '
             "some engines do not have this rank: use grid.data_loader(dataset), or a PipelineModule on all ranks"
         )
-    if not _has_dynamic_batches(config) or grid.get_axis_size(SEQ) == 1:
+    if not _has_dynamic_batches(config) or grid.get_context_parallel_world_size() == 1:
         return
     if is_pipeline:
         raise EngineOptionError(
