@@ -434,6 +434,10 @@ deepspeed.runtime.pipe.module.PipelineModule
   _grid: is the grid that a module was built on
   _layer_specs: tells which layers are tied
   _synchronize_tied_weights: is overridden to suppress a warning
+deepspeed.runtime.pipe.engine.PipelineEngine
+  _grad_layer_buf: lists the buffers of activations and gradients
+deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
+  _first_send: tells whether a stage sends the shapes of activations next
 torch.utils.data.dataloader._BaseDataLoaderIter
   _dataset_kind: tells whether samples have indices
   _index_sampler: tells who chooses the samples

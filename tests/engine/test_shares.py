@@ -20,7 +20,7 @@ from torch import nn
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.errors import EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.small_engines import settings, start
+from tests.support.small_engines import data_efficiency, settings, start
 from tests.support.world import Worlds
 
 STEPS, ACCUMULATION = 3, 4
@@ -61,19 +61,7 @@ class Notes(nn.Linear):
 def _config(folder: str | None, **more: Any) -> dict[str, Any]:
     if folder is None:
         return settings(gradient_accumulation_steps=ACCUMULATION, **more)
-    schedule = {"total_curriculum_step": 4, "difficulty_step": 1, "root_degree": 1}
-    metric = {
-        "difficulty_type": "value",
-        "clustering_type": "single_cluster",
-        "min_difficulty": 1,
-        "max_difficulty": 4,
-        "schedule_type": "fixed_root",
-        "schedule_config": schedule,
-    }
-    learning = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"any": metric}}
-    sampling = {"enabled": True, "num_epochs": 4, "curriculum_learning": learning}
-    data = {"enabled": True, "seed": 7, "data_sampling": sampling}
-    return settings(gradient_accumulation_steps=ACCUMULATION, data_efficiency=data, **more)
+    return settings(gradient_accumulation_steps=ACCUMULATION, data_efficiency=data_efficiency(folder), **more)
 
 
 @contextmanager
