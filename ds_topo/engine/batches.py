@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice, repeat
@@ -29,6 +30,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
@@ -104,27 +106,35 @@ def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
 def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
     """Start ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
     given = inspect.signature(method).bind(engine, *args, **options)
-    if engine.grid.world_size > 1:
-        wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
-        if (iterator := given.arguments.get("data_iter")) is not None:
-            given.arguments["data_iter"] = _require(engine, iterator, wanted)
-        elif method.__name__ == "train_batch":
-            _require(engine, engine.data_iterator, wanted, is_own=True)
-        else:
-            _require(engine, None, wanted)
-    return method(*given.args, **given.kwargs)
+    if engine.grid.world_size == 1:
+        return method(*given.args, **given.kwargs)
+    wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
+    if (iterator := given.arguments.get("data_iter")) is not None:
+        given.arguments["data_iter"], *shapes = _require(engine, iterator, wanted)
+    elif method.__name__ == "train_batch":
+        _, *shapes = _require(engine, engine.data_iterator, wanted, is_own=True)
+    else:
+        _, *shapes = _require(engine, None, wanted)
+    with buffers_for(engine, method.__name__, wanted, *shapes):
+        return method(*given.args, **given.kwargs)
 
 
 def _require(
     engine: PipelineEngine, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
-) -> Iterator[Any] | None:
-    """Agree that all ranks have enough samples for a step; return the iterator to use instead of the given one.
+) -> tuple[Iterator[Any] | None, list[Shapes], bool, bool]:
+    """Agree that all ranks have enough samples for a step, and whether these have other shapes than the last ones.
+
+    Returns:
+        The iterator to use instead of the given one, the shapes of this rank's micro-batches where they matter, whether
+        those of some rank have changed since the last step, and whether they change within this one.
 
     Raises:
         EndOfSamplesError: a rank has too few; raised on every rank; the message names the rank with the fewest.
+        DisagreementError: slices have samples of different shapes; raised on every rank.
         Exception: this rank failed to read samples.
     """
     left, failure = _ENDLESS, None
+    shapes: list[Shapes] = []
     if not (engine.is_first_stage() or engine.is_last_stage()):
         pass  # other stages read no samples
     elif iterator is None:
@@ -136,11 +146,17 @@ def _require(
                 iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
                 _check_batch(iterator.first(), engine.is_first_stage())
                 _checked.add(engine)
+            if left >= wanted and _are_shapes_read(engine):
+                iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
+                iterator.fill(wanted)
+                part = 0 if engine.is_first_stage() else 1
+                shapes = [shapes_of(batch[part]) for batch in islice(iterator.ahead, wanted)]
         except Exception as error:
             left, failure = _FAILED, error
         if is_own:
             engine.data_iterator = iterator
-    fewest, rank = _fewest(left, engine.grid)
+    uneven = len({*shapes}) > 1 and engine.is_first_stage()
+    fewest, rank, changed, uneven = _fewest(left, engine.grid, have_changed(engine, shapes), uneven)
     if failure is not None:
         raise failure
     if fewest < wanted:
@@ -150,7 +166,21 @@ def _require(
             f"{_described(engine.grid, rank)} {reason}, so no rank starts it: every rank of the first and of the last "
             "stage needs an iterator with enough micro-batches; deepspeed.utils.RepeatingLoader restarts one that ends"
         )
-    return iterator
+    if changed and engine.grid.get_axis_size(MODEL) > 1:
+        read = [zlib.crc32(repr(shapes).encode()) if shapes else 0]
+        _require_equal(read, engine.grid, (MODEL,), engine.grid.topology().axes, "batches of different shapes")
+    return iterator, shapes, changed, uneven
+
+
+def _are_shapes_read(engine: PipelineEngine) -> bool:
+    """Tell whether this rank reads all micro-batches of a step before it, for their shapes.
+
+    The first stage reads them for the buffers of activations, and the last one to compare the labels of slices. A
+    sampler for data efficiency communicates, so both read at the same time.
+    """
+    grid = engine.grid
+    is_reader = engine.is_first_stage() or grid.get_axis_size(MODEL) > 1 or engine.curriculum_learning_enabled()
+    return bool(engine.num_stages > 1 and engine.batch_fn is None and grid.check_samples and is_reader)
 
 
 def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], int]:
@@ -195,13 +225,18 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
     )
 
 
-def _fewest(left: int, grid: MpuGrid) -> tuple[int, int]:
-    """Return the smallest ``left`` of all ranks, and the first rank that has it; collective over the grid."""
+def _fewest(left: int, grid: MpuGrid, *flags: bool) -> tuple[int, ...]:
+    """Return the smallest ``left`` of all ranks, the first rank that has it, and which flags are true on some rank.
+
+    It is collective over the grid.
+    """
     device = get_accelerator().current_device_name()
-    first = torch.tensor((min(left, _ENDLESS) - _FAILED) * grid.world_size + grid.grid_rank, device=device)
-    dist.all_reduce(first, dist.ReduceOp.MIN, group=grid.get_group(grid.topology().axes))
-    number, rank = divmod(int(first), grid.world_size)
-    return number + _FAILED, rank
+    first = (min(left, _ENDLESS) - _FAILED) * grid.world_size + grid.grid_rank
+    smallest = torch.tensor([first, *(0 if flag else 1 for flag in flags)], device=device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=grid.get_group(grid.topology().axes))
+    first, *unset = smallest.tolist()
+    number, rank = divmod(first, grid.world_size)
+    return number + _FAILED, rank, *(not flag for flag in unset)
 
 
 # -- the same samples -------------------------------------------------------------------------------------------------
@@ -265,7 +300,9 @@ def _is_due(engine: DeepSpeedEngine, grid: MpuGrid) -> bool:
     return True
 
 
-def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> None:
+def _require_equal(
+    read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str], what: str = "different samples"
+) -> None:
     """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 means that nothing was read.
 
     Raises:
@@ -281,7 +318,7 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
         return
     names = " and ".join(repr(axis) for axis in peers if grid.get_axis_size(axis) > 1)
     raise DisagreementError(
-        f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read different samples, but all "
+        f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read {what}, but all "
         f"ranks of one replica of {grid.topology().spec!r} must train on the same ones. Use grid.sampler(dataset) or "
         "grid.data_loader(dataset), or divide samples into grid.get_sample_world_size() shares; if the difference is "
         "intended, set grid.check_samples = False"

@@ -32,14 +32,15 @@ from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
+from ds_topo.engine.shares import check_sampling
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.process_groups.creation import gathered
+from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, mechanisms_of
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
+from ds_topo.topology.rank_tables import gradient_axes, partition_axes, zero_partition_ranks
 
 
 @around
@@ -77,6 +78,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     if unknown and dist.get_rank() == 0:
         warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
     check_sharding(config, grid)
+    check_sampling(config, grid, is_pipeline)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     if config.zero_config.zenflow is not None and config.zero_config.stage < 3:  # it broadcasts by numbers in the group
@@ -453,7 +455,41 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
             create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
 
 
-def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
+def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
+    """Refuse parameters that ``deepspeed.zero.Init`` has partitioned over other ranks than ZeRO 3 does.
+
+    It gives all of these ranks the values of the first one, which other slices or stages may not have.
+
+    Raises:
+        EngineOptionError: the message names a parameter, and both sets of ranks.
+    """
+    expected = grid.get_ranks(partition_axes(grid.topology()))
+    right = [expected]
+    if engine._config.tensor_parallel_config.autotp_size > 1:  # AutoTP splits what was whole on all ranks
+        right.append(grid.get_ranks(axes_of_engine(grid, False)))
+    known: dict[ProcessGroup, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        group = getattr(parameter, "ds_process_group", None)
+        if group is None or not getattr(parameter, "allreduce", True):  # experts have groups of their own
+            continue
+        if group not in known:
+            known[group] = sorted(dist.get_process_group_ranks(group))
+        if engine.zero_optimization_stage() < 3:
+            raise EngineOptionError(
+                f"zero.Init partitioned parameter {name!r} over ranks {listed(known[group])}, but the engine is at "
+                f"ZeRO stage {engine.zero_optimization_stage()}, which needs whole parameters: use stage 3, or build "
+                "the model without zero.Init"
+            )
+        if known[group] not in right:
+            raise EngineOptionError(
+                f"zero.Init partitioned parameter {name!r} over ranks {listed(known[group])}, all of which now have "
+                f"the values of the first one, but ZeRO 3 partitions over {listed(expected)} with "
+                f"{grid.topology().spec!r}: pass data_parallel_group=grid.get_partition_group() to zero.Init, or call "
+                "ds_topo.use(grid) before it"
+            )
+
+
+def agree_on_model(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
     """Compare the parameters of replicas, and the parallel state of layers; collective over the engine's ranks.
 
     Raises:
@@ -469,6 +505,7 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_programs(model, grid)
+        check_partitions(model, grid, engine)
         for name, parameter in model.named_parameters():
             shape = list(getattr(parameter, "ds_shape", parameter.shape))
             frozen = "" if parameter.requires_grad else " frozen"

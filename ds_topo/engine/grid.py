@@ -31,6 +31,7 @@ from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
 from ds_topo.engine import (
     accumulation,
+    activations,
     autoparallel,
     checks,
     experts,
@@ -38,6 +39,7 @@ from ds_topo.engine import (
     norms,
     parameter_gathers,
     several_losses,
+    shares,
     unused_parameters,
 )
 from ds_topo.engine.accumulation import with_own_number
@@ -210,6 +212,7 @@ def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
 
 def _patch_engine(engine: DeepSpeedEngine) -> None:
     is_pipeline, has_experts = isinstance(engine, PipelineEngine), bool(registry.of(engine.mpu))
+    shares.deal_dynamic_batches(engine)
     rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
     rows += hybrid_sharding.rows_of_engines(engine)
     hybrid_sharding.save_each_partition_once(engine)
@@ -360,7 +363,7 @@ def _comparing_steps(step: Any, engine: DeepSpeedEngine, *args: Any, **options: 
 @around
 def _configured(configure: Any, engine: DeepSpeedEngine, model: Any) -> None:
     checks.check_model(engine, model, engine.mpu)
-    checks.agree_on_model(model, engine.mpu)
+    checks.agree_on_model(model, engine.mpu, engine)
     checks.create_missing_expert_groups(engine, model, engine.mpu)
     _set_current(engine.mpu)  # again, because experts may have got groups since
     configure(engine, model)
@@ -372,6 +375,7 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     (patches.EXPERT_PARALLEL, autoparallel.over_groups_of_grid),
     (patches.TENSOR_PARALLEL_STATES, autoparallel.keeping_grid),
     (patches.CONFIGURE_MODEL, _configured),
+    (patches.LOADER_OF_SHARES, shares.loader_of_shares),
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
@@ -387,11 +391,15 @@ _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
     (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
     (patches.NEXT_BATCH, remember_samples),
+    (patches.LOADER_OF_SHARES, shares.loader_of_shares),
+    (patches.OWN_SAMPLES, shares.iterating_over_share),
     (
         patches.TRAIN_BATCH_ON_GRID,
         lambda train: _with_own_mpu(with_own_number(with_same_batches(with_enough_micro_batches(train)))),
     ),
     (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
+    (patches.CHECKED_SENDS, activations.with_checked_sends),
+    (patches.BUFFERS_BY_TYPE, activations.allocated_by_type),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
     *parameter_gathers.OF_OPTIMIZERS,
 )

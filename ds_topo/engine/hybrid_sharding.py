@@ -205,19 +205,11 @@ def _dense_groups(optimizer: Any) -> list[int]:
 
 def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> None:
     """Give all copies of a partition the values of the first: ``zero.Init`` makes those of one partition equal."""
-    expected = grid.get_ranks(SHARD)
     copies = grid.get_copy_group()
+    if dist.get_world_size(copies) == 1:
+        return
     for parameter in parameters:
-        if not hasattr(parameter, "ds_tensor"):
-            continue
-        found = sorted(dist.get_process_group_ranks(parameter.ds_process_group))  # type: ignore[attr-defined]
-        if found != expected:
-            raise EngineOptionError(
-                f"zero.Init partitioned a parameter over ranks {found}, but ZeRO partitions over {expected} with "
-                f"{grid.topology().spec!r}: pass data_parallel_group=grid.get_partition_group() to zero.Init, or call "
-                "ds_topo.use(grid) before it"
-            )
-        if dist.get_world_size(copies) > 1:
+        if hasattr(parameter, "ds_tensor"):
             dist.broadcast(parameter.ds_tensor.data, dist.get_global_rank(copies, 0), group=copies)
 
 

@@ -66,7 +66,7 @@ FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPI
       get_autosp_backend: The same, whose graphs use the groups along seq and the index along seq.
         AutoSP joins neighboring ranks, whatever the mpu is.
 """)
-TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
+TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH, CHECKED_SENDS, BUFFERS_BY_TYPE = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.pipe.engine.PipelineEngine
       train_batch: The same with the engine's own mpu. It starts on all ranks or on none.
@@ -74,6 +74,19 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
         If one rank runs out of samples within a step, the others wait for its activations without end.
       _next_batch: The same. It also takes a digest of the first batches.
         First and last stages, and model parallel peers, read samples independently and must read the same.
+      _INSTRUCTION_MAP: The same map with a SendActivation that raises if shapes differ from those it has told.
+        The next stage has told shapes in its buffers. It would use old rows of a larger one.
+      _allocate_or_extend_buffers: The same, and a buffer of another type is replaced.
+        DeepSpeed returns a buffer of any type that is large enough.
+""")
+LOADER_OF_SHARES, OWN_SAMPLES = patches_of("""
+    while: an engine's constructor runs, and then while the grid of the engine exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      deepspeed_io: The same for this rank's share of samples. A sampler for data efficiency sends them to all ranks.
+        It divides samples by a group that counts peers along seq, and sends from rank 0 to a group that may lack it.
+    deepspeed.runtime.pipe.engine.PipelineEngine
+      _build_data_iter: The same for this rank's share of samples, on stages that read samples.
+        The mpu of a pipeline counts peers along seq, which would read different samples.
 """)
 SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, FORWARD_OF_STEP, BACKWARD_OF_STEP = patches_of("""
     while: the grid of the engine exists
@@ -465,6 +478,10 @@ deepspeed.runtime.pipe.module.PipelineModule
   _grid: is the grid that a module was built on
   _layer_specs: tells which layers are tied
   _synchronize_tied_weights: is overridden to suppress a warning
+deepspeed.runtime.pipe.engine.PipelineEngine
+  _grad_layer_buf: lists the buffers of activations and gradients
+deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
+  _first_send: tells whether a stage sends the shapes of activations next
 torch.utils.data.dataloader._BaseDataLoaderIter
   _dataset_kind: tells whether samples have indices
   _index_sampler: tells who chooses the samples

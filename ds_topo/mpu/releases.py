@@ -42,11 +42,15 @@ _OF_ONE_VERSION = {"ctx", "kind", "type_comment", "type_params"}
 def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStack:
     """Patch the methods of one object that rows name for its class; return the releases.
 
-    A make function gets the function of the class and returns a function that takes the object first.
+    A make function gets the function of the class and returns a function that takes the object first. Of an attribute
+    that is no method it gets the value and returns another one.
     """
 
     def method_of(make: Make) -> Make:
-        return lambda method: MethodType(make(method.__func__), target)
+        def bound(value: Any) -> Any:
+            return MethodType(make(value.__func__), target) if isinstance(value, MethodType) else make(value)
+
+        return bound
 
     with ExitStack() as releases:
         for row, make in rows:

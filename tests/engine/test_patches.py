@@ -37,6 +37,7 @@ from ds_topo.mpu.releases import is_missing
 from ds_topo.torch_names import inherit_timeout
 from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks
+from tests.support.small_engines import data_efficiency
 
 PACKAGE = Path(ds_topo.__file__).parent
 
@@ -491,8 +492,10 @@ def _calls_of_further_features(folder: str) -> set[tuple[str, str]]:
             trainer.destroy()
         with PipelineParallelGrid("pipe=2,data=2") as grid:
             module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
-            engine, *_ = initialize(model=module, config=_settings())
-            engine.eval_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+            samples = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
+            config = _settings(data_efficiency=data_efficiency(folder))  # whose loaders have no processes of their own
+            engine, *_ = initialize(model=module, config=config, training_data=samples)
+            engine.eval_batch(iter(samples))
             engine.destroy()
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
         reducer = GradientReducer(nn.Linear(2, 2))

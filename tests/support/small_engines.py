@@ -30,6 +30,21 @@ def settings(**more: Any) -> dict[str, Any]:
     }
 
 
+def data_efficiency(folder: str) -> dict[str, Any]:
+    """Return a config section with which DeepSpeed's own sampler for curriculum learning chooses the samples."""
+    metric = {
+        "difficulty_type": "value",
+        "clustering_type": "single_cluster",
+        "min_difficulty": 1,
+        "max_difficulty": 4,
+        "schedule_type": "fixed_root",
+        "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 1, "root_degree": 1},
+    }
+    learning = {"enabled": True, "data_cluster_path": folder, "curriculum_metrics": {"any": metric}}
+    sampling = {"enabled": True, "num_epochs": 4, "curriculum_learning": learning}
+    return {"enabled": True, "seed": 7, "data_sampling": sampling}
+
+
 def start() -> None:
     """Join the job without messages, with the same random numbers on every rank."""
     warnings.simplefilter("ignore")

@@ -1,0 +1,122 @@
+"""Keep the buffers of a pipeline's activations and gradients in the shapes of its batches.
+
+Stages exchange the shapes and types of activations with the first micro-batch, and allocate buffers for them once. If a
+later batch has other shapes, a stage would use old rows of its buffer, or wait for more than is sent. So the ranks
+agree before each step whether shapes have changed since the last one (:mod:`ds_topo.engine.batches`), and exchange them
+again. If they change within a step, its stages exchange them with each micro-batch, as with ``dynamic_shape=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_topo.errors import EngineOptionError
+from ds_topo.ledger import around
+
+Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""The shape and the type of each tensor."""
+
+_last: WeakKeyDictionary[PipelineEngine, tuple[str, list[Shapes] | None]] = WeakKeyDictionary()
+"""The method that each engine ran last, and the shapes of one micro-batch on this rank; None if they differed."""
+_sent: WeakKeyDictionary[PipelineEngine, dict[int, Shapes]] = WeakKeyDictionary()
+"""The shapes of activations that each engine has told its next stage, by phase (which only DualPipeV has)."""
+
+
+def shapes_of(tensors: Any) -> Shapes:
+    """Return the shape and the type of a tensor, or of each tensor in a sequence."""
+    found = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    return tuple((tuple(each.shape), each.dtype) for each in found if isinstance(each, torch.Tensor))
+
+
+def have_changed(engine: PipelineEngine, shapes: list[Shapes]) -> bool:
+    """Tell whether the shapes of micro-batches on this rank differ from those of the engine's last call."""
+    return engine not in _last or _last[engine][1] != shapes[:1]
+
+
+@contextmanager
+def buffers_for(
+    engine: PipelineEngine, method: str, wanted: int, shapes: list[Shapes], changed: bool, uneven: bool
+) -> Iterator[None]:
+    """Let stages exchange the shapes of activations anew in one call, where that is necessary.
+
+    DualPipeV also gets buffers for the micro-batches of this call, because it addresses them by their number.
+
+    Args:
+        engine: the engine.
+        method: ``train_batch`` or ``eval_batch``; a module may have other outputs in evaluations.
+        wanted: the number of micro-batches.
+        shapes: those of this rank's micro-batches; none on stages that read no inputs.
+        changed: whether some rank's differ from those of the last call.
+        uneven: whether some rank's differ from each other.
+
+    Raises:
+        EngineOptionError: they differ within a step of DualPipeV.
+    """
+    if uneven and isinstance(engine, DualPipeVEngine):
+        raise EngineOptionError(
+            f"the micro-batches of one {method}() have inputs of different shapes, but stages of DualPipeV exchange "
+            "the shapes of activations once in a step: pad samples to one length and leave out incomplete batches "
+            "(drop_last=True), or use PipelineModule"
+        )
+    if changed or _last[engine][0] != method:
+        engine.reset_activation_shape()
+    names = ("dynamic_shape", "is_pipe_partitioned", "is_grad_partitioned", "micro_batches")
+    before = {name: getattr(engine, name) for name in names}
+    if isinstance(engine, DualPipeVEngine):
+        engine.micro_batches = wanted
+    engine.dynamic_shape = engine.dynamic_shape or uneven
+    if engine.dynamic_shape:  # parts of activations come with their shapes, which DeepSpeed reads in the first one only
+        engine.is_pipe_partitioned = engine.is_grad_partitioned = False
+    _last[engine] = method, None
+    try:
+        yield
+    finally:
+        vars(engine).update(before)
+    if not uneven:
+        _last[engine] = method, shapes[:1]
+
+
+def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
+    """Return the instructions of an engine, of which ``SendActivation`` refuses shapes that it has not told.
+
+    Outputs may have other shapes than before although inputs have not, such as after a ``batch_fn`` of the program.
+    """
+    send = instructions[schedule.SendActivation]
+
+    @wraps(send)
+    def checked(engine: PipelineEngine, buffer_id: int, phase: int = 0, **options: Any) -> None:
+        outputs, told = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), _sent.setdefault(engine, {})
+        tells = engine._first_send[phase] if isinstance(engine, DualPipeVEngine) else engine.first_output_send
+        if tells or engine.dynamic_shape:
+            told[phase] = outputs
+        elif told[phase] != outputs:
+            raise EngineOptionError(
+                f"stage {engine.stage_id} of a pipeline has activations {_text(outputs)}, but the next stage expects "
+                f"{_text(told[phase])}, as before: build the PipelineModule with dynamic_shape=True, call "
+                "engine.reset_activation_shape() on all ranks before shapes change, or pad samples to one length"
+            )
+        send(engine, buffer_id, **({"phase": phase} if isinstance(engine, DualPipeVEngine) else {}), **options)
+
+    return {**instructions, schedule.SendActivation: checked}
+
+
+def _text(shapes: Shapes) -> str:
+    return " and ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in shapes) or "no tensors"
+
+
+@around
+def allocated_by_type(allocate: Any, engine: PipelineEngine, index: int, shape: Any, dtype: torch.dtype) -> Any:
+    """Replace ``_allocate_or_extend_buffers``, which returns a buffer of another type if it is large enough."""
+    buffers = engine._grad_layer_buf
+    if len(buffers) > index and buffers[index].dtype != dtype:
+        buffers[index] = torch.empty(0, dtype=dtype, device=engine.device)
+    return allocate(engine, index, shape, dtype)

@@ -1,0 +1,136 @@
+"""Divide the samples of DeepSpeed's own data loaders into shares, one for all ranks that must read the same samples.
+
+``training_data=`` and ``engine.deepspeed_io()`` build such loaders. In a pipeline DeepSpeed would give peers along
+``seq`` different samples. Its sampler for data efficiency (curriculum learning) divides batches by the size of the data
+parallel group, which counts peers along ``seq``, and sends them from rank 0 to that group, which slices do not share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.constants import (
+    CURRICULUM_LEARNING,
+    CURRICULUM_LEARNING_ENABLED,
+    DATA_SAMPLING,
+    DYNAMIC_BATCHING,
+    DYNAMIC_BATCHING_ENABLED,
+)
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_topo.engine.one_layout import axes_of_engine
+from ds_topo.errors import EngineOptionError
+from ds_topo.ledger import around
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.topology.axes import PIPE, SEQ
+from ds_topo.topology.rank_tables import RankGroup, sample_axes
+
+
+class SamplerOfShares(DeepSpeedDataSampler):  # type: ignore[misc]
+    """DeepSpeed's sampler for data efficiency, whose group joins all ranks that read, in every share."""
+
+    def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
+        """Return where this rank's share of a global micro-batch starts and ends."""
+        whole = self.micro_batch_times_data_parallel_size
+        share = (batch_len or whole) / (whole // self.micro_batch_size)
+        return round(self.data_parallel_rank * share), round((self.data_parallel_rank + 1) * share)
+
+
+@around
+def loader_of_shares(deepspeed_io: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    """Replace ``deepspeed_io``, which builds a data loader."""
+    grid = engine.mpu
+    with _counting_shares(engine):
+        loader = deepspeed_io(engine, *args, **options)
+    sampler = loader.data_sampler
+    if type(sampler) is DeepSpeedDataSampler and reads_samples(engine):
+        sampler.__class__ = SamplerOfShares
+        sampler.data_parallel_group = _group_of_readers(engine, grid)
+    return loader
+
+
+@around
+def iterating_over_share(build_data_iter: Any, engine: PipelineEngine, dataset: Any) -> None:
+    """Replace ``_build_data_iter``, with which a pipeline engine reads ``training_data``."""
+    if reads_samples(engine):  # others must not take part in the sampler's collectives
+        with _counting_shares(engine):
+            build_data_iter(engine, dataset)
+
+
+@contextmanager
+def _counting_shares(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Let the mpu and the attributes of an engine count shares of samples; those of pipelines count replicas."""
+    grid, replicas = engine.mpu, engine.dp_world_size
+    engine.mpu, engine.dp_world_size = MpuGrid.over(grid), grid.get_sample_world_size()
+    try:
+        yield
+    finally:
+        engine.mpu, engine.dp_world_size = grid, replicas
+
+
+def reads_samples(engine: DeepSpeedEngine) -> bool:
+    """Tell whether this rank reads samples: in a pipeline the first and the last stage do, of DualPipeV the first."""
+    grid = engine.mpu
+    last = 0 if isinstance(engine, DualPipeVEngine) else grid.get_axis_size(PIPE) - 1
+    return not isinstance(engine, PipelineEngine) or grid.get_axis_rank(PIPE) in (0, last)
+
+
+def _group_of_readers(engine: DeepSpeedEngine, grid: MpuGrid) -> ProcessGroup:
+    """Return the group of all ranks that read samples; collective over them at the first call."""
+    if not isinstance(engine, PipelineEngine):
+        return grid.get_group(axes_of_engine(grid, False))
+    stages = {0} if isinstance(engine, DualPipeVEngine) else {0, grid.get_axis_size(PIPE) - 1}
+    if len(stages) == grid.get_axis_size(PIPE):
+        return grid.get_group(grid.topology().axes)
+    ranks = [rank for rank in range(grid.world_size) if grid.topology().get_axis_index(PIPE, rank) in stages]
+    return grid.create_group(RankGroup(("stages that read samples",), tuple(sorted(grid.to_global(ranks)))))
+
+
+def deal_dynamic_batches(engine: DeepSpeedEngine) -> None:
+    """Let ``engine.data_parallel_group`` join one rank of each share if DeepSpeed deals batches of variable size.
+
+    ``get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed`` deals them by this group. It is used for
+    nothing else, except by DeepCompile, which :func:`check_sampling` refuses then.
+    """
+    if _has_dynamic_batches(engine._config):
+        engine.data_parallel_group = engine.mpu.get_group(sample_axes(engine.mpu.topology()))
+
+
+def _has_dynamic_batches(config: DeepSpeedConfig) -> bool:
+    return bool(config.data_efficiency_config[DATA_SAMPLING][DYNAMIC_BATCHING][DYNAMIC_BATCHING_ENABLED])
+
+
+def check_sampling(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
+    """Refuse samplers of DeepSpeed that cannot serve all ranks of an engine.
+
+    Raises:
+        EngineOptionError: the message names the option, and what to do instead.
+    """
+    option = 'config section "data_efficiency": "data_sampling" with'
+    sampling = config.data_efficiency_config[DATA_SAMPLING]
+    without_first = not is_pipeline and grid.get_axis_size(PIPE) > 1
+    if sampling[CURRICULUM_LEARNING][CURRICULUM_LEARNING_ENABLED] and (without_first or grid.to_global([0]) != (0,)):
+        raise EngineOptionError(
+            f'{option} "curriculum_learning" on {grid.topology().spec!r}: rank 0 of the job chooses all samples, but '
+            "some engines do not have this rank: use grid.data_loader(dataset), or a PipelineModule on all ranks"
+        )
+    if not _has_dynamic_batches(config) or grid.get_context_parallel_world_size() == 1:
+        return
+    if is_pipeline:
+        raise EngineOptionError(
+            f'{option} "dynamic_batching" in a pipeline on {grid.topology().spec!r}: the batch size of a pipeline '
+            f"counts peers along {SEQ!r}, so batches and learning rates would not fit each other: use another axis, "
+            "or switch it off"
+        )
+    if getattr(config.compile_config, "deepcompile", False):
+        raise EngineOptionError(
+            f'{option} "dynamic_batching" and compile.deepcompile on {grid.topology().spec!r}: both use one group, of '
+            f"which one wants ranks along {SEQ!r} and the other does not: switch one of them off"
+        )

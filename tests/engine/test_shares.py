@@ -1,0 +1,221 @@
+"""Peers along ``pipe``, ``model`` and ``seq`` read the same samples from DeepSpeed's own data loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
+    get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed as loader_of_variable_batches,
+)
+from torch import nn
+
+from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
+from ds_topo.errors import EngineOptionError
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.small_engines import data_efficiency, settings, start
+from tests.support.world import Worlds
+
+STEPS, ACCUMULATION = 3, 4
+SPECS = ("seq=2,data=2", "model=2,data=2", "model=2,seq=2", "data=4")
+KINDS = ("1F1B", "DualPipeV")
+PIPELINES = ("pipe=2,seq=2", "pipe=2,model=2", "seq=2,pipe=2", "pipe=4")
+
+
+class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples that contain their number."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((4,), float(index)), torch.full((4,), float(index))
+
+
+_seen: list[list[int]] = []
+
+
+def _note(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    _seen.append([int(row[0]) for row in labels])
+    return (outputs - labels).square().mean()
+
+
+class Notes(nn.Linear):
+    """A layer that notes the samples that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        _seen.append([int(row[0]) for row in inputs])
+        return super().forward(inputs)
+
+
+def _config(folder: str | None, **more: Any) -> dict[str, Any]:
+    if folder is None:
+        return settings(gradient_accumulation_steps=ACCUMULATION, **more)
+    return settings(gradient_accumulation_steps=ACCUMULATION, data_efficiency=data_efficiency(folder), **more)
+
+
+@contextmanager
+def _without_workers() -> Iterator[None]:
+    """Let DeepSpeed's loaders read in their own process, because ranks of tests may not start others."""
+    build = deepspeed_engine.DeepSpeedDataLoader
+
+    def loader(**options: Any) -> Any:
+        return build(**options | {"num_local_io_workers": 0})
+
+    with mock.patch.object(deepspeed_engine, "DeepSpeedDataLoader", loader):
+        yield
+
+
+def _samples_of_plain_engine(spec: str, folder: str | None, micro_batch: int) -> tuple[int, list[list[int]]]:
+    start()
+    with PipelineParallelGrid(spec) as grid, _without_workers():
+        engine, _, loader, _ = deepspeed.initialize(
+            model=nn.Linear(4, 4),
+            mpu=grid,
+            config=_config(folder, train_micro_batch_size_per_gpu=micro_batch),
+            training_data=Numbered(),
+        )
+        read, found = iter(loader), []
+        for _ in range(STEPS * ACCUMULATION):
+            inputs, _ = next(read)
+            found.append([int(row[0]) for row in inputs])
+            engine.backward(engine(inputs).sum() * 1e-6)
+            engine.step()
+        share = grid.get_sample_rank()
+        engine.destroy()
+    return share, found
+
+
+def _assert_dealt(found: list[tuple[int, list[list[int]]]], expected: list[list[int]]) -> None:
+    """Compare the union of all shares with what one process reads, and peers with each other."""
+    by_share: dict[int, list[list[int]]] = {}
+    for share, read in found:
+        assert by_share.setdefault(share, read) == read, "peers read different samples"
+    for number, wanted in enumerate(expected):
+        assert sorted(index for read in by_share.values() for index in read[number]) == sorted(wanted)
+
+
+def _folder(tmp_path: Path, name: str) -> str:
+    (tmp_path / name).mkdir()
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "spec", mark_exhaustive(SPECS, default=lambda _, spec: spec in ("seq=2,data=2", "model=2,seq=2"))
+)
+def test_data_efficiency_distributes_each_batch_once(world: Worlds, tmp_path: Path, spec: str) -> None:
+    shares = 4 // (2 if "seq" in spec else 1) // (2 if "model" in spec else 1)
+    ((_, expected),) = world(1).run(_samples_of_plain_engine, "data=1", _folder(tmp_path, "one"), 2 * shares)
+    found = world(4).run(_samples_of_plain_engine, spec, _folder(tmp_path, "grid"), 2, timeout=20.0)
+    assert len({share for share, _ in found}) == shares
+    _assert_dealt(found, expected)
+
+
+def _samples_of_pipeline(spec: str, folder: str | None, kind: str, micro_batch: int = 2) -> tuple[int, Any, Any]:
+    start()
+    _seen.clear()
+    with PipelineParallelGrid(spec) as grid, _without_workers():
+        build = DualPipeVModule if kind == "DualPipeV" else PipelineModule
+        layers = [Notes(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+        module = build(layers, grid=grid, loss_fn=_note)
+        config = _config(folder, train_micro_batch_size_per_gpu=micro_batch, optimizer={"type": "SGD"})
+        config["optimizer"]["params"] = {"lr": 0.0}
+        engine, *_ = deepspeed.initialize(model=module, config=config, training_data=Numbered())
+        for _ in range(STEPS):
+            engine.train_batch()
+        half = len(_seen) // 2
+        inputs = _seen[:half] if kind == "DualPipeV" else _seen if engine.is_first_stage() else None
+        labels = _seen if engine.is_last_stage() and kind != "DualPipeV" else None
+        evaluation = engine.deepspeed_io(Numbered(), route="eval")
+        first = next(iter(evaluation))[0][:, 0].tolist() if folder is None else None
+        share = grid.get_sample_rank()
+        engine.destroy()
+    return share, (inputs, labels), first
+
+
+@pytest.mark.parametrize(
+    ("spec", "efficient", "kind"),
+    mark_exhaustive(
+        [
+            (spec, efficient, kind)
+            for spec in PIPELINES
+            for efficient in (False, True)
+            for kind in ("1F1B", "DualPipeV")
+        ],
+        default=lambda _, case: case in [("pipe=2,seq=2", False, "1F1B"), ("pipe=4", True, "1F1B")],
+    ),
+)
+def test_stages_slices_and_seq_peers_read_the_same_samples(
+    world: Worlds, tmp_path: Path, spec: str, efficient: bool, kind: str
+) -> None:
+    if kind == "DualPipeV" and spec != "pipe=2,seq=2":
+        pytest.skip("DualPipeV has the same readers in every order")
+    folders = [_folder(tmp_path, name) if efficient else None for name in ("one", "grid")]
+    ((_, expected),) = world(1).run(_samples_of_plain_engine, "data=1", folders[0], 2)
+    found = world(4).run(_samples_of_pipeline, spec, folders[1], kind, timeout=20.0)
+    if not efficient:  # one share: DeepSpeed's own sampler of a pipeline does not shuffle
+        expected = [[2 * number, 2 * number + 1] for number in range(STEPS * ACCUMULATION)]
+    for _, (inputs, labels), evaluated in found:
+        if kind == "1F1B":
+            assert [read for read in (inputs, labels) if read is not None and read != expected] == []
+        assert evaluated in (None, [0.0, 1.0])
+
+
+def _variable_batches(spec: str) -> tuple[int, int, list[Any]]:
+    start()
+    sampling = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": "unused"}}
+    data = {"enabled": True, "seed": 1, "data_sampling": sampling}
+    with PipelineParallelGrid(spec) as grid:
+        engine, *_ = deepspeed.initialize(
+            model=nn.Linear(4, 4), mpu=grid, config=settings(train_micro_batch_size_per_gpu=1, data_efficiency=data)
+        )
+        lengths = [1 + number % 5 for number in range(96)]
+        loader, *_ = loader_of_variable_batches(
+            list(range(96)), engine, dataset_seqlens=lengths, dataloader_collate_fn=list
+        )
+        engine.backward(engine(torch.ones(1, 4)).sum())  # the engine reduces over its own groups
+        engine.step()
+        found = [sorted(batch) for batch in loader]
+        result = grid.get_sample_rank(), engine.train_batch_size(), found
+        engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("spec", mark_exhaustive(SPECS, default=lambda _, spec: spec == "seq=2,data=2"))
+def test_variable_batches_are_dealt_to_shares(world: Worlds, spec: str) -> None:
+    found = world(4).run(_variable_batches, spec, timeout=20.0)
+    by_share: dict[int, list[Any]] = {}
+    for share, _, read in found:
+        assert by_share.setdefault(share, read) == read, "peers read different samples"
+    dealt = [index for read in by_share.values() for batch in read for index in batch]
+    assert len(dealt) == len({*dealt}) > 80
+
+
+def _refused(what: str) -> None:
+    start()
+    dynamic = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": "unused"}}
+    with PipelineParallelGrid("pipe=2,seq=2") as grid:
+        if what == "dynamic_batching":
+            model: nn.Module = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], grid=grid)
+            config, mpu = settings(data_efficiency={"enabled": True, "data_sampling": dynamic}), None
+        else:
+            model, config, mpu = nn.Linear(4, 4), _config("unused"), grid
+            model.is_pipeline_stage = True  # type: ignore[assignment]
+        deepspeed.initialize(model=model, mpu=mpu, config=config)
+
+
+@pytest.mark.parametrize("what", ["dynamic_batching", "curriculum_learning"])
+def test_samplers_that_cannot_serve_all_ranks_are_refused(world: Worlds, what: str) -> None:
+    for error in world(4).run(_refused, what, timeout=20.0, expect_failure=True):
+        assert isinstance(error, EngineOptionError)
+        assert f'"data_sampling" with "{what}"' in str(error)
