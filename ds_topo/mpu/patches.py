@@ -89,6 +89,18 @@ AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFL
       has_overflow: With an axis shard, the same over all replicas.
         Experts may overflow on any replica.
 """)
+REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET, REDUCE_LAST_BUCKETS = patches_of("""
+    while: the grid of an engine exists that reduces gradients in buckets
+    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+      reduce_gradients: At stage 1, the same with gradients of zeros where this rank has none.
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
+      reduce_ipg_grads: The same after a comparison of the bucket's parameters.
+      step: The same after the comparisons of this step were read.
+    deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+      _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads: The same after a comparison of the parameters.
+      independent_gradient_partition_epilogue: The same. Comparisons are read here, where it waits for the device.
+        Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
+""")
 ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
@@ -444,6 +456,9 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _uses_muon: tells whether the optimizer needs whole gradients
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
+  ipg_buckets: lists the gradients that are reduced next
+  get_gradient_for_reduction: returns the gradient of a parameter, or None
+  use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
   _is_muon_group: tells whether a group needs whole gradients
@@ -454,6 +469,11 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   norm_for_param_grads: holds the norms of offloaded gradients
   get_param_id: returns the key of those norms
   _zero_padding: marks gradients that are padding
+deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+  _PartitionedParameterCoordinator__step_id: counts the modules that have gathered their parameters
+  _PartitionedParameterCoordinator__submodule_order: lists them while ZeRO 3 learns their order
+deepspeed.runtime.zero.partition_parameters
+  _init_external_params: sets _external_params on modules that read parameters of others
 deepspeed.utils.tensor_fragment.tensor_fragment
   hp_fragment_address: is what safe_get_full_fp32_param and similar functions look up
 deepspeed.utils.mixed_precision_linkage
