@@ -29,7 +29,16 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers, reduction_order
+from ds_topo.engine import (
+    autoparallel,
+    checks,
+    experts,
+    hybrid_sharding,
+    norms,
+    parameter_gathers,
+    reduction_order,
+    written_weights,
+)
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -200,6 +209,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
     rows += hybrid_sharding.rows_of_engines(engine)
     rows += reduction_order.rows_of_reductions(engine)
+    rows += written_weights.rows_of_weights(engine)
     hybrid_sharding.save_each_partition_once(engine)
     if has_experts:
         experts.check_engine_with_experts(engine)

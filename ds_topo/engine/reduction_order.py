@@ -160,7 +160,7 @@ class ComparedBuckets:
             if self._stage == 3:
                 remedy = "use ZeRO 1, or stage 1 or 2 with a GradientReducer, which averages by parameter, in any order"
             raise DisagreementError(
-                f"{error}\nZeRO {self._stage} adds gradients by their place in a bucket, in the order in which backward "
+                f"{error}\nZeRO {self._stage} adds gradients by places in a bucket, in the order in which backward "
                 "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
                 f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
             ) from None
@@ -185,12 +185,12 @@ def compare_partitioned_bucket(
 
     With the last bucket, ranks also compare in which order they have gathered parameters.
     """
-    parameters = list(optimizer.ipg_buckets[comm_dtype].params)
+    parameters: list[Any] = list(optimizer.ipg_buckets[comm_dtype].params)
     if optimizer.reduce_scatter or not optimizer.contiguous_gradients:
         parameters.sort(key=lambda parameter: parameter.ds_id)
     content = [parameter.ds_id for parameter in parameters]
     gathered: list[nn.Module] = []
-    external: list[nn.Parameter] = []
+    external: list[Any] = []
     if compared.waits_for_device:
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         content += [coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]]

@@ -101,6 +101,12 @@ REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET
       independent_gradient_partition_epilogue: The same. Comparisons are read here, where it waits for the device.
         Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
 """)
+(STEP_ON_WRITTEN,) = patches_of("""
+    while: the grid of an engine with master weights exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _take_model_step: The same after parameters that the program has written were copied to the master weights.
+        The optimizer overwrites parameters by its own copy, so what was written since the last step would be lost.
+""")
 ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
@@ -440,6 +446,8 @@ torch.utils.data.dataloader._BaseDataLoaderIter
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
   _reassign_or_swap_out_partitioned_parameters: copies master weights to a group's parameters
+  fp16_partitioned_groups_flat: holds this rank's parameters
+  fp32_partitioned_groups_flat: holds master weights
   _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _link_all_hp_params: links parameters and partitions when DeepSpeed's layout is back
@@ -478,8 +486,12 @@ deepspeed.utils.tensor_fragment.tensor_fragment
   hp_fragment_address: is what safe_get_full_fp32_param and similar functions look up
 deepspeed.utils.mixed_precision_linkage
   link_hp_params: sets _hp_mapping and _index_in_param_group on parameters
+deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
+  fp16_groups_flat: holds the parameters
+  fp32_groups_flat: holds their master weights
 deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
   fp16_groups: lists the parameters whose marks gradients get
+  fp32_groups: lists their master weights
   loss_scale_config: holds the loss scale
   _global_grad_norm: is the norm that the engine reports
 """

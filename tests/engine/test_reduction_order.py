@@ -84,7 +84,7 @@ _REDUCED_IN_BACKWARD = [
 ]
 
 
-@pytest.mark.parametrize("zero, use", mark_exhaustive(_REDUCED_IN_BACKWARD, lambda number, *_: number not in (3, 4)))
+@pytest.mark.parametrize(("zero", "use"), mark_exhaustive(_REDUCED_IN_BACKWARD, lambda n, _: n not in (3, 4)))
 @pytest.mark.parametrize("spec", mark_exhaustive(["data=2", "data=2,shard=2"], lambda number, _: number == 0))
 def test_buckets_that_differ_are_refused_on_all_ranks(
     world: Worlds, backend: str, spec: str, zero: dict[str, Any], use: str
