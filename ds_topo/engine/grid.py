@@ -38,9 +38,11 @@ from ds_topo.engine import (
     hybrid_sharding,
     norms,
     parameter_gathers,
+    reduction_order,
     several_losses,
     shares,
     unused_parameters,
+    written_weights,
 )
 from ds_topo.engine.accumulation import with_own_number
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
@@ -215,6 +217,8 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     shares.deal_dynamic_batches(engine)
     rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
     rows += hybrid_sharding.rows_of_engines(engine)
+    rows += reduction_order.rows_of_reductions(engine)
+    rows += written_weights.rows_of_weights(engine)
     hybrid_sharding.save_each_partition_once(engine)
     if has_experts:
         experts.check_engine_with_experts(engine)

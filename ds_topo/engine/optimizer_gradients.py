@@ -160,6 +160,11 @@ class OwnSlices:
             own.copy_(partition[place])
         return self
 
+    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each slice of the parameters, and the same elements of the master weights."""
+        for own, place in self._group.slices():
+            yield own, self._group.master.data[place]
+
 
 class PartitionedOptimizer(OptimizerGradients, ABC):
     """The connection at ZeRO 1 and 2: DeepSpeed's optimizer runs in our layout while the reducer is attached.

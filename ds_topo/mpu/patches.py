@@ -137,6 +137,24 @@ ACCUMULATE_OFFLOADED, STEP_ON_OFFLOADED, PARTITION_GRADIENTS_OF_USED, STEP_ON_US
       step: The same after gradients of unused parameters were cleared, or handed to an offloaded optimizer.
         Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
 """)
+REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET, REDUCE_LAST_BUCKETS = patches_of("""
+    while: the grid of an engine exists that reduces gradients in buckets
+    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+      reduce_gradients: At stage 1, the same with gradients of zeros where this rank has none.
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
+      reduce_ipg_grads: The same after a comparison of the bucket's parameters.
+      step: The same after the comparisons of this step were read.
+    deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+      _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads: The same after a comparison of the parameters.
+      independent_gradient_partition_epilogue: The same. Comparisons are read here, where it waits for the device.
+        Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
+""")
+(STEP_ON_WRITTEN,) = patches_of("""
+    while: the grid of an engine with master weights exists
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _take_model_step: The same after parameters that the program has written were copied to the master weights.
+        The optimizer overwrites parameters by its own copy, so what was written since the last step would be lost.
+""")
 ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, FUSED_CLIP, BF16_GRADIENTS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
@@ -493,6 +511,8 @@ deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _offload_boundary_param_ids: has the parameters that got a gradient in this step
   _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: holds the gradients of this rank's partition
   micro_step_id: tells whether gradients are added to earlier ones
+  fp16_partitioned_groups_flat: holds this rank's parameters
+  fp32_partitioned_groups_flat: holds master weights
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _link_all_hp_params: links parameters and partitions when DeepSpeed's layout is back
   _lazy_init_hp_params_optimizer_state: links them to optimizer states
@@ -508,6 +528,9 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _uses_muon: tells whether the optimizer needs whole gradients
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
+  ipg_buckets: lists the gradients that are reduced next
+  get_gradient_for_reduction: returns the gradient of a parameter, or None
+  use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
   _is_muon_group: tells whether a group needs whole gradients
@@ -523,16 +546,24 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
   _zero_padding: marks gradients that are padding
+deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+  _PartitionedParameterCoordinator__step_id: counts the modules that have gathered their parameters
+  _PartitionedParameterCoordinator__submodule_order: lists them while ZeRO 3 learns their order
+deepspeed.runtime.zero.partition_parameters
+  _init_external_params: sets _external_params on modules that read parameters of others
 deepspeed.utils.tensor_fragment.tensor_fragment
   hp_fragment_address: is what safe_get_full_fp32_param and similar functions look up
 deepspeed.utils.mixed_precision_linkage
   link_hp_params: sets _hp_mapping and _index_in_param_group on parameters
-deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
-  fp16_groups: lists the parameters whose marks gradients get
-  loss_scale_config: holds the loss scale
-  _global_grad_norm: is the norm that the engine reports
 deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
   fp16_groups: lists the parameters of each flat gradient
+  fp16_groups_flat: holds the parameters
+  fp32_groups_flat: holds their master weights
+deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
+  fp16_groups: lists the parameters whose marks gradients get
+  fp32_groups: lists their master weights
+  loss_scale_config: holds the loss scale
+  _global_grad_norm: is the norm that the engine reports
 """
 _ALL = [value if isinstance(value, (tuple, list)) else (value,) for value in list(globals().values())]
 ROWS: tuple[Patch | Reliance, ...] = (

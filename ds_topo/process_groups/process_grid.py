@@ -49,6 +49,7 @@ class _Core:
     meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
     """Meshes by the type of device and the names of the dimensions."""
     check_samples: bool = True
+    check_weights: bool = True
     correct_norms: bool = True
     has_engines: bool = False
     """True once an engine has been built, so that ``correct_norms`` can no longer change."""
@@ -315,6 +316,21 @@ class ProcessGrid:
         if not isinstance(value, bool):
             raise TypeError(f"check_samples={abridged(value)}: give True or False")
         self._core.check_samples = value
+
+    @property
+    def check_weights(self) -> bool:
+        """Return whether engines look after weights that a program writes or copies by mistake; True by default.
+
+        They copy parameters that were written after ``deepspeed.initialize`` to the master weights, and warn about
+        ranks along ``model`` that train copies of the whole model.
+        """
+        return self._core.check_weights
+
+    @check_weights.setter
+    def check_weights(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"check_weights={abridged(value)}: give True or False")
+        self._core.check_weights = value
 
     # -- more groups -------------------------------------------------------------------------------------------------
 

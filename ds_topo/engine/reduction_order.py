@@ -1,0 +1,219 @@
+"""Make ranks reduce the same gradients together where DeepSpeed pairs them by their places in a bucket.
+
+Without a :class:`~ds_topo.GradientReducer`, DeepSpeed's ZeRO sums gradients as they come. If ranks use other parameters
+of a model, or use them in another order, it adds gradients of different parameters, or fails on buckets of different
+sizes.
+
+    ZeRO 0, BF16_Optimizer       DeepSpeed itself adds zeros for missing gradients, in the order of the parameters
+    ZeRO 1                       the same here, before its reduction: results are averages, as in one process
+    ZeRO 2 and 3, and ZeRO 1     gradients are reduced while backward goes on, in the order in which they come. Before
+    with ``overlap_comm``        each bucket the ranks compare a digest of its parameters, and raise if they differ
+
+A digest is a sum of 16 bytes beside each bucket, which has half a billion elements by default. On gloo it is read at
+once, so nothing wrong is sent. If a backend orders collectives by streams, it is read where DeepSpeed waits for the
+device anyway, at the end of backward; ZeRO 1 and 2 without ``overlap_comm`` read it at the start of the optimizer's
+step. In all cases it is read before weights change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_topo.backends import SideStream, current_device, traits_of
+from ds_topo.engine.hybrid_sharding import has_shard
+from ds_topo.errors import DisagreementError
+from ds_topo.ledger import Make, Patch, around
+from ds_topo.mpu import patches
+from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.torch_names import devices_of, job_timeout
+
+
+def rows_of_reductions(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
+    """Return the patches of an engine's optimizer; none if it reduces whole gradients in one order, or alone."""
+    optimizer = engine.optimizer
+    is_zero_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    if not is_zero_3 and not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return []
+    group = optimizer.dp_process_group
+    if has_shard(engine.mpu) and engine.has_moe_layers:  # experts are partitioned over all replicas
+        group = engine.mpu.get_data_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return []
+    if not is_zero_3 and not (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow):
+        return [(patches.REDUCE_IN_ORDER, with_zeros_for_missing)]
+    compared = ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
+    replacements: dict[Patch, Callable[..., Any]] = {
+        patches.REDUCE_BUCKET: compare_bucket,
+        patches.STEP_AFTER_COMPARISON: read_before_step,
+        patches.REDUCE_PARTITIONED_BUCKET: compare_partitioned_bucket,
+        patches.REDUCE_LAST_BUCKETS: read_at_end,
+    }
+    return [(row, around(partial(replacement, compared))) for row, replacement in replacements.items()]
+
+
+@around
+def with_zeros_for_missing(reduce_gradients: Any, optimizer: DeepSpeedZeroOptimizer, *args: Any, **options: Any) -> Any:
+    """Replace ``reduce_gradients`` of ZeRO 1: a parameter without a gradient on this rank has a gradient of zeros.
+
+    The optimizer reads a missing gradient as zeros, too, so nothing changes where no rank has one.
+    """
+    name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+    for parameters in optimizer.bit16_groups:
+        for parameter in parameters:
+            if optimizer.get_gradient_for_reduction(parameter) is None:
+                dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else parameter.dtype
+                setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+    return reduce_gradients(optimizer, *args, **options)
+
+
+class ComparedBuckets:
+    """A comparison of the buckets of one optimizer between the ranks that reduce them together.
+
+    Args:
+        module: the module whose parameters the messages name.
+        group: the ranks.
+        stage: the stage of ZeRO, for messages.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, stage: int) -> None:
+        self._group, self._stage = group, stage
+        self._device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
+        self._reads_later = traits_of(group, self._device).ordered_by_stream
+        self._side = SideStream(self._device)
+        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Sequence[Any], ...]]] = []
+        """The extremes of digests that are on their way, and what they are of on this rank."""
+        self._modules = list(module.modules())
+        self.waits_for_device = False
+        """True while DeepSpeed reduces the last buckets of a backward pass, and then waits for the device."""
+
+    def compare(
+        self,
+        content: Sequence[object],
+        parameters: Sequence[nn.Parameter],
+        gathered: Sequence[nn.Module] = (),
+        external: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """Compare what a bucket holds; collective over the group, without a wait if streams order collectives.
+
+        Args:
+            content: integers, in nested tuples, that are equal on all ranks if the buckets are.
+            parameters: the parameters of the bucket, for the message.
+            gathered: the modules for which parameters were gathered, for the message.
+            external: parameters that were gathered outside of their own module, for the message.
+        """
+        number = hash(tuple(content))
+        extremes = torch.tensor([number, ~number])
+        with self._side.after_current():
+            extremes = extremes.to(self._device, non_blocking=True)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True).wait()
+            extremes = extremes.to("cpu", non_blocking=True)
+        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external)))
+        if not self._reads_later or self.waits_for_device:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the comparisons on their way, and raise if buckets differ.
+
+        Raises:
+            DisagreementError: the message names ranks and parameters; raised on all ranks of the group.
+        """
+        unread, self._unread = self._unread, []
+        for extremes, event, compared in unread:
+            if event is not None:
+                event.synchronize()
+            highest, lowest = extremes.tolist()
+            if highest != ~lowest:
+                self._refuse(*compared)
+
+    def external_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
+        found = [vars(module).get("_external_params") for module in self._modules]
+        return [parameter for each in found if each for parameter in each.values()]
+
+    def _refuse(
+        self, parameters: Sequence[nn.Parameter], gathered: Sequence[nn.Module], external: Sequence[nn.Parameter]
+    ) -> None:
+        """Name the first ones that differ, through the store: the group may be blocked by what was reduced."""
+        root = self._modules[0]
+        names: dict[object, str] = {parameter: name for name, parameter in root.named_parameters()}
+        names |= {module: f"module {name!r}" for name, module in root.named_modules()}
+        lines = [
+            f"{place}. {what}{names.get(each, 'unnamed')}"
+            for what, group in (("", parameters), ("forward of ", gathered), ("read outside of its module: ", external))
+            for place, each in enumerate(group, start=1)
+        ]
+        members = sorted(dist.get_process_group_ranks(self._group))
+        try:
+            agree("", members, job_timeout(), subject="the gradients that they reduce together", lines=lines)
+        except DisagreementError as error:
+            remedy = 'attach a GradientReducer ({"gradient_reducer": true}), which averages by parameter, in any order'
+            if self._stage == 3:
+                remedy = "use ZeRO 1, or stage 1 or 2 with a GradientReducer, which averages by parameter, in any order"
+            raise DisagreementError(
+                f"{error}\nZeRO {self._stage} adds gradients by places in a bucket, in the order in which backward "
+                "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
+                f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
+            ) from None
+
+
+def compare_bucket(
+    compared: ComparedBuckets, reduce: Any, optimizer: DeepSpeedZeroOptimizer, comm_dtype: torch.dtype | None = None
+) -> Any:
+    """Replace ``reduce_ipg_grads`` of ZeRO 1 and 2, which reduces one bucket, or all at the end of backward."""
+    compared.waits_for_device = comm_dtype is None and optimizer.overlap_comm
+    buckets = optimizer.ipg_buckets
+    for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:
+        places = buckets[dtype].params
+        compared.compare(places, [optimizer.bit16_groups[group][index] for group, index, _ in places])
+    return reduce(optimizer, comm_dtype=comm_dtype)
+
+
+def compare_partitioned_bucket(
+    compared: ComparedBuckets, reduce: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, comm_dtype: torch.dtype
+) -> Any:
+    """Replace ``__reduce_and_partition_ipg_grads`` of ZeRO 3. It sorts a bucket, unless it reduces it as a whole.
+
+    With the last bucket, ranks also compare in which order they have gathered parameters.
+    """
+    parameters: list[Any] = list(optimizer.ipg_buckets[comm_dtype].params)
+    if optimizer.reduce_scatter or not optimizer.contiguous_gradients:
+        parameters.sort(key=lambda parameter: parameter.ds_id)
+    content = [parameter.ds_id for parameter in parameters]
+    gathered: list[nn.Module] = []
+    external: list[Any] = []
+    if compared.waits_for_device:
+        coordinator = optimizer.parameter_offload.get_param_coordinator()
+        content += [coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]]
+        gathered = [] if coordinator.is_complete_trace() else list(vars(coordinator)[_ORDER])
+        external = compared.external_parameters()
+        content += [-1, *(module.ds_id for module in gathered), -1, *(parameter.ds_id for parameter in external)]
+    compared.compare(content, parameters, gathered, external)
+    return reduce(optimizer, comm_dtype)
+
+
+_GATHERED, _ORDER = "_PartitionedParameterCoordinator__step_id", "_PartitionedParameterCoordinator__submodule_order"
+
+
+def read_at_end(compared: ComparedBuckets, end_backward: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> Any:
+    """Replace ``independent_gradient_partition_epilogue`` of ZeRO 3, which reduces the last buckets and waits."""
+    compared.waits_for_device = True
+    try:
+        return end_backward(optimizer)
+    finally:
+        compared.waits_for_device = False
+
+
+def read_before_step(compared: ComparedBuckets, step: Any, optimizer: Any, closure: object = None) -> Any:
+    """Replace ``step`` of ZeRO 1 and 2: no weight changes before all comparisons are read."""
+    compared.read()
+    return step(optimizer, closure)

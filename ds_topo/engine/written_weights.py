@@ -1,0 +1,237 @@
+"""Keep weights that a program writes after ``deepspeed.initialize``: copy them to the master weights before a step.
+
+Engines with bf16, fp16 or ZeRO train a copy of the parameters, the master weights, and overwrite the parameters with
+the result. Whatever a program has written to the parameters since, as ``load_state_dict`` does, is lost at the next
+step unless it calls ``engine.optimizer.refresh_fp32_params()``. So each step begins with a search for such writes:
+
+- The version counters of all parameters show writes that autograd can see, such as those of ``load_state_dict``.
+- Their addresses show that ``parameter.data`` was replaced.
+- A sample of about a thousand elements of each partition shows writes to ``parameter.data``. On an accelerator the
+  first steps wait for the comparison. Later ones read it a step later, so that nothing waits for the device; such
+  weights are lost, and the warning says so.
+
+All of this is local to a rank. Only elements that differ from the rounded master weights are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_topo.engine.optimizer_gradients import OwnSlices
+from ds_topo.errors import listed, warn
+from ds_topo.ledger import Make, Patch, around
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+
+_SAMPLED = 1024
+"""The number of elements of each partition that are compared in every step."""
+_PARTS_AT_ONCE = 32
+"""The number of partitions that are compared in one step, in turn if there are more."""
+_STEPS_THAT_WAIT = 2
+_AT_A_TIME = 1 << 24
+"""The number of elements that are copied at once, which limits the memory of a copy."""
+
+
+def rows_of_weights(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
+    """Return the patch of an engine that has master weights; none if another thread writes them."""
+    if type(engine.optimizer) not in _PARTS or getattr(engine.optimizer, "zenflow", False):
+        return []
+    written = WrittenWeights(engine.module, engine.optimizer, engine.mpu)
+    return [(patches.STEP_ON_WRITTEN, around(partial(_step_on_written, written)))]
+
+
+def _step_on_written(written: WrittenWeights, take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
+    if written.grid.check_weights:
+        written.keep()
+    take_step(engine, *args)
+
+
+class WrittenWeights:
+    """The search for parameters of one engine that were written since its last step.
+
+    Args:
+        module: the engine's module.
+        optimizer: the engine's optimizer, of a class in ``_PARTS``.
+        grid: the engine's grid, whose ``check_weights`` switches the search off.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, grid: MpuGrid) -> None:
+        self.grid = grid
+        self._optimizer = optimizer
+        self._named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._versions = self._current_versions()
+        self._places = self._find_places()
+        self._steps = 0
+        self._late: tuple[torch.Event, torch.Tensor] | None = None
+        """The comparison of an earlier step that nothing has waited for."""
+
+    def keep(self) -> None:
+        """Copy written weights to the master weights, and warn about them; local to this rank."""
+        versions = self._current_versions()
+        names = [name for (name, _), old, new in zip(self._named, self._versions, versions, strict=True) if old != new]
+        self._versions = versions
+        replaced = self._put_back()
+        found = bool(replaced)
+        if names or replaced or self._sample_differs():
+            for own, master in self._parts():
+                found = _copy_changed(own, master) or found
+        self._steps += 1
+        if found:
+            names = replaced or names
+            self._warn(f"parameters{f' such as {listed(names)}' if names else ''}", "they were copied to these first")
+
+    def _warn(self, which: str, result: str) -> None:
+        warn(
+            f"{which} were written after deepspeed.initialize or between steps, but step {self._steps} overwrites them "
+            f"by the master weights: {result}. Call engine.optimizer.refresh_fp32_params() after you write parameters, "
+            "or set grid.check_weights = False if they shall be overwritten"
+        )
+
+    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return pairs of the same elements, of this rank's parameters and of its master weights."""
+        return [
+            (own.detach(), master.detach())
+            for own, master in _PARTS[type(self._optimizer)](self._optimizer)
+            if own is not None and master is not None and own.shape == master.shape and own.numel()  # not on NVMe
+        ]
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for _, parameter in self._named]
+
+    def _find_places(self) -> list[_Place | None]:
+        flats = {own.untyped_storage().data_ptr(): number for number, (own, _) in enumerate(self._parts())}
+        if isinstance(self._optimizer, _NOT_FLAT):
+            flats.clear()
+        return [
+            _Place(each.data_ptr(), flats[start], int(each.storage_offset()))
+            if (start := each.untyped_storage().data_ptr()) in flats
+            else None
+            for _, each in self._named
+        ]
+
+    def _put_back(self) -> list[str]:
+        """Copy what a program has set as ``parameter.data`` to the flat tensors; return the names of what differs."""
+        moved = [
+            (name, parameter, place)
+            for (name, parameter), place in zip(self._named, self._places, strict=True)
+            if place is not None and parameter.data_ptr() != place.address
+        ]
+        parts = self._parts() if moved else []
+        storages = [own.untyped_storage() for own, _ in parts]
+        starts = [storage.data_ptr() for storage in storages]
+        replaced = []
+        for name, parameter, place in moved:
+            is_foreign = parameter.untyped_storage().data_ptr() not in starts and place.flat < len(starts)
+            if is_foreign and parameter.numel() and not parameter.is_meta:
+                flat = parts[place.flat][0]
+                view = flat.new_empty(0).set_(storages[place.flat], place.offset, parameter.shape)  # type: ignore[call-overload]
+                if not torch.equal(view, parameter.detach().to(view)):
+                    view.copy_(parameter.detach())
+                    replaced.append(name)
+                parameter.data = view
+        if moved:
+            self._places = self._find_places()
+        return replaced
+
+    def _sample_differs(self) -> bool:
+        """Compare a sample of each partition with the master weights, to within the rounding."""
+        parts = self._parts()
+        stride = -(-len(parts) // _PARTS_AT_ONCE)
+        flags = [_sample_differs(own, master) for own, master in parts[self._steps % max(stride, 1) :: max(stride, 1)]]
+        if not flags:
+            return False
+        found = torch.stack(flags).any()
+        if found.device.type == "cpu" or self._steps < _STEPS_THAT_WAIT:
+            return bool(found)
+        if self._late is not None and self._late[0].query() and bool(self._late[1]):
+            self._warn("parameters", "they were lost, because they were written to parameter.data on an accelerator")
+        if self._late is None or self._late[0].query():
+            on_host = found.to("cpu", non_blocking=True)
+            self._late = (torch.accelerator.current_stream().record_event(), on_host)
+        return False
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is: its address, the number of its flat tensor, and its offset in that tensor's storage."""
+
+    address: int
+    flat: int
+    offset: int
+
+
+def _sample_differs(own: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    step = -(-own.numel() // _SAMPLED)
+    ours, theirs = own.reshape(-1)[::step].float(), master.reshape(-1)[::step].to(own.device).float()
+    limits = torch.finfo(own.dtype)
+    return ((ours - theirs).abs() > 2 * limits.eps * (theirs.abs() + limits.tiny)).any()
+
+
+def _copy_changed(own: torch.Tensor, master: torch.Tensor) -> bool:
+    """Copy the elements of ``own`` that are not those of ``master``, rounded; return True if there are any."""
+    found = False
+    for ours, theirs in zip(own.reshape(-1).split(_AT_A_TIME), master.view(-1).split(_AT_A_TIME), strict=True):
+        here = ours.to(theirs.device)
+        changed = (here != theirs.to(here.dtype)) & ~here.isnan()
+        if bool(changed.any()):
+            theirs.copy_(torch.where(changed, here.to(theirs.dtype), theirs))
+            found = True
+    return found
+
+
+# -- where each optimizer keeps them ----------------------------------------------------------------------------------
+
+Parts: TypeAlias = Iterator[tuple[Any, Any]]
+
+
+def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> Parts:
+    masters = optimizer.single_partition_of_fp32_groups
+    for number, (partitions, master) in enumerate(
+        zip(optimizer.parallel_partitioned_bit16_groups, masters, strict=True)
+    ):
+        own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
+        yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
+
+
+def _of_bf16(optimizer: BF16_Optimizer) -> Parts:
+    masters = optimizer.fp32_groups_flat_partition
+    for number, (partitions, master) in enumerate(zip(optimizer.bf16_partitioned_groups, masters, strict=True)):
+        own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
+        yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
+
+
+def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Parts:
+    return zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+
+
+def _of_fused(optimizer: FP16_Optimizer) -> Parts:
+    return zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True)
+
+
+def _of_unfused(optimizer: FP16_UnfusedOptimizer) -> Parts:
+    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        yield from zip(parameters, masters, strict=True)
+
+
+_PARTS: dict[type, Callable[[Any], Parts]] = {
+    DeepSpeedZeroOptimizer: _of_zero,
+    BF16_Optimizer: _of_bf16,
+    DeepSpeedZeroOptimizer_Stage3: _of_zero_3,
+    FP16_Optimizer: _of_fused,
+    FP16_UnfusedOptimizer: _of_unfused,
+}
+_NOT_FLAT = (DeepSpeedZeroOptimizer_Stage3, FP16_UnfusedOptimizer)
+"""Optimizers whose parameters are not parts of a flat tensor all the time."""

@@ -1,0 +1,137 @@
+"""Weights that a program writes after ``initialize`` or between steps train on, as in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_topo import PipelineParallelGrid, initialize
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.small_engines import settings, start
+from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def _values(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(each.shape, generator=generator) for name, each in _layers().state_dict().items()}
+
+
+def _loaded(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    module.load_state_dict(values)
+
+
+def _copied(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _copied_to_data(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.data.copy_(values[name])
+
+
+def _replaced(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.data = values[name].to(parameter.dtype)
+
+
+def _gathered(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        _copied(module, values)
+
+
+def _trained(zero: int, more: dict[str, Any], write: Callable[..., None] | None, switch: bool = True) -> Any:
+    """Write weights before the first and before the third step; return the largest difference, and the warnings."""
+    start()
+    warnings.simplefilter("always")
+    alone = _layers()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "gradient_accumulation_steps": 1, **more}
+    with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        grid.check_weights = switch
+        engine, *_ = initialize(model=_layers(), mpu=grid, config=settings(zero_optimization={"stage": zero}, **config))
+        dtype = next(engine.module.parameters()).dtype
+        for step in range(4):
+            if write is not None and step % 2 == 0:
+                write(engine.module, _values(step))
+                _loaded(alone, _values(step))
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(inputs.chunk(2)[dist.get_rank()].to(dtype)).float().square().mean())
+            engine.step()
+            optimizer.zero_grad()
+            alone(inputs).square().mean().backward()
+            optimizer.step()
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
+            found = [each.detach().float().clone() for each in engine.module.parameters()]
+        engine.destroy()
+    difference = max(float((a - b).norm() / b.norm()) for a, b in zip(found, alone.parameters(), strict=True))
+    return difference, [str(each.message) for each in said if "refresh_fp32_params" in str(each.message)]
+
+
+_BF16 = {"bf16": {"enabled": True}}
+_FP16 = {"fp16": {"enabled": True, "loss_scale": 8}}
+_REDUCER = {"gradient_reducer": True}
+_ENGINES = [
+    (1, {}),
+    (1, _BF16),
+    (2, _BF16),
+    (3, _BF16),
+    (1, {**_BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+    (0, _FP16),
+    (1, {**_BF16, **_REDUCER}),
+    (0, _BF16),
+    (2, {}),
+    (3, {}),
+    (1, _FP16),
+    (3, _FP16),
+    (2, _REDUCER),
+    (1, {**_BF16, "data_types": {"grad_accum_dtype": "fp32"}, **_REDUCER}),
+]
+_WAYS = [_loaded, _copied_to_data, _replaced]
+
+
+@pytest.mark.parametrize("write", mark_exhaustive(_WAYS, lambda number, _: number == 0))
+@pytest.mark.parametrize(("zero", "more"), mark_exhaustive(_ENGINES, lambda number, _: number < 7))
+def test_written_weights_are_kept(world: Worlds, zero: int, more: dict[str, Any], write: Callable[..., None]) -> None:
+    if zero == 3:
+        write = _gathered
+    for difference, said in world(2).run(_trained, zero, more, write):
+        assert difference < (0.02 if more.keys() & {"bf16", "fp16"} else 1e-6)
+        assert len(said) == 2
+        assert "check_weights = False" in said[0]
+
+
+@pytest.mark.parametrize("write", _WAYS[1:])
+def test_weights_written_to_data_are_kept(world: Worlds, write: Callable[..., None]) -> None:
+    for difference, said in world(2).run(_trained, 1, _BF16, write):
+        assert difference < 0.02
+        assert len(said) == 2
+
+
+@pytest.mark.parametrize(("zero", "more"), mark_exhaustive(_ENGINES, lambda number, _: number in (1, 3)))
+def test_nothing_is_said_if_nothing_was_written(world: Worlds, zero: int, more: dict[str, Any]) -> None:
+    for difference, said in world(2).run(_trained, zero, more, None):
+        assert difference < 0.02
+        assert said == []
+
+
+def test_the_switch_leaves_weights_as_deepspeed_does(world: Worlds) -> None:
+    for difference, said in world(2).run(_trained, 1, _BF16, _loaded, False):
+        assert difference > 0.5
+        assert said == []
