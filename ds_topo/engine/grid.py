@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -41,7 +41,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
-from ds_topo.watch import job_watch
+from ds_topo.watch import guard, job_watch
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -118,6 +118,7 @@ class PipelineParallelGrid(MpuGrid):
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(_forget, self))
+            self.on_destroy(guard.hold())
             checks.grids.add(self)
             undo.pop_all()
 
@@ -179,19 +180,20 @@ class PipelineEngineGrid(PipelineParallelGrid):
 def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     given = inspect.signature(construct).bind(engine, *args, **options).arguments
     model, mpu = given["model"], given.get("mpu")
-    checks.check_is_module(model)
-    _check_names_of_experts(model, mpu)
-    before = _set_current(mpu)
-    with ExitStack() as undo:
+    is_on_grid = isinstance(mpu, MpuGrid)
+    with guard.over("initialize", mpu.members) if is_on_grid else nullcontext(), ExitStack() as undo:
+        checks.check_is_module(model)
+        _check_names_of_experts(model, mpu)
+        before = _set_current(mpu)
         undo.callback(_make_current, before)
-        if isinstance(mpu, MpuGrid):
+        if is_on_grid:
             with bind_methods(_OF_CONSTRUCTION, engine), autoparallel.tables_of_grid(given.get("config_class"), mpu):
                 construct(engine, *args, **options)
             _patch_engine(engine)
         else:
             checks.check_engine_without_grid(model, mpu, given.get("config_class"))
             construct(engine, *args, **options)
-        if not isinstance(mpu, MpuGrid) or not _has_engine_without_grid(before["mpu"]):
+        if not is_on_grid or not _has_engine_without_grid(before["mpu"]):
             undo.pop_all()
 
 
@@ -290,10 +292,15 @@ def _forget(grid: MpuGrid) -> None:
         _set_current(None)
 
 
-@around
-def _with_own_mpu(method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    with _current(engine.mpu):
-        return method(engine, *args, **options)
+def _with_own_mpu(row: Patch, make: Make = lambda method: method) -> tuple[Patch, Make]:
+    """Return a row whose method is called with the engine's own mpu, and all ranks know if one of them alone raises."""
+
+    @around
+    def called(method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        with guard.over(row.name, engine.mpu.members, engine.global_steps), _current(engine.mpu):
+            return method(engine, *args, **options)
+
+    return row, lambda method: called(make(method))
 
 
 @around
@@ -359,20 +366,20 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
-    (patches.FORWARD_ON_GRID, lambda forward: _with_own_mpu(with_same_samples(forward))),
-    (patches.BACKWARD_ON_GRID, _with_own_mpu),
+    _with_own_mpu(patches.FORWARD_ON_GRID, with_same_samples),
+    _with_own_mpu(patches.BACKWARD_ON_GRID),
     (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
     (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
     (patches.AUTOSP_BACKEND, autoparallel.with_groups_of_grid),
-    (patches.STEP_ON_GRID, lambda step: _with_own_mpu(_comparing_steps(step))),
+    _with_own_mpu(patches.STEP_ON_GRID, _comparing_steps),
 )
 _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
-    (patches.SAVE_CHECKPOINT, lambda save: _with_own_mpu(saved_as_a_whole(save))),
-    (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
+    _with_own_mpu(patches.SAVE_CHECKPOINT, saved_as_a_whole),
+    _with_own_mpu(patches.LOAD_CHECKPOINT, loaded_whole),
     (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
     (patches.NEXT_BATCH, remember_samples),
-    (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
-    (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
+    _with_own_mpu(patches.TRAIN_BATCH_ON_GRID, lambda train: with_same_batches(with_enough_micro_batches(train))),
+    _with_own_mpu(patches.EVAL_BATCH_ON_GRID, with_enough_micro_batches),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
     *parameter_gathers.OF_OPTIMIZERS,
 )
