@@ -24,6 +24,7 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -31,6 +32,7 @@ from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
 from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
+from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Make, Patch, always, around, ledger
@@ -207,6 +209,8 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
         rows.append((patches.SAVE_EXPERTS, experts.saved_by_slice))
     elif is_pipeline:
         rows += norms.of_unequal_stages(engine)
+    if is_pipeline:
+        _time_backward_once(engine)
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     if engine.mpu.settle_norms():
@@ -214,6 +218,16 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
             _patch(target, rows, engine.mpu)
+
+
+def _time_backward_once(engine: PipelineEngine) -> None:
+    """Leave the timers of the backward pass to the pipeline on all stages but the last, whose engine has the loss.
+
+    The pipeline starts and stops them there itself, and DeepSpeed's hooks on outputs would start them a second time.
+    """
+    if not engine.is_last_stage() and not isinstance(engine, DualPipeVEngine):
+        engine.engine_timers.backward_timers.clear()
+        engine.engine_timers.backward_inner_timers.clear()
 
 
 def _patch(target: Any, rows: Sequence[tuple[Patch, Make]], grid: MpuGrid) -> None:
@@ -363,6 +377,7 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     (patches.EXPERT_PARALLEL, autoparallel.over_groups_of_grid),
     (patches.TENSOR_PARALLEL_STATES, autoparallel.keeping_grid),
     (patches.CONFIGURE_MODEL, _configured),
+    (patches.CONFIGURE_OPTIMIZER, with_placeholders),
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (

@@ -114,6 +114,9 @@ class FailureListener:
         """The first cause, until it is withdrawn."""
         self.has_news = threading.Event()
         """Set when a first cause is known, or the connection is lost."""
+        self.calls = 0
+        """The number of guarded calls that the main thread has begun."""
+        self._calls_at_post = -1
         self._stopping = threading.Event()
         self._reported = -1
         """The id of the error that this rank has posted last."""
@@ -155,7 +158,7 @@ class FailureListener:
 
     def post(self, error: BaseException, call: str, members: Sequence[int], *, has_left: bool) -> FirstCause | None:
         """Post this rank's failure; return the first cause, which may be of another rank, or None without an answer."""
-        self._reported = id(error)
+        self._reported, self._calls_at_post = id(error), self.calls
         text = "".join(traceback.format_exception_only(error)).strip()
         who = named(self._rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
         own = FirstCause(self._rank, who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
@@ -261,8 +264,7 @@ class FailureListener:
         withdrawn = self._key(self._number, "withdrawn")
         last = time.monotonic()
         while not self._stopping.wait(self._tick) and not self._connection.check([withdrawn]):
-            call = self._current()
-            if cause.rank == self._rank and call is not None and not call.has_posted:  # the program goes on
+            if cause.rank == self._rank and self.calls > self._calls_at_post:  # the program goes on
                 self._withdraw(self._connection, self._number)
             else:
                 now = time.monotonic()
@@ -328,6 +330,8 @@ class Guard:
         ranks = members if members is not None else range(dist.get_world_size() if dist.is_initialized() else 1)
         call = GuardedCall(name, ranks, steps)
         self._listen()
+        if self._listener is not None:
+            self._listener.calls += 1
         self.call = call
         try:
             yield

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.errors import FailedRankError
 from ds_topo.watch import first_cause
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds, names_threads
 
@@ -38,6 +39,115 @@ TEXT = "a sample that cannot be read"
 
 class InjectedError(Exception):
     """The fault."""
+
+
+# -- one fault of each kind --------------------------------------------------------------------------------------------
+
+
+def _fail_in(kind: str, name: str) -> tuple[str, str]:
+    """Fail on rank 3 in a method of the optimizer or the model in the second step; return the error of this rank."""
+    start()
+    first_cause.GRACE = GRACE
+    with PipelineParallelGrid("pipe=2,data=2" if kind.startswith("pipe") else "data=4") as grid:
+        build, phases = _builders(kind, grid)
+        engine = build()
+        phases["step"](engine, "")
+        if dist.get_rank() == 3:
+            _break(engine, name)
+        try:
+            phases["step"](engine, "")
+        except Exception as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("no rank has failed")
+
+
+def _break(engine: Any, name: str) -> None:
+    def fail(*_: Any) -> None:
+        raise InjectedError(TEXT)
+
+    if name == "step":
+        engine.optimizer.step = fail
+    elif name == "backward":
+        next(engine.module.parameters()).register_hook(fail)
+    else:
+        engine.module.register_forward_pre_hook(fail)
+
+
+@names_threads
+@pytest.mark.parametrize(
+    ("kind", "name", "backend"),
+    [("pipe1", "forward", "gloo"), ("plain1", "step", "strict"), ("plain3", "backward", "gloo")],
+)
+def test_all_ranks_name_the_one_that_fails(world: Worlds, kind: str, name: str, backend: str) -> None:
+    *others, (own, own_text) = world(4).run(_fail_in, kind, name, backend=backend)
+    assert (own, own_text) == ("InjectedError", TEXT)
+    (error, text), *_ = others
+    assert error == "FailedRankError" and TEXT in text
+    assert len(set(others)) == 1, "all other ranks say the same"
+    where = r"rank 3 \((pipe=1 data=1|data=3)\) on \S+ failed in \w+ after 1 step, so this rank cannot finish"
+    assert re.match(where, text)
+
+
+# -- programs that go on -----------------------------------------------------------------------------------------------
+
+
+def _train_on_after(errors_of: int) -> list[str]:
+    """Raise an error before a step on the last ranks, handle it, and train on; return what was raised."""
+    start()
+    first_cause.GRACE = 2.0
+    caught = []
+    with PipelineParallelGrid("data=4") as grid:
+        build, phases = _builders("plain1", grid)
+        engine = build()
+        for _ in range(3):
+            inputs = torch.ones(2, WIDTH + (dist.get_rank() >= 4 - errors_of))
+            try:
+                engine(inputs)
+            except RuntimeError as error:
+                caught.append(str(error).partition("(")[0])
+            phases["step"](engine, "")
+        listener = first_cause.guard._listener
+        assert listener is not None
+        while listener.known is not None:
+            time.sleep(0.05)
+        phases["step"](engine, "")
+        engine.destroy()
+    return caught
+
+
+@pytest.mark.parametrize("errors_of", [1, 4])
+def test_error_that_a_program_handles_ends_nothing(world: Worlds, errors_of: int) -> None:
+    found = world(4).run(_train_on_after, errors_of)
+    assert list(map(len, found)) == [0] * (4 - errors_of) + [3] * errors_of
+
+
+def _fail_outside_of_calls() -> str:
+    start()
+    first_cause.GRACE = GRACE
+    with PipelineParallelGrid("data=4") as grid:
+        build, phases = _builders("plain1", grid)
+        engine = build()
+        if dist.get_rank() == 3:
+            try:
+                raise InjectedError(TEXT)
+            except InjectedError:
+                kind, error, trace = sys.exc_info()
+            assert kind is not None and error is not None
+            sys.excepthook(kind, error, trace)
+            return str(error)
+        with pytest.raises(FailedRankError) as raised:
+            phases["step"](engine, "")
+        return str(raised.value)
+
+
+@names_threads
+def test_exception_that_ends_a_process_is_named(world: Worlds) -> None:
+    assert all(TEXT in text for text in world(4).run(_fail_outside_of_calls))
+
+
+def test_no_thread_without_other_processes() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=4"), first_cause.guard.over("step"):
+        assert first_cause.guard._listener is None
 
 
 # -- faults at random places -------------------------------------------------------------------------------------------
