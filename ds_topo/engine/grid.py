@@ -31,6 +31,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
 from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
+from ds_topo.engine.autocast_scaling import share_scale
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.replicas import warn_of_unequal_slices
@@ -211,6 +212,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
         rows += norms.of_unequal_stages(engine)
     if is_pipeline:
         _time_backward_once(engine)
+    share_scale(engine)
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     if engine.mpu.settle_norms():
