@@ -133,6 +133,10 @@ class VerificationError(RuntimeError):
     """Runs of a program cannot be compared: one failed, or ended early. The message has the last lines of a rank."""
 
 
+class FailedRankError(RuntimeError):
+    """Another rank has failed in a call that this rank was in. The message names it, its host and its own error."""
+
+
 class GroupCreationError(RuntimeError):
     """A process group was not created although its ranks agreed, because one of them, or the store, is gone."""
 

@@ -65,6 +65,7 @@ from ds_topo.errors import (
 )
 from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
+from ds_topo.watch import guard
 
 SIZES, DIGESTS = "sizes", "digests"
 
@@ -94,6 +95,7 @@ class LoadOptions:
         return self.load_lr_scheduler_states and not self.load_module_only
 
 
+@guard.over("load")
 def load(
     engine: DeepSpeedEngine,
     folder: str | PathLike[str],

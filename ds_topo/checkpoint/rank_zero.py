@@ -22,6 +22,7 @@ from ds_topo.checkpoint.folder import told
 from ds_topo.errors import CheckpointError, listed, unanswered
 from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.torch_names import default_store, get_several, job_timeout
+from ds_topo.watch import guard
 
 T = TypeVar("T")
 _PART = 1 << 22
@@ -86,6 +87,8 @@ class Meeting:
             result = work()
             content["result"] = result if decide is not None else None
         except Exception as error:  # of any class: the other ranks must receive it
+            if is_alone:
+                guard.report(error)
             failure, text = error, _one_line(error)
             said = f"ranks [{dist.get_rank()}] on {socket.gethostname()} -> {text}"
             content |= {"error": type(error).__name__, "text": text, "said": said}

@@ -42,6 +42,7 @@ from ds_topo.errors import CheckpointError, abridged, warn
 from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.watch import guard
 
 _at_work: WeakSet[DeepSpeedEngine] = WeakSet()
 """Engines that DeepSpeed's own functions are saving or loading; our replacements of its methods call the originals."""
@@ -243,6 +244,7 @@ class SaveOptions:
     keep_random_states: bool
 
 
+@guard.over("save")
 def save(
     engine: DeepSpeedEngine,
     folder: str | PathLike[str],
@@ -284,6 +286,7 @@ def save(
     return BackgroundSave(engine, folder, tag, client_state, options, copies=False)._put_in_place()
 
 
+@guard.over("save_in_background")
 def save_in_background(
     engine: DeepSpeedEngine,
     folder: str | PathLike[str],
@@ -357,6 +360,7 @@ class BackgroundSave:
         try:
             self._write(engine, client_state)
         except Exception as error:  # WrittenFiles keeps failures to write
+            guard.report(error)  # others may wait for this rank in DeepSpeed's function
             self._left_early = True
             self._files.failure = self._files.failure or error
 
@@ -365,6 +369,7 @@ class BackgroundSave:
         """True if this rank has written its files, so that ``finish()`` need not wait for it."""
         return self._files.is_done
 
+    @guard.over("finish")
     def finish(self) -> Path:
         """Wait for the files of all ranks, and put the checkpoint in place; collective, once. Return its folder.
 

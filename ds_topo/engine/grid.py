@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +24,7 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -45,7 +46,9 @@ from ds_topo.engine import (
     written_weights,
 )
 from ds_topo.engine.accumulation import with_own_number
+from ds_topo.engine.autocast_scaling import share_scale
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
+from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Make, Patch, always, around, ledger
@@ -57,7 +60,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
-from ds_topo.watch import job_watch
+from ds_topo.watch import guard, job_watch
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -135,6 +138,7 @@ class PipelineParallelGrid(MpuGrid):
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(_forget, self))
+            self.on_destroy(guard.hold())
             checks.grids.add(self)
             undo.pop_all()
 
@@ -196,19 +200,20 @@ class PipelineEngineGrid(PipelineParallelGrid):
 def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     given = inspect.signature(construct).bind(engine, *args, **options).arguments
     model, mpu = given["model"], given.get("mpu")
-    checks.check_is_module(model)
-    _check_names_of_experts(model, mpu)
-    before = _set_current(mpu)
-    with ExitStack() as undo:
+    is_on_grid = isinstance(mpu, MpuGrid)
+    with guard.over("initialize", mpu.members) if is_on_grid else nullcontext(), ExitStack() as undo:
+        checks.check_is_module(model)
+        _check_names_of_experts(model, mpu)
+        before = _set_current(mpu)
         undo.callback(_make_current, before)
-        if isinstance(mpu, MpuGrid):
+        if is_on_grid:
             with bind_methods(_OF_CONSTRUCTION, engine), autoparallel.tables_of_grid(given.get("config_class"), mpu):
                 construct(engine, *args, **options)
             _patch_engine(engine)
         else:
             checks.check_engine_without_grid(model, mpu, given.get("config_class"))
             construct(engine, *args, **options)
-        if not isinstance(mpu, MpuGrid) or not _has_engine_without_grid(before["mpu"]):
+        if not is_on_grid or not _has_engine_without_grid(before["mpu"]):
             undo.pop_all()
 
 
@@ -225,6 +230,9 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
         rows.append((patches.SAVE_EXPERTS, experts.saved_by_slice))
     elif is_pipeline:
         rows += norms.of_unequal_stages(engine)
+    if is_pipeline:
+        _time_backward_once(engine)
+    share_scale(engine)
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     if engine.mpu.settle_norms():
@@ -235,6 +243,16 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
             _patch(target, rows, engine.mpu)
+
+
+def _time_backward_once(engine: PipelineEngine) -> None:
+    """Leave the timers of the backward pass to the pipeline on all stages but the last, whose engine has the loss.
+
+    The pipeline starts and stops them there itself, and DeepSpeed's hooks on outputs would start them a second time.
+    """
+    if not engine.is_last_stage() and not isinstance(engine, DualPipeVEngine):
+        engine.engine_timers.backward_timers.clear()
+        engine.engine_timers.backward_inner_timers.clear()
 
 
 def _patch(target: Any, rows: Sequence[tuple[Patch, Make]], grid: MpuGrid) -> None:
@@ -313,10 +331,15 @@ def _forget(grid: MpuGrid) -> None:
         _set_current(None)
 
 
-@around
-def _with_own_mpu(method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    with _current(engine.mpu):
-        return method(engine, *args, **options)
+def _with_own_mpu(row: Patch, make: Make = lambda method: method) -> tuple[Patch, Make]:
+    """Return a row whose method is called with the engine's own mpu, and all ranks know if one of them alone raises."""
+
+    @around
+    def called(method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        with guard.over(row.name, engine.mpu.members, engine.global_steps), _current(engine.mpu):
+            return method(engine, *args, **options)
+
+    return row, lambda method: called(make(method))
 
 
 @around
@@ -380,28 +403,29 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     (patches.TENSOR_PARALLEL_STATES, autoparallel.keeping_grid),
     (patches.CONFIGURE_MODEL, _configured),
     (patches.LOADER_OF_SHARES, shares.loader_of_shares),
+    (patches.CONFIGURE_OPTIMIZER, with_placeholders),
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
-    (patches.FORWARD_ON_GRID, lambda forward: _with_own_mpu(with_same_samples(forward))),
-    (patches.BACKWARD_ON_GRID, _with_own_mpu),
+    _with_own_mpu(patches.FORWARD_ON_GRID, with_same_samples),
+    _with_own_mpu(patches.BACKWARD_ON_GRID),
     (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
     (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
     (patches.AUTOSP_BACKEND, autoparallel.with_groups_of_grid),
-    (patches.STEP_ON_GRID, lambda step: _with_own_mpu(_comparing_steps(step))),
+    _with_own_mpu(patches.STEP_ON_GRID, _comparing_steps),
 )
 _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
-    (patches.SAVE_CHECKPOINT, lambda save: _with_own_mpu(saved_as_a_whole(save))),
-    (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
+    _with_own_mpu(patches.SAVE_CHECKPOINT, saved_as_a_whole),
+    _with_own_mpu(patches.LOAD_CHECKPOINT, loaded_whole),
     (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
     (patches.NEXT_BATCH, remember_samples),
     (patches.LOADER_OF_SHARES, shares.loader_of_shares),
     (patches.OWN_SAMPLES, shares.iterating_over_share),
-    (
+    _with_own_mpu(
         patches.TRAIN_BATCH_ON_GRID,
-        lambda train: _with_own_mpu(with_own_number(with_same_batches(with_enough_micro_batches(train)))),
+        lambda train: with_own_number(with_same_batches(with_enough_micro_batches(train))),
     ),
-    (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
+    _with_own_mpu(patches.EVAL_BATCH_ON_GRID, with_enough_micro_batches),
     (patches.CHECKED_SENDS, activations.with_checked_sends),
     (patches.BUFFERS_BY_TYPE, activations.allocated_by_type),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),

@@ -32,8 +32,11 @@ from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, PIPE, Spec, read_config
 from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.watch import guard
 
 __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
+CONSTRUCTION = "PipelineModule"
+"""The name of a pipeline's construction in errors of other ranks."""
 
 
 def _world_of_construction(create: Any) -> Any:
@@ -91,6 +94,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     parts_of_a_rank = 1
     """The number of parts of the model that each rank of the pipeline holds."""
 
+    @guard.over(CONSTRUCTION)
     def __init__(
         self,
         layers: Iterable[Any],
@@ -124,6 +128,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             engine_grid = PipelineEngineGrid.over(layout)
         else:
             engine_grid = PipelineEngineGrid(layout, timeout=timeout)
+        guard.narrow(CONSTRUCTION, engine_grid.members)
         try:
             with building_on(self, engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)

@@ -36,10 +36,11 @@ from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import ledger
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.reducer.options import arguments_from_config
-from ds_topo.watch import job_watch, watch_limit
+from ds_topo.watch import guard, job_watch, watch_limit
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"
 
+INITIALIZE = "initialize"
 _deepspeed_initialize = deepspeed.initialize
 """DeepSpeed's own function, also while ``deepspeed.initialize`` is replaced by ours."""
 
@@ -125,6 +126,7 @@ def _unlink_shared_memory(launch: Launch) -> None:
     dist.barrier()
 
 
+@guard.over(INITIALIZE)
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -179,6 +181,9 @@ def initialize(
         if not torch.distributed.is_initialized():
             init_distributed(verbose=False)
         mpu = PipelineParallelGrid(content[TOPOLOGY_SECTION])
+    own_grid = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
+    if isinstance(own_grid, MpuGrid):
+        guard.narrow(INITIALIZE, own_grid.members)
     given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
     with reading_sections():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})

@@ -24,7 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
-from ds_topo.engine.pipeline import PipelineModule, building_on, index_tied_modules, with_plain_bounds
+from ds_topo.engine.pipeline import CONSTRUCTION, PipelineModule, building_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger, patches_of
@@ -33,6 +33,7 @@ from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from ds_topo.topology.rank_tables import fold_extra_axes, sample_axes
+from ds_topo.watch import guard
 
 
 def use(grid: PipelineParallelGrid) -> GridInUse:
@@ -137,7 +138,7 @@ def _constructed_on_grid(
         return
     require_topology_in_use(topology, num_stages, grid)
     engine_grid = PipelineEngineGrid.over(grid)
-    with building_on(module, engine_grid):
+    with guard.over(CONSTRUCTION, grid.members), building_on(module, engine_grid):
         construct(module, layers, None, engine_grid._topo, *args, **options)
 
 

@@ -28,7 +28,7 @@ CONSTRUCT_ENGINE, SOURCE_OF_SLICES = patches_of("""
       get_tensor_model_parallel_src_rank: The first rank of the group along model.
         DeepSpeed returns rank // n * n, which is in another group if the ranks along model are no neighbors.
 """)
-SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, *CONFIGURE_PARTITIONS = patches_of("""
+SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, CONFIGURE_OPTIMIZER, *CONFIGURE_PARTITIONS = patches_of("""
     while: one call of an engine's constructor
     deepspeed.runtime.engine.DeepSpeedEngine
       _do_sanity_check: The same after checks of options and inputs. All ranks compare the results.
@@ -39,6 +39,8 @@ SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, *CONFIGU
         AutoTP makes the module deepspeed.utils.groups the mpu of the engine.
       _configure_distributed_model: The same after replicas have compared models, and all stages have expert groups.
         DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
+      _configure_optimizer: In a pipeline, the same with a placeholder in each group without a trainable parameter.
+        A stage without trainable parameters, or without those of a group, fails alone.
       _configure_zero_optimizer: The same with the group along the axis shard.
       _configure_bf16_optimizer: The same with the group along the axis shard.
         DeepSpeed partitions over all replicas.

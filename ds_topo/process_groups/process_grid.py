@@ -155,6 +155,11 @@ class ProcessGrid:
         """The number of ranks of the topology."""
         return len(self._core.members)
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The global rank of each rank of the topology."""
+        return self._core.members
+
     def topology(self) -> ProcessTopology:
         """Return the topology of the grid."""
         return self._core.topology

@@ -92,6 +92,8 @@ _WAITS = {
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks, besides torch's collectives."""
+STORE_WAITS = tuple(what for (file, _), what in _WAITS.items() if "/reducer/" not in file and "/zero/" not in file)
+"""The waits among them that use the job's store."""
 _GROUPS = (("route", "group"), ("_route", "group"), ("_worker", "living_group"), ("living_group",))
 """Attribute paths by which objects with such functions hold their process group."""
 _IDLE_SECONDS = 0.01

@@ -30,6 +30,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -180,7 +181,7 @@ class Watch:
             within(bound, subject, lambda: self._heart.prepare(self._witness.address))
             agree("all are ready", range(self._ring.world_size), bound, subject=subject)
         except Exception as error:
-            if self._heart.first_witness is not None and _is_of_transport(error):
+            if self._heart.first_witness is not None and is_of_transport(error):
                 self._heart.lost, self._last_doing = error, self._observer.read_traceback(error.__traceback__)
                 self._judge_store(f"could not be asked at {subject}")
                 self._tell()
@@ -301,14 +302,8 @@ class Watch:
     def _end_process(self) -> None:
         """Print the verdict and all stacks, and end this process."""
         self._tell()
-        faulthandler.dump_traceback(all_threads=True)
         self._witness.end()
-        # NCCL is aborted here and no earlier: calls that wait for the GPU would return, and go on with wrong results
-        faulthandler.dump_traceback_later(_ABORT_SECONDS + 1, exit=True)  # abort_nccl() may hold the interpreter
-        abort = threading.Thread(target=abort_nccl, daemon=True)
-        abort.start()
-        abort.join(_ABORT_SECONDS)
-        os._exit(EXIT_CODE)
+        end_process()
 
     # -- output --------------------------------------------------------------------------------------------------------
 
@@ -344,7 +339,7 @@ class Watch:
         if self._last_doing is not None or self._stopped.is_set():
             return
         self._last_doing = doing = self._observer.read_traceback(trace)
-        is_consequence = self.verdict is not None or _is_of_transport(error)
+        is_consequence = self.verdict is not None or is_of_transport(error)
         self._heart.state = heartbeat.HAS_FAILED
         if self.verdict is None:
             kind = heartbeat.TRANSPORT if is_consequence else heartbeat.FAILED
@@ -408,7 +403,18 @@ class JobWatch:
 job_watch = JobWatch()
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def end_process() -> NoReturn:
+    """Print all stacks, and end this process, whatever its main thread does."""
+    faulthandler.dump_traceback(all_threads=True)
+    # NCCL is aborted here and no earlier: calls that wait for the GPU would return, and go on with wrong results
+    faulthandler.dump_traceback_later(_ABORT_SECONDS + 1, exit=True)  # abort_nccl() may hold the interpreter
+    abort = threading.Thread(target=abort_nccl, daemon=True)
+    abort.start()
+    abort.join(_ABORT_SECONDS)
+    os._exit(EXIT_CODE)
+
+
+def is_of_transport(error: BaseException) -> bool:
     """Return whether an exception, or a cause of it, says only that another rank could not be reached."""
     chain: list[BaseException] = []
     each: BaseException | None = error
@@ -494,6 +500,14 @@ def shut_down(store_port: int, spared: Collection[int]) -> None:
     of_gloo = _inodes_of_gloo()
     for each, own, other in _connections():
         if own not in spared and (other == store_port or os.fstat(each.fileno()).st_ino in of_gloo):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def shut_down_ports(ports: Collection[int]) -> None:
+    """End this process's own connections from these ports; a call in one of them raises."""
+    for each, own, _ in _connections():
+        if own in ports:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 

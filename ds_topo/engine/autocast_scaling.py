@@ -1,0 +1,89 @@
+"""Scale the losses of ``torch_autocast`` in fp16 alike on all ranks of a grid.
+
+DeepSpeed gives each rank a ``GradScaler`` of torch's. It fails on stages of a pipeline that have no loss, decides on
+each rank alone whether a step overflowed, and with ZeRO it divides gradients only after they were clipped: a norm of
+1.1 counts as 72,000. Here ZeRO's optimizers use their own loss scale instead, as in fp16 without autocast. An engine
+without ZeRO gets a scaler that decides with all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.nn.utils import get_total_norm
+
+from ds_topo.ledger import always, ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+
+FIRST_SCALE, STEPS_TO_GROW, FACTOR, LOWEST_SCALE = 2.0**16, 2000, 2.0, 2.0**-14
+"""The scale of the first step, the steps without overflow after which it grows, by which factor, and the lowest one:
+those of torch's ``GradScaler``."""
+
+
+def share_scale(engine: DeepSpeedEngine) -> None:
+    """Replace the scaler of an engine that uses ``torch_autocast`` in fp16."""
+    optimizer = engine.optimizer
+    if engine.torch_autocast_z0_gradscaler is not None:
+        scaler = AutocastScaler(engine.mpu)
+        engine.mpu.on_destroy(ledger.bind(patches.LOSS_SCALER, always(scaler), engine))
+    elif isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
+        if optimizer.torch_autocast_gradscaler is None:
+            return
+        optimizer.torch_autocast_gradscaler = None
+        optimizer.loss_scaler = DynamicLossScaler(
+            FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE, 1, consecutive_hysteresis=False, raise_error_at_min_scale=False
+        )
+        optimizer.dynamic_loss_scale = optimizer.check_grad_overflow = True
+
+
+class AutocastScaler:
+    """A scaler with the methods of torch's ``GradScaler``, with one scale and one decision of all ranks of a grid."""
+
+    def __init__(self, grid: MpuGrid) -> None:
+        self._grid = grid
+        self.value = FIRST_SCALE
+        self._steps = 0
+        """The steps since the last overflow or growth."""
+        self._has_overflow: bool | None = None
+        """None until the gradients of this step have been divided."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.value
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide gradients by the scale, and find out whether any rank has one that is not finite; collective."""
+        if self._has_overflow is not None:
+            return
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.value)
+        found = torch.zeros((), device=parameters[0].device if parameters else None)
+        if gradients:
+            found += ~get_total_norm(gradients, torch.inf).isfinite()
+        for group in (self._grid.get_model_parallel_group(), self._grid.get_data_parallel_group()):
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        self._has_overflow = bool(found)
+
+    def step(self, optimizer: Any) -> None:
+        """Take a step, unless a gradient of any rank is not finite."""
+        self.unscale_(optimizer)
+        if not self._has_overflow:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Halve the scale after an overflow, and double it after many steps without one."""
+        self._steps = 0 if self._has_overflow else self._steps + 1
+        if self._has_overflow:
+            self.value /= FACTOR
+        elif self._steps == STEPS_TO_GROW:
+            self.value, self._steps = self.value * FACTOR, 0
+        self._has_overflow = None

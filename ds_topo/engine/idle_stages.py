@@ -1,0 +1,94 @@
+"""Let a stage of a pipeline train although it has no trainable parameter, or none in a group of the optimizer.
+
+torch and DeepSpeed refuse an optimizer without parameters, drop empty groups (a learning-rate scheduler still counts
+them), and start the backward pass of the first stage at outputs that need no gradient. All this fails on that stage
+alone. Such a stage therefore gets a *placeholder* in each group without a trainable parameter: one element, zero, with
+a gradient of zero. So groups, schedulers and collectives are the same on all stages. The outputs of the stage are
+connected to its placeholders without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_topo.ledger import around
+from ds_topo.topology.axes import PIPE
+
+PLACEHOLDERS = "idle_stage_placeholders"
+"""The attribute of a pipeline's module that holds the placeholders of this stage."""
+
+
+class Connected(torch.autograd.Function):
+    """Return a tensor as it is, as if it were computed from placeholders, whose gradients are zero.
+
+    >>> placeholder = torch.zeros(1, requires_grad=True)
+    >>> Connected.apply(torch.ones(2), placeholder).sum().backward()
+    >>> placeholder.grad
+    tensor([0.])
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *placeholders: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, ``[...] -> [...]``."""
+        ctx.save_for_backward(*placeholders)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient as it is, and zeros."""
+        return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
+
+
+@around
+def with_placeholders(configure: Any, engine: PipelineEngine, optimizer: Any, parameters: list[Any]) -> None:
+    """Give each group of the optimizer of a pipeline's stage a trainable parameter, before DeepSpeed builds it."""
+    if isinstance(engine, PipelineEngine) and engine.mpu.get_axis_size(PIPE) > 1:
+        parameters = fill_groups(engine.module, optimizer, parameters, engine.device)
+        made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())
+        engine.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
+    configure(engine, optimizer, parameters)
+
+
+def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device: Any) -> list[Any]:
+    """Add a placeholder to each group without a trainable parameter; return the parameters or groups to optimize."""
+    groups: list[dict[str, Any]]
+    is_built = isinstance(optimizer, torch.optim.Optimizer)
+    if is_built:
+        groups = optimizer.param_groups
+    elif parameters and isinstance(parameters[0], dict):
+        groups = [{**group, "params": _as_list(group["params"])} for group in parameters]
+    else:
+        groups = [{"params": list(parameters)}]
+    idle = [group for group in groups if not any(each.requires_grad for each in group["params"])]
+    if idle:
+        dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
+        made = nn.ParameterList(nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in idle)
+        setattr(module, PLACEHOLDERS, made)
+        for group, placeholder in zip(idle, made, strict=True):
+            group["params"] = [*group["params"], placeholder]
+        module.register_forward_hook(_connect)
+    if is_built or not idle:
+        return parameters
+    return groups if parameters and isinstance(parameters[0], dict) else groups[0]["params"]
+
+
+def _as_list(parameters: Any) -> list[Any]:
+    return [parameters] if torch.is_tensor(parameters) else list(parameters)
+
+
+def _connect(module: nn.Module, _: Any, outputs: Any) -> Any:
+    """Connect the first output of a stage that can have a gradient to the placeholders."""
+    placeholders: Iterable[torch.Tensor] = getattr(module, PLACEHOLDERS)
+    several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    place = next((n for n, each in enumerate(several) if torch.is_tensor(each) and each.is_floating_point()), None)
+    if place is None or not torch.is_grad_enabled():
+        return outputs
+    connected = Connected.apply(several[place], *placeholders)
+    if several is not outputs:
+        return connected
+    return type(outputs)([*several[:place], connected, *several[place + 1 :]])
