@@ -177,7 +177,7 @@ def device_served_by(backend: str, index: int) -> torch.device:
     device = accelerator()
     if device is None or backend.lower() == "gloo":
         return torch.device("cpu")
-    served = BackendConfig(backend).get_device_backend_map()  # registers a backend of an entry point
+    served = BackendConfig(dist.Backend(backend)).get_device_backend_map()  # registers a backend of an entry point
     return torch.device(device.type, index) if device.type in served else torch.device("cpu")
 
 

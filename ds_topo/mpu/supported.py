@@ -25,7 +25,7 @@ class Supported(NamedTuple):
 
 
 DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
-TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
+TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.15"))
 
 
 def number(release: str) -> Version:

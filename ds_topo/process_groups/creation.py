@@ -197,9 +197,12 @@ class ProcessGroups:
             return cast("ProcessGroup", dist.group.WORLD)
 
         def new_group() -> Any:
-            text, given = f"{torch_names.DESCRIPTION}{name}", {} if device is None else {"device_id": device}
             return dist.new_group(
-                list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=text, **given
+                list(ranks),
+                timeout=self.timeout,
+                use_local_synchronization=True,
+                group_desc=f"{torch_names.DESCRIPTION}{name}",
+                device_id=device,
             )
 
         try:

@@ -113,6 +113,7 @@ def test_default_folders_are_cleared_only_for_a_torch_that_waits(
     if not waits:
         monkeypatch.delattr(cpp_extension, "FileBaton")
     with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         assert remove_abandoned_locks() == [lock] * waits
     assert (len(warned), lock.exists()) == (int(waits), not waits)
 
