@@ -11,12 +11,13 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE
-from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square
+from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square, whole_tensors
 
 _Key = TypeVar("_Key")
 _CLOSE = 0.02
@@ -64,7 +65,8 @@ def _of_output(name: str, rank: int, found: Step, reference: Step) -> Iterator[C
     order = [other for other in reference.ranks[share]["outputs"] if other in found.ranks[rank]["outputs"]]
     before = f", or the code since `{order[order.index(name) - 1]}`" if order.index(name) else ""
     changed = ", or its weights, if they were changed or loaded after the last step" if found.number else ""
-    yield Cause(f"the module itself{before}{changed}: everything that was recorded before it is right")
+    times = _in_words(own, whole) if own.shape == whole.shape else ""
+    yield Cause(f"the module itself{before}{changed}: everything that was recorded before it is right{times}")
 
 
 def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -118,7 +120,7 @@ def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Coll
             "nearly all gradients of these ranks are wrong, and the losses are right: a micro-batch is lost or counts "
             "twice, or a factor is between the loss and its gradient"
         )
-    yield Cause("the backward pass of the module that owns it, or of one after it")
+    yield Cause(f"the backward pass of the module that owns it, or of one after it{_in_words(own, whole)}")
 
 
 def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
@@ -148,7 +150,16 @@ def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Colle
             "no combination of the ranks' gradients gives it: a micro-batch was not accumulated on a rank, or a "
             "gradient changed after it was accumulated"
         )
-    yield Cause("the reduction: all gradients before it are right")
+    clip, size = found.ranks[rank]["clip"], _size_of_reduced(found, reference)
+    if 0 < clip < size / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
+        yield Cause(f"clipping: the optimizer gets {size / clip:.3g} times the norm that gradient_clipping allows")
+    yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected)}")
+
+
+def _size_of_reduced(found: Step, reference: Step) -> float:
+    """Return the norm of all gradients that the optimizers get: each element once."""
+    wholes = whole_tensors(record["after"] for record in found.ranks)
+    return math.sqrt(sum(square(wholes[name]) for name in reference.sums if name in wholes))
 
 
 def _is_split(found: Step, name: str) -> bool:
@@ -310,13 +321,9 @@ def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) ->
 def _factor(
     own: torch.Tensor, expected: torch.Tensor, found: Step, what: str, unused: Collection[str] = ()
 ) -> Iterator[Cause]:
-    """Explain a tensor that is the right one times a number, such as the degree of an axis that is not unused."""
-    own, expected = own.double().reshape(-1), expected.double().reshape(-1)
-    size = square(expected)
-    if not size:
-        return
-    factor = float(own @ expected) / size
-    if abs(factor - 1) < _CLOSE or ratio(square(own - factor * expected), factor**2 * size) > _CLOSE:
+    """Explain a tensor that is the right one times a product of degrees, of axes that are not unused."""
+    factor = _times(own, expected)
+    if factor is None:
         return
     degrees = {axis: found.run.degree(axis) for axis in found.run.coordinates[0] if axis not in unused}
     for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
@@ -328,7 +335,33 @@ def _factor(
             axis = axes[0] if len(axes) == 1 else None
             yield Cause(f"it is the right value times {factor:.3g}, {text}the degree of {names}: {what}", axis)
             return
-    yield Cause(f"it is the right value times {factor:.3g}: {what}")
+    several = [axis for axis, size in degrees.items() if size > 1]
+    for count in range(2, len(several) + 1):
+        for axes_ in combinations(several, count):
+            size = math.prod(degrees[axis] for axis in axes_)
+            for power, text in ((1, ""), (-1, "1/ ")):
+                if math.isclose(factor, size**power, rel_tol=_CLOSE):
+                    product = f"{text}the product of the degrees of {' and '.join(map(repr, axes_))}"
+                    yield Cause(f"it is the right value times {factor:.3g}, {product}: {what}")
+                    return
+
+
+def _times(own: torch.Tensor, expected: torch.Tensor) -> float | None:
+    """Return the number by which the right tensor was multiplied; None if it was not, or by 1."""
+    own, expected = own.double().reshape(-1), expected.double().reshape(-1)
+    size = square(expected)
+    if not size:
+        return None
+    factor = float(own @ expected) / size
+    if abs(factor - 1) < _CLOSE or ratio(square(own - factor * expected), factor**2 * size) > _CLOSE:
+        return None
+    return factor
+
+
+def _in_words(own: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return what a cause adds if a tensor of several elements is the right one times any number."""
+    factor = _times(own, expected) if expected.numel() > 1 else None
+    return "" if factor is None else f"; it is the right value times {factor:.3g}"
 
 
 def _places(found: Step, rank: int, name: str) -> tuple[tuple[int, ...], ...]:

@@ -54,6 +54,8 @@ def _records(coordinates: list[dict[str, int]]) -> Records:
                 "after": {name: _part(name, one, model) for name, one in mean.items()},
                 "norm": norm,
                 "clip": 0.0,
+                "clipped": None,
+                "samples": [],
                 "scale": 1.0,
                 "is_skipped": False,
                 "is_random": False,
