@@ -57,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--topology", metavar="SPEC", help='layout to verify: "pipe=2,data=2,model=2"')
     add("--steps", type=int, default=2, metavar="N", help="optimizer steps to compare; default: %(default)d")
     add("--no-dropout", action="store_true", help="disable dropout in all runs")
+    add("--same-samples", action="store_true", help="allow replicas to train on the same samples")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for each run; default: %(default)g")
     add("--keep", metavar="FOLDER", help="keep the recordings in this folder; default: delete them")
     add("--json", metavar="FILE", help="write results as JSON; - for standard output")
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
                 topology=topology,
                 steps=arguments.steps,
                 has_dropout=not arguments.no_dropout,
+                same_samples=arguments.same_samples,
                 timeout=arguments.timeout,
                 keep=arguments.keep,
                 progress=progress,

@@ -428,13 +428,14 @@ STEP, TRAIN_BATCH = patches_of("""
       train_batch: The same. Every N steps it then compares the replicas.
         It finds the step after which replicas differ.
 """)
-RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = patches_of("""
+RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_CLIP, RECORDED_BATCH = patches_of("""
     while: ds-topo verify records a run
     process-wide because: The program builds its engine itself, after its process was started for the recording.
     deepspeed.runtime.engine.DeepSpeedEngine
       forward: The same. Of the first engine that trains, verify records the outputs of modules.
       backward: The same. Of the first engine that trains, verify records the loss.
       step: The same. Of the first engine that trains, verify records gradients, weights and states.
+      clip_fp32_gradients: The same, of the engine that is recorded: verify records the factor by which it clips.
     deepspeed.runtime.pipe.engine.PipelineEngine
       train_batch: The same. Of the first engine that trains, verify records the same of a pipeline.
         Two runs of one program can only be compared by what they compute.

@@ -11,12 +11,13 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from ds_topo.topology.axes import DATA, MODEL, PIPE
-from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square, whole_tensors
 
 _Key = TypeVar("_Key")
 _CLOSE = 0.02
@@ -64,7 +65,8 @@ def _of_output(name: str, rank: int, found: Step, reference: Step) -> Iterator[C
     order = [other for other in reference.ranks[share]["outputs"] if other in found.ranks[rank]["outputs"]]
     before = f", or the code since `{order[order.index(name) - 1]}`" if order.index(name) else ""
     changed = ", or its weights, if they were changed or loaded after the last step" if found.number else ""
-    yield Cause(f"the module itself{before}{changed}: everything that was recorded before it is right")
+    times = _in_words(own, whole) if own.shape == whole.shape else ""
+    yield Cause(f"the module itself{before}{changed}: everything that was recorded before it is right{times}")
 
 
 def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -84,7 +86,12 @@ def _of_loss(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]
             "train_batch_size and the number of replicas"
         )
         return
-    yield from _factor(torch.tensor(own), torch.tensor(expected), found, "averaged over the wrong number of ranks")
+    right = torch.tensor(expected)
+    alternatives = [torch.tensor(own)]
+    if (total := _over_seq(rank, found)) is not None:  # each rank may have its part of a sum or of a mean
+        alternatives = [torch.tensor(total), torch.tensor(total) / found.run.degree(SEQ)]
+    nearest = min(alternatives, key=lambda losses: abs(math.log(max(_times(losses, right) or math.inf, 1e-9))))
+    yield from _factor(nearest, right, found, "averaged over the wrong number of ranks")
     errors = [abs(mine - theirs) for mine, theirs in zip(own, expected, strict=True)]
     wrong = [number for number, error in enumerate(errors) if error > _CLOSE * max(errors)]
     for number in wrong:
@@ -97,6 +104,13 @@ def _of_loss(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]
         yield Cause(f"other samples in micro-batch {numbers}: the first one, in which outputs are recorded, is right")
     else:
         yield Cause("the loss function, or other labels: all recorded outputs are right")
+
+
+def _over_seq(rank: int, found: Step) -> list[float] | None:
+    """Return the sums of the losses of ranks that differ only in ``seq``; None without that axis."""
+    peers = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
+    each = [found.ranks[other]["losses"] for other in peers]
+    return [math.fsum(losses) for losses in zip(*each, strict=False)] if len(peers) > 1 else None
 
 
 def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
@@ -118,7 +132,7 @@ def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Coll
             "nearly all gradients of these ranks are wrong, and the losses are right: a micro-batch is lost or counts "
             "twice, or a factor is between the loss and its gradient"
         )
-    yield Cause("the backward pass of the module that owns it, or of one after it")
+    yield Cause(f"the backward pass of the module that owns it, or of one after it{_in_words(own, whole)}")
 
 
 def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
@@ -131,6 +145,9 @@ def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Colle
         for other in found.holders("before", name)
         if MODEL not in run.axes_between(rank, other) or _places(found, other, name) == _places(found, rank, name)
     ]
+    expected = at(part, reference.sums[name])
+    if (cause := _of_losses_over_seq(rank, _times(own, expected), found, reference)) is not None:
+        yield cause
     weights = _weights(own, [at(part, found.before([other], name)) for other in owners])
     if weights is not None:
         causes = list(_of_weights(weights, owners, rank, found))
@@ -141,14 +158,37 @@ def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Colle
     unused = {MODEL} if _is_split(found, name) else set()
     if len({run.coordinates[owner].get(PIPE, 0) for owner in owners}) < 2:
         unused.add(PIPE)
-    expected = at(part, reference.sums[name])
     yield from _factor(own, expected, found, "reduced twice, or a sum that should be a mean, or the reverse", unused)
     if owners and weights is None and own.any():
         yield Cause(
             "no combination of the ranks' gradients gives it: a micro-batch was not accumulated on a rank, or a "
             "gradient changed after it was accumulated"
         )
-    yield Cause("the reduction: all gradients before it are right")
+    clip, size = found.ranks[rank]["clip"], _size_of_reduced(found, reference)
+    if 0 < clip < size / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
+        yield Cause(f"clipping: the optimizer gets {size / clip:.3g} times the norm that gradient_clipping allows")
+    yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected)}")
+
+
+def _of_losses_over_seq(rank: int, factor: float | None, found: Step, reference: Step) -> Cause | None:
+    """Explain gradients that are too large or too small by a factor that the losses along ``seq`` have, too."""
+    total, right = _over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
+    if factor is None or not total or len(total) != len(right):
+        return None
+    of_losses = math.fsum(total) / math.fsum(right) if math.fsum(right) else 0.0
+    if not math.isclose(factor, of_losses, rel_tol=_CLOSE) or not _is_of_degrees(factor, found):
+        return None
+    return Cause(
+        f"the loss: along 'seq' the ranks' losses add up to {factor:.3g} times the right one, and so do their "
+        "gradients: each rank must return its part of the loss",
+        SEQ,
+    )
+
+
+def _size_of_reduced(found: Step, reference: Step) -> float:
+    """Return the norm of all gradients that the optimizers get: each element once."""
+    wholes = whole_tensors(record["after"] for record in found.ranks)
+    return math.sqrt(sum(square(wholes[name]) for name in reference.sums if name in wholes))
 
 
 def _is_split(found: Step, name: str) -> bool:
@@ -189,12 +229,14 @@ def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, foun
     text = f"({listed}; each share counts {1 / shares:.3g} if averaged)"
     is_uneven = len({round(weight, 2) for weight in by_share.values()}) > 1
     if shares > 1 and is_uneven:
-        yield Cause(f"replicas count unequally: averaged over the wrong group {text}", DATA)
+        known = all(abs(weight) < _CLOSE or _is_of_degrees(weight * shares, found) for weight in by_share.values())
+        what = ": averaged over the wrong group" if known else ", as if one had scaled its gradients"
+        yield Cause(f"replicas count unequally{what} {text}", DATA)
     elif shares > 1 and abs(total - 1 / shares) < 0.05 / shares and len(by_share) == shares:
         yield Cause(f"divided by the number of replicas twice {text}", DATA)
     elif shares > 1 and abs(total - shares) < 0.05 * shares:
         yield Cause(f"summed over the replicas without a division {text}", DATA)
-    if len(along(MODEL)) > 1 and abs(total - 1) > 0.05 and not is_uneven:
+    if len(along(MODEL)) > 1 and abs(total - 1) > 0.05 and not is_uneven and _is_of_degrees(total, found):
         yield Cause("replicated along 'model': its gradient was reduced there too often, or not at all", MODEL)
 
 
@@ -310,13 +352,9 @@ def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) ->
 def _factor(
     own: torch.Tensor, expected: torch.Tensor, found: Step, what: str, unused: Collection[str] = ()
 ) -> Iterator[Cause]:
-    """Explain a tensor that is the right one times a number, such as the degree of an axis that is not unused."""
-    own, expected = own.double().reshape(-1), expected.double().reshape(-1)
-    size = square(expected)
-    if not size:
-        return
-    factor = float(own @ expected) / size
-    if abs(factor - 1) < _CLOSE or ratio(square(own - factor * expected), factor**2 * size) > _CLOSE:
+    """Explain a tensor that is the right one times a product of degrees, of axes that are not unused."""
+    factor = _times(own, expected)
+    if factor is None:
         return
     degrees = {axis: found.run.degree(axis) for axis in found.run.coordinates[0] if axis not in unused}
     for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
@@ -328,7 +366,40 @@ def _factor(
             axis = axes[0] if len(axes) == 1 else None
             yield Cause(f"it is the right value times {factor:.3g}, {text}the degree of {names}: {what}", axis)
             return
-    yield Cause(f"it is the right value times {factor:.3g}: {what}")
+    several = [axis for axis, size in degrees.items() if size > 1]
+    for count in range(2, len(several) + 1):
+        for axes_ in combinations(several, count):
+            size = math.prod(degrees[axis] for axis in axes_)
+            for power, text in ((1, ""), (-1, "1/ ")):
+                if math.isclose(factor, size**power, rel_tol=_CLOSE):
+                    product = f"{text}the product of the degrees of {' and '.join(map(repr, axes_))}"
+                    yield Cause(f"it is the right value times {factor:.3g}, {product}: {what}")
+                    return
+
+
+def _is_of_degrees(factor: float, found: Step) -> bool:
+    """Tell whether a number is a product of degrees of the layout, or its reciprocal."""
+    degrees = [found.run.degree(axis) for axis in found.run.coordinates[0]]
+    products = {math.prod(some) for count in range(len(degrees) + 1) for some in combinations(degrees, count)}
+    return any(math.isclose(factor, size**power, rel_tol=0.05) for size in products for power in (1, -1))
+
+
+def _times(own: torch.Tensor, expected: torch.Tensor) -> float | None:
+    """Return the number by which the right tensor was multiplied; None if it was not, or by 1."""
+    own, expected = own.double().reshape(-1), expected.double().reshape(-1)
+    size = square(expected)
+    if not size:
+        return None
+    factor = float(own @ expected) / size
+    if abs(factor - 1) < _CLOSE or ratio(square(own - factor * expected), factor**2 * size) > _CLOSE:
+        return None
+    return factor
+
+
+def _in_words(own: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return what a cause adds if a tensor of several elements is the right one times any number."""
+    factor = _times(own, expected) if expected.numel() > 1 else None
+    return "" if factor is None else f"; it is the right value times {factor:.3g}"
 
 
 def _places(found: Step, rank: int, name: str) -> tuple[tuple[int, ...], ...]:

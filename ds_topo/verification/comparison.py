@@ -29,6 +29,7 @@ from ds_topo.verification.recorder import (
     Run,
     Step,
     at,
+    box_of,
     distance,
     error_of,
     flat,
@@ -45,8 +46,8 @@ OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED = (
     "norm",
     "skipped step",
 )
-START, REPLICAS = "first weight", "replicas"
-"""The kinds of what is compared, besides weights and states; the last two are compared first."""
+START, REPLICAS, SAMPLES = "first weight", "replicas", "samples"
+"""The kinds of what is compared, besides weights and states; the last three are compared first."""
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
 """The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _GROWTH = 2.0
@@ -61,6 +62,7 @@ _SMALL = 1e-3
 _STRIDES = (1, 2, 3, 4, 6, 8)
 """The numbers of pieces of a sliced output that are tried; query, key and value are three."""
 EXACT = 1e-12
+_CERTAIN = torch.zeros(1, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Finding:
         allows = f" (rounding allows {self.allowed:.0e})" if self.allowed > EXACT else ""
         what = f"`{self.name}` {self.kind}" if self.name else self.kind
         step = "start" if self.step < 0 else f"step {self.step + 1}"
+        if self.kind == SAMPLES:
+            return f"{what}, {step}, {self.where}"
         return f"{what}, {step}, {self.where}: relative error {self.error:.2g}{allows}"
 
 
@@ -274,24 +278,80 @@ def _updates(found: Step, reference: Step) -> Iterator[Row]:
             states = {rank: record["states"].get(key, {}) for rank, record in enumerate(found.ranks)}
             parts = {rank: own[name] for rank, own in states.items() if name in own}
             if parts and key in (WEIGHT, MASTER):
-                yield Row(key, name, change_errors(parts, wholes[name], start[name]))
+                unclear = reference.uncertain.get(name)
+                yield Row(key, name, change_errors(parts, wholes[name], start[name], unclear))
             elif parts:
                 yield Row(key, name, {rank: error_of(flat(part), part, wholes[name]) for rank, part in parts.items()})
 
 
-def change_errors(parts: Mapping[int, Part], whole: torch.Tensor, start: torch.Tensor) -> dict[int, float]:
-    """Return the error of each rank's change of a weight; one of the last bit of all elements is always allowed."""
+def change_errors(
+    parts: Mapping[int, Part], whole: torch.Tensor, start: torch.Tensor, uncertain: torch.Tensor | None = None
+) -> dict[int, float]:
+    """Return the error of each rank's change of a weight; one of the last bit of all elements is always allowed.
+
+    Elements that are ``uncertain`` are left out.
+    """
     change = whole.double() - start.double()
+    if uncertain is not None:
+        change[uncertain] = 0.0
+        parts = {rank: _with(part, start, uncertain) for rank, part in parts.items()}
     bit = torch.finfo(whole.dtype).eps / _LEAST[str(whole.dtype).removeprefix("torch.")]
     least = bit * float(start.double().square().mean().sqrt())
     return {rank: error_of(flat(part) - at(part, start), part, change, least) for rank, part in parts.items()}
 
 
+def _with(part: Part, whole: torch.Tensor, where: torch.Tensor) -> Part:
+    """Return a part with the values of a whole tensor where a whole mask is true."""
+    boxes = [(at_, torch.where(box_of(where, at_, own), box_of(whole, at_, own).to(own), own)) for at_, own in part[1]]
+    return part[0], boxes
+
+
+def uncertain_updates(found: Step, reference: Step, allowed: Allowed) -> dict[str, torch.Tensor]:
+    """Return where in each weight the sign of its gradient may be one of rounding.
+
+    An optimizer that divides by the size of the gradient, such as Adam, changes such an element by a whole step in one
+    direction or in the other. A gradient of exactly 0 in all runs is certain.
+    """
+    result = {}
+    for name, right in reference.sums.items():
+        limit = allowed(Row(GRADIENT, name, {}))
+        own, size = found.sums.get(name), right.abs()
+        if own is None or own.shape != right.shape:
+            continue
+        is_small = size < limit * float(right.double().square().mean().sqrt())
+        result[name] = (is_small | (limit >= _USELESS)) & ((right != 0) | (own != 0))
+    return result
+
+
+def equal_samples(found: Step) -> Iterator[Finding]:
+    """Yield the first shares of the samples that have read the same ones in all micro-batches of a step."""
+    read: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for share in range(found.run.shares):
+        ranks = [rank for rank, own in enumerate(found.run.share_of) if own == share]
+        first = min(ranks, key=lambda rank: (found.run.coordinates[rank].get(PIPE, 0), rank))
+        if (samples := found.ranks[first]["samples"]) and all(samples):
+            read[tuple(samples)].append(share)
+    shares = next((shares for shares in read.values() if len(shares) > 1), [])
+    if not shares:
+        return
+    ranks = tuple(rank for rank, own in enumerate(found.run.share_of) if own in shares)
+    first, second = (found.run.share_of.index(share) for share in shares[:2])
+    axes = sorted(found.run.axes_between(first, second))
+    where, axis = place_of(ranks, range(len(found.run.about)), found.run)
+    same = f"{where}: the replicas train on the same ones"
+    cause = (
+        "a data loader without a sampler, which gives all replicas the same samples: use grid.data_loader(dataset), or "
+        "DistributedSampler(dataset, grid.get_sample_world_size(), grid.get_sample_rank()); if the program means it, "
+        "give --same-samples (verify: same_samples=True)"
+    )
+    yield Finding(found.number, SAMPLES, "", ranks, same, axis or (axes[0] if len(axes) == 1 else None), (cause,))
+
+
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
-    """Compare the recordings in three folders."""
+def compare(wanted: Path, reference: Path, rounding: Path, same_samples: bool = False) -> Report:
+    """Compare the recordings in three folders; with ``same_samples`` replicas may train on the same samples."""
     found = Run(wanted)
     expected, noisy = Run(reference, found), Run(rounding, found)
     findings: list[Finding] = list(_at_start(found))
@@ -301,6 +361,7 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
+    uncertain: dict[str, torch.Tensor] = {}
     is_other_module = len(missing) == len(found.start)
     if is_other_module:
         undecided.append(
@@ -309,14 +370,20 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
         )
     for number in range(0 if is_other_module else min(found.steps, expected.steps)):
         mine, theirs = found.step(number), expected.step(number)
+        theirs.uncertain = uncertain
+        findings += () if same_samples else equal_samples(mine)
         reported, norm = theirs.ranks[0]["norm"], theirs.norm
         if number == 0 and reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
             times = f"{reported / norm:.3g} times its norm of gradients"
             notes.append(f"the reference reports {times}; others are compared with that")
         if number < noisy.steps:
-            allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"], error_of_norm(theirs.sums))
+            dtype, noise = found.about[0]["dtype"], noisy.step(number)
+            of_gradients = Allowed(_gradients(noise, theirs), dtype)
+            _add(uncertain, uncertain_updates(mine, theirs, of_gradients))
+            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
         else:
             allowed.growth = _GROWTH
+            _add(uncertain, uncertain_updates(mine, theirs, allowed))
         rows = list(rows_of(mine, theirs))
         unlike |= dict.fromkeys(row.name for row in rows if not row.errors)
         rows = [row for row in rows if row.errors]
@@ -324,7 +391,7 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
         suspects: list[Finding] = []
         for row in rows:
             limit = allowed(row)
-            if limit >= _USELESS:
+            if limit >= _USELESS or (row.kind in (WEIGHT, MASTER) and uncertain.get(row.name, _CERTAIN).all()):
                 incomparable.add(f"{row.kind} {row.name}".strip())
                 continue
             each = tuple(row.errors.get(rank, math.nan) for rank in range(len(found.about)))
@@ -362,6 +429,12 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
         tuple(dict.fromkeys(undecided)),
         tuple(errors),
     )
+
+
+def _add(found: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add what is uncertain in a step: the change of a weight since the start then stays so."""
+    for name, where in more.items():
+        found[name] = found[name] | where if name in found else where
 
 
 class Allowed:

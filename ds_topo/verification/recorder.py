@@ -35,6 +35,7 @@ from torch.utils.serialization import config
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
+from ds_topo.engine.batches import digest as digest_of
 from ds_topo.engine.replicas import digest, replicated
 from ds_topo.errors import warn
 from ds_topo.ledger import around, ledger
@@ -49,6 +50,8 @@ WEIGHT, MASTER = "weight", "master"
 """The keys of weights and master weights among the states."""
 _SAMPLE, _BLOCKS = 1 << 16, 8
 """The number of elements of a tensor that measure its rounding, and of the blocks of rows that they are taken from."""
+EPS_OF_CLIPPING = 1e-6
+"""The error of a measured factor of clipping: factors nearer to 1 do not clip."""
 _EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
 
 
@@ -129,6 +132,8 @@ class Recorder:
         if not (engine.module.training and torch.is_grad_enabled()) or not self._attach(engine):
             return original(engine, *inputs, **named)
         self._is_in_forward = self._micro_batch == 0
+        if not self.what.is_reference:
+            self._record["samples"].append(digest_of_samples((inputs, named)))
         state = torch.get_rng_state()
         try:
             return original(engine, *inputs, **named)
@@ -155,6 +160,14 @@ class Recorder:
             self._end_step(engine)
         return result
 
+    def clip(self, engine: DeepSpeedEngine, original: Callable[[], Any]) -> Any:
+        """Record the factor by which an engine clips gradients in fp32 without ZeRO: it may report no norm."""
+        before = _size_of_gradients(engine.module)
+        result = original()
+        if 0 < before < math.inf:
+            self._record["clipped"] = _size_of_gradients(engine.module) / before
+        return result
+
     # -- attaching ---------------------------------------------------------------------------------------------------
 
     def _attach(self, engine: DeepSpeedEngine) -> bool:
@@ -168,6 +181,9 @@ class Recorder:
         inner = facts.inner_optimizer(engine)
         if inner is not None and not self.what.is_reference:
             self.hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
+        if not self.what.is_reference:
+            make = partial(partial, self.clip, engine)
+            self.hooks.callback(ledger.bind(patches.RECORDED_CLIP, make, engine))
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
@@ -256,8 +272,8 @@ class Recorder:
         self._before: dict[str, torch.Tensor] = {}
         """Gradients before reduction, in the order in which they arrive."""
         self._record: dict[str, Any] = {
-            **{"outputs": {}, "losses": [], "after": {}, "states": {}, "replicas": [], "rates": []},
-            **{"norm": None, "clip": 0.0, "scale": 1.0, "is_skipped": False, "is_random": False},
+            **{"samples": [], "outputs": {}, "losses": [], "after": {}, "states": {}, "replicas": [], "rates": []},
+            **{"norm": None, "clip": 0.0, "clipped": None, "scale": 1.0, "is_skipped": False, "is_random": False},
         }
         self._noisy = torch.empty(0)
         """The last output with artificial rounding errors."""
@@ -369,6 +385,23 @@ class Recorder:
             for row in replicated(engine, slices)
             if not row.name.startswith("random state")
         ]
+
+
+def _size_of_gradients(model: nn.Module) -> float:
+    return math.sqrt(sum(square(each.grad) for each in model.parameters() if each.grad is not None))
+
+
+def digest_of_samples(samples: Any) -> int:
+    """Return a digest of the arguments of a forward pass; 0 if each of their tensors has one value only."""
+
+    def varies(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(map(varies, value.values()))
+        if isinstance(value, (tuple, list)):
+            return any(map(varies, value))
+        return torch.is_tensor(value) and value.numel() > 0 and bool((value != value.reshape(-1)[0]).any())
+
+    return digest_of(samples) if varies(samples) else 0
 
 
 def _unused_copies(engine: DeepSpeedEngine) -> set[int]:
@@ -505,7 +538,9 @@ def at(part: Part, whole: torch.Tensor) -> torch.Tensor:
 
 
 def square(tensor: torch.Tensor) -> float:
-    return float(tensor.double().square().sum())
+    """Return the sum of the squares of all elements."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return float(values.double().square().sum())
 
 
 # -- recorded runs -----------------------------------------------------------------------------------------------------
@@ -553,6 +588,8 @@ class Step:
 
     def __init__(self, run: Run, number: int, ranks: list[dict[str, Any]]) -> None:
         self.run, self.number, self.ranks = run, number, ranks
+        self.uncertain: dict[str, torch.Tensor] = {}
+        """True for elements of whole weights whose update may have either sign, so that they are not compared."""
 
     def holders(self, kind: str, name: str) -> list[int]:
         """Return the ranks that have recorded a tensor."""
@@ -614,6 +651,8 @@ class Step:
         the median over all parameters, so that one wrong gradient does not change it.
         """
         record, expected = self.ranks[rank], reference.sums
+        if (clipped := record["clipped"]) is not None:
+            return clipped, record["norm"] or (record["clip"] / clipped if clipped < 1 - EPS_OF_CLIPPING else None)
         factors = []
         for name, part in record["after"].items():
             own, there = square(flat(part)), square(at(part, expected[name])) if name in expected else 0.0

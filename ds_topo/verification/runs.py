@@ -98,6 +98,7 @@ def verify_program(
     topology: str,
     steps: int = 2,
     has_dropout: bool = True,
+    same_samples: bool = False,
     timeout: float = 600.0,
     keep: str | os.PathLike[str] | None = None,
     progress: Progress = lambda step, done, of: None,
@@ -115,6 +116,7 @@ def verify_program(
         topology: the layout, such as ``"pipe=2,data=2,model=2"``; it replaces the one in the program or its config.
         steps: the number of optimizer steps to compare.
         has_dropout: False disables dropout in all runs.
+        same_samples: True allows replicas to train on the same samples.
         timeout: seconds for each run.
         keep: a folder in which the recordings stay; by default they are deleted.
         progress: is called with a sentence, the steps done, and all steps.
@@ -150,12 +152,12 @@ def verify_program(
             execute([reference])
             execute([rounding])
         progress("comparing", 0, steps)
-        report = compare(weights, reference.recording.folder, rounding.recording.folder)
+        report = compare(weights, reference.recording.folder, rounding.recording.folder, same_samples)
         if report.findings and report.findings[0].step >= rounding.steps_done():
             # Adam turns even the rounding of a gradient that should be 0 into a whole step, whose effect is unknown
             again = ranks("rounding of all steps", whole, "measuring rounding in all steps", **options)
             execute([again])
-            report = compare(weights, reference.recording.folder, again.recording.folder)
+            report = compare(weights, reference.recording.folder, again.recording.folder, same_samples)
         return report
 
 
@@ -299,6 +301,7 @@ def verify(
     *,
     reference: nn.Module | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
+    same_samples: bool = False,
 ) -> Report:
     """Take an engine's next steps, and compare them with the whole model in plain PyTorch; collective over all ranks.
 
@@ -317,6 +320,7 @@ def verify(
         reference: the whole model, with the same names of parameters; by default a copy of the engine's module.
         loss: ``loss(model, *micro_batch)``, for the engine and the reference; by default ``model(*micro_batch)``. A
             pipeline uses its own loss, and its reference this one.
+        same_samples: True allows replicas to train on the same samples.
 
     Raises:
         EngineOptionError: the number of micro-batches is no multiple of those of a step, or the engine's module is a
@@ -365,7 +369,7 @@ def verify(
                 problem = f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
         _meet(problem)
         folders = (folder / name for name in ("wanted", "reference", "rounding"))
-        report = gathered(compare(*folders) if dist.get_rank() == 0 else None)[0]
+        report = gathered(compare(*folders, same_samples) if dist.get_rank() == 0 else None)[0]
     assert report is not None
     return report
 

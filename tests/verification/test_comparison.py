@@ -14,7 +14,7 @@ import torch
 from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
 from ds_topo.verification.__main__ import uses_ds_topo
 from ds_topo.verification.comparison import Allowed, Report, Row, change_errors, compare, error_of_norm
-from ds_topo.verification.recorder import with_rounding_errors
+from ds_topo.verification.recorder import digest_of_samples, with_rounding_errors
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
 Records = list[dict[str, Any]]
@@ -54,6 +54,8 @@ def _records(coordinates: list[dict[str, int]]) -> Records:
                 "after": {name: _part(name, one, model) for name, one in mean.items()},
                 "norm": norm,
                 "clip": 0.0,
+                "clipped": None,
+                "samples": [],
                 "scale": 1.0,
                 "is_skipped": False,
                 "is_random": False,
@@ -220,6 +222,106 @@ def test_first_difference_is_explained(
     assert (report.status, first.kind, first.ranks) == (1, kind, ranks)
     assert cause in first.causes[0]
     assert first.axis == axis
+
+
+def _scale_all(kind: str, factor: float) -> Callable[[Records], None]:
+    def change(records: Records) -> None:
+        for record in records:
+            if kind == "losses":
+                record["losses"] = [loss * factor for loss in record["losses"]]
+                continue
+            for _, ((_, values),) in (*record[kind].values(), *(record["after"].values() if kind == "before" else ())):
+                values *= factor
+
+    return change
+
+
+@pytest.mark.parametrize("factor", [0.921, 0.185, 0.43, 3.0])
+@pytest.mark.parametrize("kind", ["losses", "before", "after"])
+def test_a_factor_that_is_no_degree_is_no_cause(kind: str, factor: float, tmp_path: Path) -> None:
+    report = _compared(_scale_all(kind, factor), tmp_path)
+    assert report.status == 1
+    causes = report.findings[0].causes
+    words = ("averaged", "divided by", "summed over", "replicated along", "wrong group", "degree")
+    assert not [cause for cause in causes if any(word in cause for word in words)]
+    assert kind == "losses" or causes[-1].endswith(f"; it is the right value times {factor:.3g}"), "a fact, no cause"
+
+
+@pytest.mark.parametrize(("factor", "text"), [(2.0, "the degree of"), (0.25, "1/ the square"), (4.0, "the square")])
+def test_a_factor_of_degrees_is_named(factor: float, text: str, tmp_path: Path) -> None:
+    report = _compared(_scale_all("losses", factor), tmp_path)
+    assert text in report.findings[0].causes[0]
+
+
+def test_a_scaled_gradient_that_clipping_hides_is_found(tmp_path: Path) -> None:
+    """Clipping by its own norm gives the right gradients; the factor by which they were clipped tells."""
+
+    def change(factor: float) -> Callable[[Records], None]:
+        def clipped(records: Records) -> None:
+            for record in records:
+                norm, record["norm"], record["clip"] = record["norm"] * factor, None, 0.1
+                record["clipped"] = 0.1 / norm
+                for _, ((_, values),) in record["after"].values():
+                    values *= factor * record["clipped"]
+
+        return clipped
+
+    def kinds(report: Report) -> set[str]:
+        return {one.kind for one in report.findings} - {"weight"}
+
+    assert kinds(_compared(change(1.0), tmp_path / "right")) == set()
+    twice = _compared(change(2.0), tmp_path / "twice")
+    assert {"reduced gradient", "norm"} <= kinds(twice)
+    assert "summed over the replicas without a division" in twice.findings[0].causes[0]
+
+
+def _read(records: Records, samples: list[list[int]]) -> None:
+    for record in records:
+        record["samples"] = samples[record["about"]["share"]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "is_found"),
+    [([[7, 8], [7, 8]], True), ([[7, 8], [8, 7]], False), ([[0, 0], [0, 0]], False), ([[], []], False)],
+)
+def test_replicas_with_the_same_samples_are_found(samples: list[list[int]], is_found: bool, tmp_path: Path) -> None:
+    report = _compared(lambda records: _read(records, samples), tmp_path)
+    assert report.status == int(is_found)
+    if is_found:
+        first = report.findings[0]
+        assert str(first) == "samples, step 1, all ranks: the replicas train on the same ones"
+        assert (first.axis, first.ranks) == ("data", (0, 1, 2, 3))
+        assert "DistributedSampler" in first.causes[0]
+        folders = (tmp_path / name for name in ("w", "r", "n"))
+        assert compare(*folders, same_samples=True).status == 0, "the switch"
+
+
+def test_digest_of_samples_tells_that_they_differ() -> None:
+    first, second = torch.arange(4.0), torch.arange(4)
+    assert digest_of_samples(((first,), {"labels": second})) != digest_of_samples(((first,), {"labels": second + 1}))
+    assert digest_of_samples(((torch.ones(4),), {"mask": None})) == 0, "synthetic samples"
+
+
+@pytest.mark.parametrize(("gradient", "is_found"), [(1e-7, False), (0.5, True), (0.0, True)])
+def test_an_update_of_uncertain_sign_is_not_compared(gradient: float, is_found: bool, tmp_path: Path) -> None:
+    """Adam moves a weight by a whole step, in the direction of a gradient that may be rounding alone."""
+
+    def change(records: Records, turned: float) -> None:
+        for record in records:
+            for kind in ("before", "after"):
+                record[kind]["whole"][1][0][1][0] = gradient
+            record["states"]["weight"]["whole"][1][0][1][0] = record["start"]["whole"][1][0][1][0] + turned
+
+    wanted, reference = _records(COORDINATES), _records([{"data": share} for share in range(2)])
+    change(wanted, 0.1)
+    change(reference, -0.1)
+    square = sum(float(record["after"][name][1][0][1].square().sum()) for record, name in
+                 ((wanted[0], "whole"), (wanted[0], "split"), (wanted[1], "split")))  # fmt: skip
+    for record in (*wanted, *reference):
+        record["norm"] = square**0.5
+    folders = [_write(records, tmp_path / name) for name, records in (("w", wanted), ("r", reference))]
+    report = compare(*folders, _write(copy.deepcopy(reference), tmp_path / "n"))
+    assert [one.kind for one in report.findings] == (["weight"] if is_found else [])
 
 
 def test_equal_records_are_equal(tmp_path: Path) -> None:
