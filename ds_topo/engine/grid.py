@@ -32,12 +32,12 @@ from ds_topo.checkpoint.saving import saved_as_a_whole
 from ds_topo.engine import (
     accumulation,
     autoparallel,
+    backward_passes,
     checks,
     experts,
     hybrid_sharding,
     norms,
     parameter_gathers,
-    several_losses,
     unused_parameters,
 )
 from ds_topo.engine.accumulation import with_own_number
@@ -221,7 +221,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     if engine.mpu.settle_norms():
         rows += norms.corrections(engine, has_experts)
     rows += accumulation.rows_of_engines(engine)
-    rows += [] if is_pipeline else several_losses.rows_of_engines(engine)
+    rows += [] if is_pipeline else backward_passes.rows_of_engines(engine)
     rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
@@ -358,6 +358,7 @@ def _comparing_steps(step: Any, engine: DeepSpeedEngine, *args: Any, **options: 
 @around
 def _configured(configure: Any, engine: DeepSpeedEngine, model: Any) -> None:
     checks.check_model(engine, model, engine.mpu)
+    checks.make_contiguous(model)
     checks.agree_on_model(model, engine.mpu)
     checks.create_missing_expert_groups(engine, model, engine.mpu)
     _set_current(engine.mpu)  # again, because experts may have got groups since
