@@ -11,6 +11,7 @@ import difflib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -102,6 +103,41 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
             f"ZeRO stage {stage} in a pipeline: gradients are summed over its micro-batches before they are reduced, "
             "so every rank holds all of them until then, and stage 2 would hold as much as stage 1; use stage 1"
         )
+
+
+def check_batch_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
+    """Refuse sizes of batches that contradict each other, or the number of replicas with samples of their own.
+
+    Raises:
+        EngineOptionError: the message says which axes count.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, micro, steps = (config.get(name) for name in names)
+    elastic = config.get("elasticity")
+    is_elastic = isinstance(elastic, Mapping) and elastic.get("enabled")
+    if (
+        not isinstance(batch, int)
+        or is_elastic
+        or not all(isinstance(size, (int, NoneType)) for size in (micro, steps))
+    ):
+        return  # one of them follows from the others, or DeepSpeed names the value
+    replicas = grid.get_data_parallel_world_size()
+    parts = (micro or 1) * (steps or 1) * replicas
+    if parts <= 0 or (batch % parts == 0 if None in (micro, steps) else batch == parts):
+        return
+    sizes = zip(names[1:], (micro, steps), strict=True)
+    factors = " x ".join(f"{size} ({name})" for name, size in sizes if size is not None)
+    counted = [
+        axis for axis in gradient_axes(grid.topology()) if axis != SEQ or replicas > grid.get_sample_world_size()
+    ]
+    spec, axes = grid.topology().spec, [f"{axis}={grid.get_axis_size(axis)}" for axis in counted]
+    valid = f"{parts}, or omit it" if None not in (micro, steps) else f"a multiple of {parts}"
+    raise EngineOptionError(
+        f"train_batch_size {batch} is not {'a multiple of ' if None in (micro, steps) else ''}{factors}"
+        f"{' x ' if factors else ''}{replicas} (replicas with samples of their own). In {spec!r} they are along "
+        f"{listed(axes) if axes else 'no axis'}; ranks along other axes read the same samples. Set train_batch_size to "
+        f"{valid}"
+    )
 
 
 TOPOLOGY_SECTION = "topology"
@@ -437,6 +473,36 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
             f"DominoTransformer would sum over the group of the first model, not that of {grid.topology().spec!r}: "
             "set deepspeed.runtime.domino.async_linear.TP_group = None before the model is built"
         )
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Give strided parameters contiguous memory, which DeepSpeed's broadcast needs; values stay.
+
+    Raises:
+        EngineOptionError: a strided parameter is a view of another one, from which it would be separated.
+    """
+    named = [(name, each) for name, each in model.named_parameters() if not _is_stored_otherwise(each)]
+    strided = [(name, each) for name, each in named if not each.is_contiguous()]
+    if not strided:
+        return
+    memory: dict[int, list[str]] = {}
+    for name, parameter in named:
+        memory.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
+    for name, parameter in strided:
+        others = [other for other in memory[parameter.untyped_storage().data_ptr()] if other != name]
+        if others and not parameter.is_meta:
+            raise EngineOptionError(
+                f"parameter {name!r} is a strided view ({list(parameter.shape)}, strides {list(parameter.stride())}) "
+                f"of the memory of {listed(others)}: DeepSpeed needs contiguous parameters, and a copy would train "
+                "apart from the others. Use one parameter, and transpose it in forward()"
+            )
+        parameter.data = parameter.data.contiguous()
+
+
+def _is_stored_otherwise(parameter: nn.Parameter) -> bool:
+    """Tell whether a parameter is not plain memory: partitioned by ZeRO 3, sparse, or a wrapper such as a DTensor."""
+    is_wrapper = hasattr(parameter, "__tensor_flatten__")
+    return is_wrapper or hasattr(parameter, "ds_id") or parameter.layout is not torch.strided
 
 
 def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:

@@ -34,13 +34,13 @@ from ds_topo.engine import (
     accumulation,
     activations,
     autoparallel,
+    backward_passes,
     checks,
     experts,
     hybrid_sharding,
     norms,
     parameter_gathers,
     reduction_order,
-    several_losses,
     shares,
     unused_parameters,
     written_weights,
@@ -238,7 +238,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     if engine.mpu.settle_norms():
         rows += norms.corrections(engine, has_experts)
     rows += accumulation.rows_of_engines(engine)
-    rows += [] if is_pipeline else several_losses.rows_of_engines(engine)
+    rows += [] if is_pipeline else backward_passes.rows_of_engines(engine)
     rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
@@ -390,6 +390,7 @@ def _comparing_steps(step: Any, engine: DeepSpeedEngine, *args: Any, **options: 
 @around
 def _configured(configure: Any, engine: DeepSpeedEngine, model: Any) -> None:
     checks.check_model(engine, model, engine.mpu)
+    checks.make_contiguous(model)
     checks.agree_on_model(model, engine.mpu, engine)
     checks.create_missing_expert_groups(engine, model, engine.mpu)
     _set_current(engine.mpu)  # again, because experts may have got groups since

@@ -3,9 +3,9 @@
 The norm of a model must count every parameter once: one replica of each, all slices of a tensor-parallel parameter, one
 slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
 
-    fp32 without ZeRO        The engine does not keep the norm, and on stages it counts the first one alone. With experts
-                             it averages the norms of ranks that hold different experts. Our ``clip_grad_norm_``
-                             replaces it.
+    fp32 without ZeRO        The engine does not keep the norm, and on stages it counts the first one alone. With
+                             experts it averages the norms of ranks that hold different experts. Our
+                             ``clip_grad_norm_`` replaces it.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it in both cases.
@@ -291,7 +291,7 @@ def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: Mpu
 
 
 def bf16_gradient_norm(optimizer: BF16_Optimizer, grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of the whole gradients in the buffers of ``BF16_Optimizer``; collective over the grid."""
+    """Return the norm, ``[]``, of the whole gradients that ``BF16_Optimizer`` holds; collective over the grid."""
     pairs = zip(
         chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
     )

@@ -21,6 +21,7 @@ from torch import nn
 from ds_topo.engine.checks import (
     REDUCER_SECTION,
     TOPOLOGY_SECTION,
+    check_batch_sizes,
     check_is_module,
     check_mpu,
     check_top_level,
@@ -184,6 +185,8 @@ def initialize(
     own_grid = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
     if isinstance(own_grid, MpuGrid):
         guard.narrow(INITIALIZE, own_grid.members)
+        if REFERENCE not in os.environ:
+            check_batch_sizes(_content_of(config if config is not None else config_params, args), own_grid)
     given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
     with reading_sections():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})

@@ -97,23 +97,26 @@ SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, FORWARD_OF_STEP, BACKWARD_OF_STEP = patche
         A step ends where the count of all micro-batches is a multiple of the new number.
       set_train_micro_batch_size: The same without a loader of training_data, which it refuses.
         The loader keeps its size.
-      forward: The same with that count, and inputs whose gradients are not divided by the number of micro-batches.
-        With loss.backward(), a gradient that passes two engines would be divided by that number twice.
+      forward: The same with that count.
       backward: The same with that count.
         The number may be assigned at any time.
 """)
-PROLOGUE_OF_EACH_LOSS, GRADIENT_OF_OUTPUT, BACKWARD_OF_EACH_LOSS, EPILOGUE_OF_EACH_LOSS, *ENDS_OF_REDUCTION = patches_of("""
+_OF_BACKWARD = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
+      forward: The same, which returns views of its outputs with hooks of ours.
+      _backward_prologue_per_tensor: The gradient itself, which our hooks divide.
+        An output that depends on another output, or on one of another engine, would be divided twice.
       _backward_prologue: The same once in each backward pass that reaches parameters, after counts were reset.
-      _backward_prologue_per_tensor: The same after _backward_prologue, in such a pass; otherwise the gradient itself.
-        They run once for each forward pass, so never for a second loss, and twice for a loss of two forward passes.
+        It runs once for each forward pass, so never for a second loss, and twice for a loss of two forward passes.
       backward: The same, unless gradients of this step are reduced and cannot take others.
       _backward_epilogue: The same. It then remembers whether gradients are reduced.
       step: The same. It ends that.
       zero_grad: The same. It ends that.
         ZeRO 1 and 2 would keep the gradients of the second backward pass alone.
 """)
+FORWARD_WITH_VIEWS, GRADIENT_OF_OUTPUT, PROLOGUE_OF_EACH_LOSS, BACKWARD_OF_EACH_LOSS, *_OF_BACKWARD = _OF_BACKWARD
+EPILOGUE_OF_EACH_LOSS, *ENDS_OF_REDUCTION = _OF_BACKWARD
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
@@ -486,7 +489,6 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _global_grad_norm: is what get_global_grad_norm() returns
   inside_no_sync_ctxt: tells which backward pass is the last one
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
-  _backward_prologue_per_tensor: divides the gradients of outputs
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
   gate_modules: lists the gates whose capacity is padded
 deepspeed.runtime.base_optimizer.ZeROOptimizer

@@ -1,0 +1,244 @@
+"""Let programs call ``loss.backward()``, call backward several times in a step, and call engines several times.
+
+Hooks of an engine's outputs prepare a backward pass, and with ``loss.backward()`` divide gradients by the number of
+micro-batches. DeepSpeed's hooks do this wrongly if a program does more than one pass through one output of one engine:
+
+*Preparing.* DeepSpeed prepares once for each forward pass, and resets its counts in ``forward``. So it never prepares
+for a second loss of one forward pass, prepares twice for a loss of two forward passes, and resets too late between two
+losses. It then omits or overwrites gradients, or fails later without naming the cause. Here it prepares and resets once
+for each backward pass that brings gradients to parameters; others, by ``torch.autograd.grad``, it leaves alone.
+
+*Dividing.* A gradient is divided at each output that it passes: twice for an output of which another output depends,
+such as hidden states, or for two engines one after the other. Here the outputs are views, through which a gradient
+enters the engine once, and it is multiplied again where it leaves through an input to an earlier engine.
+
+*Reducing.* ZeRO 1 and 2 keep the result of one backward pass of the last micro-batch. There a second one before the
+step is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.torch import is_functorch_transforming
+
+from ds_topo.ledger import Make, Patch, after, around
+from ds_topo.mpu import patches
+
+
+def _is_prepared(optimizer: ZeROOptimizer) -> bool:
+    """Tell whether the running backward pass has been prepared already."""
+    state = optimizer._backward_hook_state
+    is_current = state.post_backward_callback_graph_task_id == torch._C._current_graph_task_id()
+    return bool(state.backward_active_depth and state.post_backward_callback_queued and is_current)
+
+
+def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
+    """Tell whether the running backward pass brings gradients to the engine, unlike ``torch.autograd.grad``."""
+    trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+    return engine._running_engine_backward or any(count_used_parameters_in_backward([each]) for each in trained)
+
+
+class _Passes:
+    """The backward passes of an engine's step."""
+
+    def __init__(self) -> None:
+        self._are_reduced = False
+        """True if the gradients of the step are reduced, and cannot take others."""
+        self._is_penalized = False
+        """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned."""
+
+    def forget(self) -> None:
+        """Start a step."""
+        self._are_reduced = self._is_penalized = False
+
+    # -- forward
+
+    def forward(self, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``engine.forward``, which returns views."""
+        if not torch.is_grad_enabled():
+            return forward(engine, *args, **options)
+        if engine.gradient_accumulation_steps() > 1:
+            restored = partial(_restored, engine)
+            args, options = _changed(args, restored), _changed(options, restored)
+        outputs = forward(engine, *args, **options)
+        return _changed(outputs, partial(self._view_of_output, engine, []))
+
+    def _view_of_output(self, engine: DeepSpeedEngine, used_by: list[int], output: torch.Tensor) -> torch.Tensor:
+        """Return a view whose gradient enters the engine here; ``used_by`` is shared by a forward pass."""
+        if output.grad_fn is None:
+            return output
+        view = output.view_as(output) if output.layout is torch.strided else output
+        view.grad_fn.metadata[_OUTPUT] = True  # type: ignore[union-attr]
+        view.register_hook(partial(self._enter, engine, used_by))
+        return view
+
+    def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
+        if is_functorch_transforming():
+            return gradient
+        if not _reaches_parameters(engine):
+            if torch.is_grad_enabled():
+                self._note_penalty(engine)
+            return gradient
+        current = torch._C._current_graph_task_id()
+        if engine.zero_optimization_partition_weights() and any(other != current for other in used_by):
+            raise RuntimeError(
+                "a second backward pass through one forward pass at ZeRO stage 3, whose parameters are partitioned "
+                "again after the first one: call engine.backward(first_loss + second_loss), or engine() for each loss"
+            )
+        used_by[:] = [current]
+        optimizer = engine.optimizer
+        if isinstance(optimizer, ZeROOptimizer) and not _is_prepared(optimizer):
+            engine._backward_prologue()
+        return _divided(engine, gradient)
+
+    def _note_penalty(self, engine: DeepSpeedEngine) -> None:
+        if engine.zero_optimization_partition_weights():
+            raise RuntimeError(
+                "torch.autograd.grad(create_graph=True) of an engine's output at ZeRO stage 3: its backward pass needs "
+                "parameters a second time, which are partitioned again by then; use ZeRO stage 0, 1 or 2"
+            )
+        self._is_penalized = engine.gradient_accumulation_steps() > 1
+
+    # -- backward
+
+    def backward(self, backward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``engine.backward``."""
+        self._require_none(engine)
+        return backward(engine, *args, **options)
+
+    def prepare(self, prepare: Any, engine: DeepSpeedEngine) -> None:
+        """Replace ``_backward_prologue``."""
+        optimizer = engine.optimizer
+        if is_functorch_transforming() or not _reaches_parameters(engine):
+            return
+        if not isinstance(optimizer, ZeROOptimizer):
+            prepare(engine)
+        elif not _is_prepared(optimizer):
+            if not engine._running_engine_backward:
+                self._require_none(engine)
+                self._require_scaled()
+            if not optimizer._backward_active_depth and optimizer._backward_seen_this_step:
+                optimizer.clear_backward_seen_flag()  # as a forward pass does
+            prepare(engine)
+
+    def end_backward(self, end_backward: Any, engine: DeepSpeedEngine) -> None:
+        """Replace ``_backward_epilogue``, which reduces gradients."""
+        end_backward(engine)
+        self._is_penalized = False
+        if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
+            self._are_reduced = not _takes_further_gradients(engine)
+
+    def _require_none(self, engine: DeepSpeedEngine) -> None:
+        if self._are_reduced:
+            raise RuntimeError(
+                "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
+                f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
+                "engine.backward(first_loss + second_loss), or both inside `with engine.coalesce_grad_reduction():` at "
+                "ZeRO 1 and 2, or engine.step() after each; to discard the first gradients, call engine.zero_grad()"
+            )
+
+    def _require_scaled(self) -> None:
+        if self._is_penalized:
+            raise RuntimeError(
+                "loss.backward() after torch.autograd.grad(create_graph=True) of an engine's output, with "
+                "gradient_accumulation_steps above 1: a gradient in the loss is divided by that number in engine."
+                "backward(loss) only; call that"
+            )
+
+
+def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
+    """Tell whether gradients of another backward pass can be added to those that have been reduced.
+
+    Whole gradients are averages then, of which the average is the same. Sums are not, nor are averages of experts.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return False
+    if isinstance(optimizer, BF16_Optimizer) and not optimizer.fp32_groups_gradients_flat:
+        return False  # a GradientReducer has sent them to their owners
+    if engine.zero_optimization_partition_weights():
+        return True
+    return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
+
+
+# -- dividing by the number of micro-batches --------------------------------------------------------------------------
+
+_OUTPUT = "ds_topo: output of an engine"
+"""The key in the metadata of the autograd nodes of outputs."""
+
+
+def _divided(engine: DeepSpeedEngine, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient divided by the number of micro-batches, unless ``engine.backward`` has divided the loss."""
+    divided: torch.Tensor = DeepSpeedEngine._backward_prologue_per_tensor(engine, gradient)
+    return divided
+
+
+def _restored(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
+    """Return a view of an input that depends on an engine's output; its gradient is not divided by this engine."""
+    if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
+        return value
+    view = value.view_as(value)
+
+    def multiply(gradient: torch.Tensor) -> torch.Tensor:
+        if is_functorch_transforming() or not _reaches_parameters(engine):
+            return gradient
+        one = gradient.new_ones(())
+        factor = _divided(engine, one)
+        return gradient if factor is one else gradient / factor
+
+    view.register_hook(multiply)
+    return view
+
+
+def _depends_on_engine(node: Any) -> bool:
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if _OUTPUT in node.metadata:
+            return True
+        new = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the value with changed tensors, in the containers in which DeepSpeed looks for outputs."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if not isinstance(value, (tuple, list, dict)):
+        return value
+    items = value if isinstance(value, dict) else dict(enumerate(value))
+    changed = {key: _changed(each, change) for key, each in items.items()}
+    if all(changed[key] is each for key, each in items.items()):
+        return value
+    if isinstance(value, tuple):
+        parts = changed.values()
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[arg-type]
+    copied = copy.copy(value)
+    for key, each in changed.items():
+        copied[key] = each
+    return copied
+
+
+def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
+    """Return the patches of a plain engine."""
+    passes = _Passes()
+    return [
+        (patches.FORWARD_WITH_VIEWS, around(passes.forward)),
+        (patches.PROLOGUE_OF_EACH_LOSS, around(passes.prepare)),
+        (patches.GRADIENT_OF_OUTPUT, around(lambda divide, engine, gradient: gradient)),
+        (patches.BACKWARD_OF_EACH_LOSS, around(passes.backward)),
+        (patches.EPILOGUE_OF_EACH_LOSS, around(passes.end_backward)),
+        *((row, after(passes.forget)) for row in patches.ENDS_OF_REDUCTION),
+    ]

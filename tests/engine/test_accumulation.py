@@ -1,0 +1,437 @@
+"""Steps of several micro-batches, losses and engines equal those of one process, or are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.errors import EngineOptionError
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
+from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+RANKS, RATE, NO_LIMIT = 2, 0.1, 1e9
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+BF16 = {"bf16": {"enabled": True}}
+WIDE = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+Losses: TypeAlias = Callable[[Any, torch.Tensor], Iterator[torch.Tensor]]
+
+
+def kind(stage: int, precision: dict[str, Any] | None = None, **zero: Any) -> dict[str, Any]:
+    """Return the part of a config that chooses the optimizer."""
+    return {"zero_optimization": {"stage": stage, **zero}, **(precision or {})}
+
+
+KINDS = {
+    "zero0": kind(0),
+    "zero1": kind(1),
+    "zero2": kind(2),
+    "zero3": kind(3),
+    "zero1-offload": kind(1, **OFFLOAD),
+    "zero2-offload": kind(2, **OFFLOAD),
+    "zero3-offload": kind(3, **OFFLOAD),
+    "bf16-zero0": kind(0, BF16),
+    "wide-zero1": kind(1, WIDE),
+    "wide-zero2-offload": kind(2, WIDE, **OFFLOAD),
+    "wide-zero3": kind(3, WIDE),
+}
+
+
+def configured(name: str, micro_batches: int = 2, reduced: bool = False) -> dict[str, Any]:
+    return settings(
+        gradient_accumulation_steps=micro_batches,
+        gradient_clipping=NO_LIMIT,
+        gradient_reducer=reduced,
+        optimizer={"type": "SGD", "params": {"lr": RATE}},
+        **KINDS[name],
+    )
+
+
+def sample(step: int, micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+class Net(nn.Module):
+    """Layers of which a call may use some, and two outputs."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in "ABC"})
+
+    def forward(self, hidden: torch.Tensor, use: str = "AB") -> tuple[torch.Tensor, torch.Tensor]:
+        for name in use:
+            hidden = hidden + torch.tanh(self.layers[name](hidden))
+        return hidden, self.layers["C"](hidden)
+
+
+def of_one_process(modules: list[nn.Module], step_losses: list[list[Losses]]) -> list[float]:
+    """Return the norms of each module in each step, with the mean of all samples' losses."""
+    optimizers = [torch.optim.SGD(module.parameters(), lr=RATE) for module in modules]
+    norms = []
+    for step, micro_batches in enumerate(step_losses):
+        for micro, losses in enumerate(micro_batches):
+            for rank in range(RANKS):
+                own = modules if len(modules) > 1 else modules[0]
+                sum(losses(own, sample(step, micro, rank))).div(len(micro_batches) * RANKS).backward()
+        norms += [float(nn.utils.clip_grad_norm_(module.parameters(), math.inf)) for module in modules]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def of_engines(
+    configs: list[dict[str, Any]], modules: list[nn.Module], step_losses: list[list[Losses]], own: bool = True
+) -> list[float]:
+    """Return the norms that engines report for the same; ``own`` calls ``engine.backward(loss)`` of the last engine."""
+    start()
+    norms = []
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        engines = [
+            initialize(model=module, mpu=grid, config=config)[0]
+            for module, config in zip(modules, configs, strict=True)
+        ]
+        dtype = torch.bfloat16 if "bf16" in configs[0] else torch.float32
+        for step, micro_batches in enumerate(step_losses):
+            for micro, losses in enumerate(micro_batches):
+                data = sample(step, micro, grid.get_sample_rank()).to(dtype)
+                for loss in losses(engines if len(engines) > 1 else engines[0], data):
+                    if own:
+                        engines[-1].backward(loss, retain_graph=True)
+                    else:
+                        loss.backward(retain_graph=True)
+                for engine in engines:
+                    engine.step()
+            norms += [float(engine.get_global_grad_norm()) for engine in engines]
+        for engine in engines:
+            destroy_engine(engine)
+    return norms
+
+
+# -- parameters that some micro-batches do not use ---------------------------------------------------------------------
+
+USES = [["AB", "A"], ["A", "AB"], ["A", "A"], ["AB", "AB"], ["A", "B"]]
+"""The layers that each micro-batch of each step uses."""
+
+
+def _with(use: str) -> Losses:
+    return lambda net, data: iter([net(data, use)[1].square().mean()])
+
+
+def _some_unused(name: str, reduced: bool) -> None:
+    steps = [[_with(use) for use in uses] for uses in USES]
+    found = of_engines([configured(name, reduced=reduced)], [Net()], steps)
+    assert found == pytest.approx(of_one_process([Net()], steps), rel=1e-2 if "bf16" in KINDS[name] else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduced"),
+    [
+        *(("zero1-offload", False), ("zero2-offload", False), ("zero3", False), ("zero3-offload", False)),
+        *mark_exhaustive([(name, False) for name in KINDS], lambda *_: False),
+        *mark_exhaustive([(name, True) for name in ("zero0", "zero1", "zero2", "wide-zero1")], lambda *_: False),
+    ],
+)
+def test_parameters_that_some_micro_batches_do_not_use(world: Worlds, name: str, reduced: bool) -> None:
+    world(RANKS).run(_some_unused, name, reduced)
+
+
+# -- several losses and forward passes ---------------------------------------------------------------------------------
+
+
+def two_losses(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    first, second = net(data)
+    yield first.square().mean()
+    yield second.abs().mean()
+
+
+def one_by_one(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    for scale in (1, 2):
+        first, second = net(scale * data)
+        yield (first * second).mean()
+
+
+def two_forwards(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    first, second = net(data), net(-data)
+    yield (first[0] * second[0]).mean() + (first[1] - second[1]).square().mean()
+
+
+def recurrent(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    first = net(data)
+    yield net(first[0])[1].square().mean() + first[1].abs().mean()
+
+
+def penalty(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    data = data.clone().requires_grad_()
+    first, second = net(data)
+    (gradient,) = torch.autograd.grad(first.sum(), data, create_graph=True)
+    yield gradient.square().mean() + second.square().mean()
+
+
+ONE_PASS = "a second backward pass in the last micro-batch of a step, whose gradients are reduced already"
+OF_PENALTY = "backward[(][)] after torch.autograd.grad[(]create_graph=True[)] of an engine's output, with gradient_acc"
+
+
+def _refusal(losses: Losses, name: str, own: bool, reduced: bool) -> str | None:
+    if losses in (two_losses, one_by_one) and (name not in ("zero0", "zero3", "wide-zero1") or reduced):
+        return None if name == "zero0" else ONE_PASS
+    if losses is two_losses and name == "zero3":
+        return "a second backward pass through one forward pass at ZeRO stage 3"
+    if losses is penalty and name == "zero3":
+        return "create_graph=True[)] of an engine's output at ZeRO stage 3: its backward pass needs"
+    return OF_PENALTY if losses is penalty and not own else None
+
+
+def _several(losses: Losses, name: str, own: bool, reduced: bool = False) -> None:
+    config, steps = configured(name, reduced=reduced), [[losses] * 2] * 2
+    refusal = _refusal(losses, name, own, reduced)
+    if refusal is not None:
+        with pytest.raises(RuntimeError, match=refusal):
+            of_engines([config], [Net()], steps, own)
+        return
+    close = 1e-2 if "bf16" in config else 1e-5
+    assert of_engines([config], [Net()], steps, own) == pytest.approx(of_one_process([Net()], steps), rel=close)
+
+
+PASSES = (two_losses, one_by_one, two_forwards, recurrent, penalty)
+STAGES = ("zero0", "zero1", "zero2", "zero3", "wide-zero1")
+
+
+@pytest.mark.parametrize("losses", PASSES)
+@pytest.mark.parametrize(
+    ("name", "own", "reduced"),
+    [
+        ("zero3", True, False),
+        ("zero1", False, False),
+        *mark_exhaustive(
+            [
+                (name, own, reduced)
+                for name in STAGES
+                for own in (True, False)
+                for reduced in (False, True)
+                if not (name == "zero0" and not own) and not (name == "zero3" and reduced)
+            ],
+            lambda *_: False,
+        ),
+    ],
+)
+def test_several_losses_and_forward_passes(world: Worlds, losses: Losses, name: str, own: bool, reduced: bool) -> None:
+    world(RANKS).run(_several, losses, name, own, reduced)
+
+
+def nested(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield nets[1](2 * nets[0](data)[1] + 1)[1].square().mean()
+
+
+def mixed(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    hidden = nets[0](data)[1]
+    yield (nets[1](hidden)[1] + hidden).square().mean()
+
+
+def parallel(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield (nets[0](data)[1] + nets[1](data)[1]).square().mean()
+
+
+def _two_engines(losses: Losses, name: str, own: bool) -> None:
+    steps = [[losses] * 2] * 2
+    found = of_engines([configured(name)] * 2, [Net(1), Net(2)], steps, own)
+    assert found == pytest.approx(of_one_process([Net(1), Net(2)], steps), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("losses", "name", "own"),
+    [
+        (nested, "zero1", False),
+        (mixed, "zero3", False),
+        *mark_exhaustive(
+            [
+                (losses, name, own)
+                for losses in (nested, mixed, parallel)
+                for name in ("zero1", "zero2", "zero3")
+                for own in (True, False)
+            ],
+            lambda *_: False,
+        ),
+    ],
+)
+def test_a_loss_through_two_engines_is_divided_once(world: Worlds, losses: Losses, name: str, own: bool) -> None:
+    world(RANKS).run(_two_engines, losses, name, own)
+
+
+# -- another number of micro-batches -----------------------------------------------------------------------------------
+
+NUMBERS = [2, 3, 3, 2]
+
+
+def _change(name: str, by_assignment: bool, reduced: bool) -> None:
+    start()
+    expected = of_one_process([Net()], [[_with("AB")] * number for number in NUMBERS])
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        engine, *_ = initialize(model=Net(), mpu=grid, config=configured(name, reduced=reduced))
+
+        def train(step: int, micro: int) -> None:
+            (loss,) = _with("AB")(engine, sample(step, micro, grid.get_sample_rank()))
+            engine.backward(loss)
+            engine.step()
+
+        norms = []
+        for step, number in enumerate(NUMBERS):
+            if by_assignment:
+                engine._config.gradient_accumulation_steps = number
+            else:
+                engine.set_train_batch_size(number * 2 * RANKS)
+            for micro in range(number):
+                assert engine.global_steps == step
+                train(step, micro)
+            norms.append(float(engine.get_global_grad_norm()))
+        assert norms == pytest.approx(expected, rel=1e-5)
+
+        train(len(NUMBERS), 0)
+        engine.set_train_batch_size(2 * 2 * RANKS)  # the same
+        with pytest.raises(EngineOptionError, match=r"set_train_batch_size\(12\) after 1 of the 2 micro-batches of a"):
+            engine.set_train_batch_size(3 * 2 * RANKS)
+        for wrong in (0, -4, 5, 8.0, True):
+            with pytest.raises(EngineOptionError, match=r"each of 2 replicas reads 2 samples .* a multiple of 4, such"):
+                engine.set_train_batch_size(wrong)
+        engine._config.gradient_accumulation_steps = 3
+        with pytest.raises(EngineOptionError, match="has become 3 after 1 of the 2 micro-batches of a step"):
+            train(len(NUMBERS), 1)
+        destroy_engine(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_assignment", "reduced"),
+    mark_exhaustive(
+        [
+            (name, by_assignment, reduced)
+            for name in ("zero1", "zero0", "zero2", "zero3", "zero2-offload")
+            for by_assignment in (False, True)
+            for reduced in (False, True)
+            if not (reduced and name in ("zero3", "zero2-offload"))
+        ],
+        lambda number, _: number in (0, 3),
+    ),
+)
+def test_steps_end_after_a_changed_number_of_micro_batches(
+    world: Worlds, name: str, by_assignment: bool, reduced: bool
+) -> None:
+    world(RANKS).run(_change, name, by_assignment, reduced)
+
+
+def _change_in_a_pipeline() -> None:
+    start()
+    norms = []
+    for changed in (False, True):
+        with PipelineParallelGrid(f"pipe={RANKS}") as grid:
+            layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+            module = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, seed_layers=True)
+            engine, *_ = initialize(model=module, config=configured("zero0", micro_batches=2 if changed else 3))
+            if changed:
+                engine.set_train_batch_size(3 * 2)
+            data = [(sample(0, micro, 0), sample(0, micro, 1)) for micro in range(3)]
+            engine.train_batch(iter(data))
+            norms.append(float(engine.get_global_grad_norm()))
+            engine._config.gradient_accumulation_steps = 4
+            with pytest.raises(EngineOptionError, match="runs 3 micro-batches in a step, but gradient_acc"):
+                engine.train_batch(iter(data))
+            destroy_engine(engine)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_pipelines_run_a_changed_number_of_micro_batches(world: Worlds) -> None:
+    world(RANKS).run(_change_in_a_pipeline)
+
+
+def _change_with_a_loader() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        dataset = [torch.zeros(8) for _ in range(16)]
+        for given in (dataset, None):
+            engine, *_ = initialize(model=Net(), mpu=grid, config=configured("zero1"), training_data=given)
+            engine.set_train_micro_batch_size(2)
+            with pytest.raises(EngineOptionError, match="give a number of samples, at least 1"):
+                engine.set_train_micro_batch_size(0)
+            if given:
+                with pytest.raises(
+                    EngineOptionError, match="loader of training_data= goes on with batches of 2 samples"
+                ):
+                    engine.set_train_micro_batch_size(4)
+            else:
+                engine.set_train_micro_batch_size(4)
+                assert engine.train_batch_size() == 4 * 2 * RANKS
+            destroy_engine(engine)
+
+
+def test_micro_batches_of_training_data_keep_their_size(world: Worlds) -> None:
+    world(RANKS).run(_change_with_a_loader)
+
+
+# -- memory and sizes --------------------------------------------------------------------------------------------------
+
+
+class Strided(nn.Module):
+    """A module whose parameters are a transposed matrix, and every other column of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Parameter(torch.randn(8, 8).t())
+        self.second = nn.Parameter(torch.randn(8, 16)[:, ::2])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden @ self.first) @ self.second
+
+
+def _strided(name: str) -> None:
+    def losses(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield net(data).square().mean()
+
+    steps = [[losses] * 2] * 2
+    expected = of_one_process([Strided()], steps)
+    assert of_engines([configured(name)], [Strided()], steps) == pytest.approx(expected, rel=1e-5)
+    shared = Strided()
+    shared.second = nn.Parameter(shared.first.detach().t())
+    with pytest.raises(EngineOptionError, match=r"is a strided view .* of the memory of \['second'\]"):
+        of_engines([configured(name)], [shared], steps)
+
+
+@pytest.mark.parametrize("name", mark_exhaustive(["zero1", "zero0", "zero2", "zero3"], lambda number, _: number == 0))
+def test_strided_parameters_become_contiguous(world: Worlds, name: str) -> None:
+    world(RANKS).run(_strided, name)
+
+
+def _sizes() -> None:
+    start()
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        for sizes, message in (
+            (
+                (16, 2, 2),
+                r"train_batch_size 16 is not 2 [(]train_micro.* x 2 [(]gradient_acc.* x 2 [(]replicas with sam",
+            ),
+            ((16, 2, 2), r"In 'model=2,data=2' they are along \['data=2'\]; ranks along other axes read the same"),
+            ((9, 2, None), r"train_batch_size 9 is not a multiple of 2 [(]train_micro.*Set .* to a multiple of 4"),
+            ((9, None, None), r"train_batch_size 9 is not a multiple of 2 [(]replicas with"),
+        ):
+            names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            given = {key: size for key, size in zip(names, sizes, strict=True) if size is not None}
+            config = {**{key: value for key, value in settings().items() if key not in names}, **given}
+            with pytest.raises(EngineOptionError, match=message):
+                initialize(model=Net(), mpu=grid, config=config)
+        config = {**settings(), "train_batch_size": 8}
+        destroy_engine(initialize(model=Net(), mpu=grid, config=config)[0])
+
+
+def test_batch_sizes_name_the_axes_that_count(world: Worlds) -> None:
+    world(4).run(_sizes)
