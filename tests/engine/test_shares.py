@@ -25,7 +25,6 @@ from tests.support.world import Worlds
 
 STEPS, ACCUMULATION = 3, 4
 SPECS = ("seq=2,data=2", "model=2,data=2", "model=2,seq=2", "data=4")
-KINDS = ("1F1B", "DualPipeV")
 PIPELINES = ("pipe=2,seq=2", "pipe=2,model=2", "seq=2,pipe=2", "pipe=4")
 
 
@@ -39,11 +38,12 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.full((4,), float(index)), torch.full((4,), float(index))
 
 
-_seen: list[list[int]] = []
+_inputs: list[list[int]] = []
+_labels: list[list[int]] = []
 
 
 def _note(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    _seen.append([int(row[0]) for row in labels])
+    _labels.append([int(row[0]) for row in labels])
     return (outputs - labels).square().mean()
 
 
@@ -54,7 +54,7 @@ class Notes(nn.Linear):
         super().__init__(4, 4)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        _seen.append([int(row[0]) for row in inputs])
+        _inputs.append([int(row[0]) for row in inputs])
         return super().forward(inputs)
 
 
@@ -121,26 +121,22 @@ def test_data_efficiency_distributes_each_batch_once(world: Worlds, tmp_path: Pa
     _assert_dealt(found, expected)
 
 
-def _samples_of_pipeline(spec: str, folder: str | None, kind: str, micro_batch: int = 2) -> tuple[int, Any, Any]:
+def _samples_of_pipeline(spec: str, folder: str | None, kind: str) -> tuple[Any, Any, Any]:
     start()
-    _seen.clear()
+    _inputs.clear()
+    _labels.clear()
     with PipelineParallelGrid(spec) as grid, _without_workers():
         build = DualPipeVModule if kind == "DualPipeV" else PipelineModule
         layers = [Notes(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
         module = build(layers, grid=grid, loss_fn=_note)
-        config = _config(folder, train_micro_batch_size_per_gpu=micro_batch, optimizer={"type": "SGD"})
-        config["optimizer"]["params"] = {"lr": 0.0}
+        config = _config(folder, optimizer={"type": "SGD", "params": {"lr": 0.0}})
         engine, *_ = deepspeed.initialize(model=module, config=config, training_data=Numbered())
         for _ in range(STEPS):
             engine.train_batch()
-        half = len(_seen) // 2
-        inputs = _seen[:half] if kind == "DualPipeV" else _seen if engine.is_first_stage() else None
-        labels = _seen if engine.is_last_stage() and kind != "DualPipeV" else None
         evaluation = engine.deepspeed_io(Numbered(), route="eval")
         first = next(iter(evaluation))[0][:, 0].tolist() if folder is None else None
-        share = grid.get_sample_rank()
         engine.destroy()
-    return share, (inputs, labels), first
+    return [*_inputs], [*_labels], first
 
 
 @pytest.mark.parametrize(
@@ -151,6 +147,7 @@ def _samples_of_pipeline(spec: str, folder: str | None, kind: str, micro_batch: 
             for spec in PIPELINES
             for efficient in (False, True)
             for kind in ("1F1B", "DualPipeV")
+            if kind == "1F1B" or spec == "pipe=2,seq=2"
         ],
         default=lambda _, case: case in [("pipe=2,seq=2", False, "1F1B"), ("pipe=4", True, "1F1B")],
     ),
@@ -158,17 +155,17 @@ def _samples_of_pipeline(spec: str, folder: str | None, kind: str, micro_batch: 
 def test_stages_slices_and_seq_peers_read_the_same_samples(
     world: Worlds, tmp_path: Path, spec: str, efficient: bool, kind: str
 ) -> None:
-    if kind == "DualPipeV" and spec != "pipe=2,seq=2":
-        pytest.skip("DualPipeV has the same readers in every order")
+    readers = 1 if spec == "pipe=4" else 2
     folders = [_folder(tmp_path, name) if efficient else None for name in ("one", "grid")]
     ((_, expected),) = world(1).run(_samples_of_plain_engine, "data=1", folders[0], 2)
     found = world(4).run(_samples_of_pipeline, spec, folders[1], kind, timeout=20.0)
     if not efficient:  # one share: DeepSpeed's own sampler of a pipeline does not shuffle
         expected = [[2 * number, 2 * number + 1] for number in range(STEPS * ACCUMULATION)]
-    for _, (inputs, labels), evaluated in found:
-        if kind == "1F1B":
-            assert [read for read in (inputs, labels) if read is not None and read != expected] == []
+    for inputs, labels, evaluated in found:
+        assert inputs in ([], expected)
+        assert labels in ([], expected)
         assert evaluated in (None, [0.0, 1.0])
+    assert sum(bool(inputs) for inputs, _, _ in found) == sum(bool(labels) for _, labels, _ in found) == readers
 
 
 def _variable_batches(spec: str) -> tuple[int, int, list[Any]]:
@@ -198,7 +195,7 @@ def test_variable_batches_are_dealt_to_shares(world: Worlds, spec: str) -> None:
     for share, _, read in found:
         assert by_share.setdefault(share, read) == read, "peers read different samples"
     dealt = [index for read in by_share.values() for batch in read for index in batch]
-    assert len(dealt) == len({*dealt}) > 80
+    assert len(dealt) == len({*dealt}) > 60
 
 
 def _refused(what: str) -> None:
