@@ -480,7 +480,6 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
   ipg_buckets: lists the gradients that are reduced next
-  get_gradient_for_reduction: returns the gradient of a parameter, or None
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
