@@ -7,7 +7,8 @@ program may pass another iterator next time.
 
 *Samples.* The stages and slices of one replica read samples separately. If samples are divided over all ranks of the
 job, as ``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the ranks
-compare the first samples of an engine.
+compare the first samples of an engine. Replicas that read the same samples, as with a plain ``DataLoader``, train as
+one, without an error; engines warn about them, and about batches of another size than the config's, in the first step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle, islice, repeat
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,10 +34,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
-from ds_topo.ledger import around
+from ds_topo.ledger import Make, Patch, around
+from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
 from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.rank_tables import sample_axes
 
 
 def _described(grid: MpuGrid, grid_rank: int) -> str:
@@ -323,6 +327,104 @@ def _require_equal(
         "grid.data_loader(dataset), or divide samples into grid.get_sample_world_size() shares; if the difference is "
         "intended, set grid.check_samples = False"
     )
+
+
+class FirstSamples:
+    """The samples that one engine reads before its first step: the replicas' should differ, and have the config's size.
+
+    Args:
+        grid: the engine's grid, whose ``check_samples`` switches the warnings off.
+        micro_batch: the number of samples of a batch, by the config.
+    """
+
+    def __init__(self, grid: MpuGrid, micro_batch: int) -> None:
+        self._grid, self._micro_batch = grid, micro_batch
+        self._digests: list[int] = []
+        self._is_over = False
+
+    def note(self, samples: Any) -> None:
+        """Take a digest of a batch; 0 if it is too simple to tell whose it is, such as ones."""
+        if self._is_over or len(self._digests) == _COMPARED or not self._grid.check_samples:
+            return
+        tensors = list(_tensors(samples))
+        if not self._digests and self._grid.grid_rank == 0:
+            self._warn_of_size(tensors)
+        is_telling = any(
+            tensor.numel() >= _TELLING and bool((tensor != tensor.reshape(-1)[0]).any()) for tensor in tensors
+        )
+        self._digests.append(digest(tensors, zeros_count=True) if is_telling else 0)
+
+    def _warn_of_size(self, tensors: Sequence[torch.Tensor]) -> None:
+        shapes = [list(tensor.shape) for tensor in tensors if tensor.dim()]
+        if shapes and not any(self._micro_batch in shape[:2] for shape in shapes):
+            warn(
+                f"a batch with tensors of shape {listed(shapes, 3)}, but train_micro_batch_size_per_gpu is "
+                f"{self._micro_batch}: DeepSpeed counts that many samples for each batch, in train_batch_size and in "
+                "its logs. Give both the same size, or set grid.check_samples = False if it is intended"
+            )
+
+    def compare(self) -> None:
+        """Warn if all replicas have read the same samples; collective over them, once."""
+        if self._is_over:
+            return
+        self._is_over = True
+        grid = self._grid
+        axes = [axis for axis in sample_axes(grid.topology()) if grid.get_axis_size(axis) > 1]
+        if not grid.check_samples or not axes:
+            return
+        if grid.get_sample_world_size() == dist.get_world_size(grid.get_data_parallel_group()):
+            group = grid.get_data_parallel_group()
+        elif len(axes) == 1:
+            group = grid.get_group(axes)
+        else:
+            return  # there is no such group yet
+        is_known = bool(self._digests) and all(self._digests)
+        number = abs(hash(tuple(self._digests))) if is_known else -1 - grid.grid_rank
+        device = get_accelerator().current_device_name()
+        extremes = torch.tensor([number, ~number], device=device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        highest, lowest = extremes.tolist()
+        if highest == ~lowest and grid.grid_rank == 0:
+            warn(
+                f"all {grid.get_sample_world_size()} replicas of {grid.topology().spec!r} have read the same samples "
+                "before the first step, so they compute the same gradients. Use grid.sampler(dataset) or "
+                "grid.data_loader(dataset), or give each grid.get_sample_rank() other samples; if they are meant to be "
+                "equal, set grid.check_samples = False"
+            )
+
+
+_TELLING = 8
+"""The number of elements from which on equal tensors are no coincidence."""
+
+
+def note_forward(first: FirstSamples, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    """Replace ``forward`` of a plain engine: it takes digests of the first samples."""
+    if engine.training:
+        first.note((args, options))
+    return forward(engine, *args, **options)
+
+
+def note_batch(first: FirstSamples, next_batch: Any, engine: PipelineEngine) -> Any:
+    """Replace ``_next_batch`` of a pipeline engine: it takes digests of the first samples."""
+    batch = next_batch(engine)
+    if engine.training:
+        first.note(batch)
+    return batch
+
+
+def rows_of_first_samples(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
+    """Return the patches of an engine that notice what it reads before its first step."""
+
+    @around
+    def compare_and_step(take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
+        first.compare()
+        take_step(engine, *args)
+
+    first = FirstSamples(engine.mpu, engine.train_micro_batch_size_per_gpu())
+    reads = (patches.FIRST_FORWARD, note_forward)
+    if isinstance(engine, PipelineEngine):
+        reads = (patches.FIRST_BATCH, note_batch)
+    return [(reads[0], around(partial(reads[1], first))), (patches.FIRST_STEP, compare_and_step)]
 
 
 def digest(samples: Any, zeros_count: bool = False) -> int:

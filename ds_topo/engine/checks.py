@@ -28,7 +28,9 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
@@ -464,6 +466,7 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
                 f"optimizer={type(optimizer).__name__} has no parameter of the model, which would not be trained: "
                 "create it from model.parameters() of this model"
             )
+    check_not_wrapped(model, grid)
     domino: Any = sys.modules.get("deepspeed.runtime.domino.async_linear")
     group = domino.TP_group if domino is not None else None  # the first model's, for the rest of the process
     if group in (None, grid.get_tensor_model_parallel_group()):
@@ -503,6 +506,59 @@ def _is_stored_otherwise(parameter: nn.Parameter) -> bool:
     """Tell whether a parameter is not plain memory: partitioned by ZeRO 3, sparse, or a wrapper such as a DTensor."""
     is_wrapper = hasattr(parameter, "__tensor_flatten__")
     return is_wrapper or hasattr(parameter, "ds_id") or parameter.layout is not torch.strided
+
+
+def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
+    """Refuse ``DistributedDataParallel`` over ranks that hold other parameters.
+
+    Raises:
+        EngineOptionError: its constructor has overwritten them, and it would average their gradients; names the ranks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            joined = dist.get_process_group_ranks(module.process_group)
+            others = sorted(set(joined) - set(grid.dp_group))
+            if others:
+                raise EngineOptionError(
+                    f"DistributedDataParallel {name or 'around the model'} has given ranks {listed(sorted(joined))} "
+                    f"the parameters of the first one, but in {grid.topology().spec!r} ranks {listed(others)} hold "
+                    f"other ones than rank {grid.global_rank}: build the model anew and pass it without the wrapper, "
+                    "because the engine averages gradients itself"
+                )
+
+
+class DirectSteps:
+    """Notice steps of an engine's optimizer that the program takes itself, without ``engine.step()``.
+
+    Args:
+        engine: an engine of a grid, whose ``check_weights`` switches the warning off.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._grid = engine.mpu
+        self._is_of_engine = self._has_warned = False
+        optimizer = inner_optimizer(engine)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._grid.on_destroy(optimizer.register_step_pre_hook(self._before_step).remove)
+
+    def take_step(self, take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
+        """Replace ``_take_model_step``: steps of the optimizer are the engine's until it returns."""
+        self._is_of_engine = True
+        try:
+            take_step(engine, *args)
+        finally:
+            self._is_of_engine = False
+
+    def _before_step(self, *_: object) -> None:
+        if self._is_of_engine or self._has_warned or not self._grid.check_weights:
+            return
+        self._has_warned = True
+        warn(
+            "optimizer.step() was called without engine.step(): the engine counts no micro-batch, so with gradient "
+            "accumulation it never reduces gradients, and its schedule and counters stay behind. Call engine.step() "
+            "after every engine.backward(loss), and no step of the optimizer; set grid.check_weights = False if it is "
+            "intended"
+        )
 
 
 def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:

@@ -35,6 +35,7 @@ from ds_topo.engine import (
     activations,
     autoparallel,
     backward_passes,
+    batches,
     checks,
     experts,
     hybrid_sharding,
@@ -49,8 +50,8 @@ from ds_topo.engine.accumulation import with_own_number
 from ds_topo.engine.autocast_scaling import share_scale
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.idle_stages import with_placeholders
-from ds_topo.engine.replicas import warn_of_unequal_slices
-from ds_topo.errors import ExpertGroupError
+from ds_topo.engine.replicas import compare_slices
+from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, registry
@@ -58,7 +59,7 @@ from ds_topo.mpu.releases import bind_methods
 from ds_topo.mpu.supported import warn_of_newer_releases
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
-from ds_topo.topology.axes import MODEL, SEQ
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 from ds_topo.watch import guard, job_watch
 
@@ -140,6 +141,11 @@ class PipelineParallelGrid(MpuGrid):
             self.on_destroy(partial(_forget, self))
             self.on_destroy(guard.hold())
             checks.grids.add(self)
+            if topology is None and self.get_axis_size(PIPE) > 1 and self.grid_rank == 0:
+                warn(
+                    f"PipelineParallelGrid() without a topology is {self.topology().spec!r}, as in DeepSpeed: name the "
+                    "axes, such as PipelineParallelGrid('data=-1'), or give this spec if it is intended"
+                )
             undo.pop_all()
 
     @cached_property
@@ -224,6 +230,8 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     rows += hybrid_sharding.rows_of_engines(engine)
     rows += reduction_order.rows_of_reductions(engine)
     rows += written_weights.rows_of_weights(engine)
+    rows += batches.rows_of_first_samples(engine)
+    rows.append((patches.DIRECT_STEP, around(checks.DirectSteps(engine).take_step)))
     hybrid_sharding.save_each_partition_once(engine)
     if has_experts:
         experts.check_engine_with_experts(engine)
@@ -395,7 +403,7 @@ def _configured(configure: Any, engine: DeepSpeedEngine, model: Any) -> None:
     checks.create_missing_expert_groups(engine, model, engine.mpu)
     _set_current(engine.mpu)  # again, because experts may have got groups since
     configure(engine, model)
-    warn_of_unequal_slices(model, engine.mpu)
+    compare_slices(engine, model)
 
 
 _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (

@@ -70,7 +70,7 @@ def with_zeros_for_missing(reduce_gradients: Any, optimizer: DeepSpeedZeroOptimi
     name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for parameters in optimizer.bit16_groups:
         for parameter in parameters:
-            if optimizer.get_gradient_for_reduction(parameter) is None:
+            if getattr(parameter, name, None) is None:
                 dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else parameter.dtype
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
     return reduce_gradients(optimizer, *args, **options)

@@ -36,8 +36,9 @@ from ds_topo.ledger import after, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.reducer.parameters import expert_group_name
-from ds_topo.topology.axes import MODEL
+from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.torch_names import devices_of
 
 
@@ -92,12 +93,15 @@ def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = Fa
     return ReplicaCheck(engine, every, slices)
 
 
-def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
-    """Warn if parameters that are not marked as slices differ along ``model``; collective over each of its groups.
+def compare_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
+    """Warn if the ranks along ``model`` start with wrong parameters; collective over the engine's ranks.
 
-    Such parameters are replicas, which a program has built from different seeds, or slices without their mark. Only the
-    first values of each are compared, so that large models start without delay.
+    Parameters without the mark of a slice must be equal on all slices. If they differ, a program has built them from
+    different seeds, or has not marked slices. If nothing is marked and all parameters are equal, each slice may train
+    the whole model. If all slices are equal, something has overwritten them. Only the first values of each parameter
+    are compared, so that large models start without delay.
     """
+    grid = engine.mpu
     if grid.get_axis_size(MODEL) == 1:
         return
     group = grid.get_group(MODEL)
@@ -106,13 +110,60 @@ def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
         for each in _along_model(model.named_parameters(), group)
         if not (each.tensor.is_meta or hasattr(each.tensor, "__tensor_flatten__"))  # such as a DTensor
     ]
-    text = _difference(samples, group, {id(each.tensor): digest(each.tensor) for each in samples})
-    if text and grid.get_axis_rank(MODEL) == grid.get_sample_rank() == 0:
+    sums = {id(each.tensor): digest(each.tensor) for each in samples}
+    text = _difference(samples, group, sums)
+    are_equal = _slices_are_equal(samples, group, sums)
+    may_be_split = _may_be_split(engine, model)
+    stages = grid.get_model_parallel_group()
+    if isinstance(engine, PipelineEngine) and dist.get_world_size(stages) > 1:
+        flag = torch.tensor(int(may_be_split), device=_device_of(stages))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=stages)
+        may_be_split = bool(flag)
+    if grid.get_axis_rank(MODEL) or grid.get_sample_rank():
+        return
+    if text:
         warn(
             f"ranks along 'model' start with different parameters; {text}\nGive all of them the same seed before they "
             "create the model (torch.manual_seed(0)), or mark slices by parameter.tensor_model_parallel = True: "
             "gradient norms count a parameter without the mark on one rank only"
         )
+    elif are_equal and grid.check_weights:
+        warn(
+            "all ranks along 'model' start with the same slices: DistributedDataParallel or a broadcast over all ranks "
+            "has overwritten them, or they were created from one seed. Give each slice its own part of the whole "
+            "weight, or set grid.check_weights = False if equal slices are intended"
+        )
+    elif samples and not may_be_split and grid.check_weights and grid.get_axis_rank(PIPE) == 0:
+        warn(
+            f"{grid.get_axis_size(MODEL)} ranks along 'model' train copies of the whole model, because nothing is "
+            "split: no parameter is marked as a slice, and no layer has a process group. Use AutoTP "
+            '("tensor_parallel"), or layers of ds_topo.layers or your own that mark their slices '
+            "(parameter.tensor_model_parallel = True), or leave the axis 'model' out; set grid.check_weights = False "
+            "if copies are intended"
+        )
+
+
+def _slices_are_equal(samples: Sequence[Replicated], group: ProcessGroup, sums: dict[int, torch.Tensor]) -> bool:
+    """Tell whether all ranks of a group have the same slices; collective over it. Constant slices say nothing."""
+    telling = [each for each in samples if each.is_slice and bool((each.tensor != each.tensor[:1]).any())]
+    device = _device_of(group)
+    content = torch.zeros(2, dtype=torch.int64, device=device)
+    for place, each in enumerate(telling):
+        content += (place + 1) * sums[id(each.tensor)].to(device)
+    highest, lowest = _extremes(torch.cat([content, torch.tensor([len(telling)], device=device)]), group)
+    return bool(telling) and bool((highest == lowest).all())
+
+
+def _may_be_split(engine: DeepSpeedEngine, model: nn.Module) -> bool:
+    """Tell whether something in a model may divide its work along ``model``."""
+    if engine.has_moe_layers or engine.autotp_size() > 1 or engine._config.hybrid_engine.enabled:
+        return True
+    if not isinstance(engine, PipelineEngine) and engine.mpu.get_axis_size(PIPE) > 1:
+        return True  # other stages have engines of their own
+    if any(hasattr(each, "__tensor_flatten__") or is_model_parallel_parameter(each) for each in model.parameters()):
+        return True
+    owners = (dist.ProcessGroup, ProcessGrid)
+    return any(isinstance(value, owners) for layer in model.modules() for value in vars(layer).values())
 
 
 class ReplicaCheck:

@@ -154,6 +154,21 @@ REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET
       independent_gradient_partition_epilogue: The same. Comparisons are read here, where it waits for the device.
         Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
 """)
+FIRST_FORWARD, FIRST_STEP, DIRECT_STEP, FIRST_BATCH = patches_of("""
+    while: the grid of the engine exists, for warnings of the first step
+    deepspeed.runtime.engine.DeepSpeedEngine
+      forward: The same. Before the first step it takes digests of the samples.
+      _take_model_step: The same. The first one compares these digests between replicas.
+        Replicas that read the same samples train as one, without an error.
+    while: the grid of the engine exists, for steps of its optimizer
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _take_model_step: The same, after which a step of the optimizer is one of the program.
+        optimizer.step() without engine.step() counts no micro-batches, so gradients may not be reduced.
+    while: the grid of the engine exists, for warnings of the first step
+    deepspeed.runtime.pipe.engine.PipelineEngine
+      _next_batch: The same. Before the first step it takes digests of the samples.
+        Replicas that read the same samples train as one, without an error.
+""")
 (STEP_ON_WRITTEN,) = patches_of("""
     while: the grid of an engine with master weights exists
     deepspeed.runtime.engine.DeepSpeedEngine
@@ -534,7 +549,6 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
   ipg_buckets: lists the gradients that are reduced next
-  get_gradient_for_reduction: returns the gradient of a parameter, or None
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle, repeat
@@ -256,6 +257,60 @@ def test_peers_that_read_different_samples_raise(world: Worlds, kind: str) -> No
         assert isinstance(losses, list)
     for losses in world(4).run(_train_on_samples, kind, "the grid"):
         assert isinstance(losses, list)
+
+
+def _first_warnings(spec: str, case: str, is_pipeline: bool) -> list[str]:
+    """Train two steps; return what is said about samples and steps."""
+    start()
+    with PipelineParallelGrid(spec) as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        grid.check_samples = grid.check_weights = "meant" not in case
+        module: nn.Module = nn.Linear(8, 8)
+        if is_pipeline:
+            module = PipelineModule([LayerSpec(nn.Linear, 8, 8)] * 2, grid=grid, loss_fn=F.mse_loss)
+        engine, optimizer, *_ = initialize(model=module, mpu=None if is_pipeline else grid, config=settings())
+        for step in range(2):
+            seed = 100 * step + ("same" not in case) * grid.get_sample_rank()
+            generator = torch.Generator().manual_seed(seed)
+            inputs = [torch.randn(3 if "size" in case else 2, 8, generator=generator) for _ in range(2)]
+            if "ones" in case:
+                inputs = [torch.ones(2, 8) for _ in range(2)]
+            if is_pipeline:
+                engine.train_batch(iter([(each, each) for each in inputs]))
+                continue
+            for each in inputs:
+                engine.backward(engine(each).square().mean())
+                if "direct" in case:
+                    optimizer.step()
+                else:
+                    engine.step()
+        engine.destroy()
+        ours = ("check_samples", "check_weights")
+        return [str(each.message) for each in said if any(name in str(each.message) for name in ours)]
+
+
+@pytest.mark.parametrize(("spec", "is_pipeline"), [("data=2", False), ("pipe=2,data=2", True), ("data=2,seq=2", False)])
+def test_replicas_that_read_the_same_samples_are_named(world: Worlds, spec: str, is_pipeline: bool) -> None:
+    size = 2 * spec.count("2")
+    first, *others = world(size).run(_first_warnings, spec, "same samples", is_pipeline)
+    assert ["all 2 replicas of" in text and "grid.sampler(dataset)" in text for text in first] == [True]
+    assert not any(others), "the first rank says it"
+    for case in ("other samples", "same samples, meant", "same ones"):
+        assert not any(world(size).run(_first_warnings, spec, case, is_pipeline)), case
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_a_batch_of_another_size_is_named(world: Worlds, is_pipeline: bool) -> None:
+    first, other = world(2).run(_first_warnings, "data=2", "another size", is_pipeline)
+    assert ["[3, 8]" in text and "train_micro_batch_size_per_gpu is 2" in text for text in first] == [True]
+    assert not other
+    assert not any(world(2).run(_first_warnings, "data=2", "another size, meant", is_pipeline))
+
+
+def test_a_step_of_the_optimizer_alone_is_named(world: Worlds) -> None:
+    for said in world(2).run(_first_warnings, "data=2", "a direct step", False):
+        assert ["optimizer.step() was called without engine.step()" in text for text in said] == [True]
+    assert not any(world(2).run(_first_warnings, "data=2", "a direct step, meant", False))
 
 
 UNLIKE: dict[str, tuple[Any, Any]] = {

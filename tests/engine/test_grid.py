@@ -1,5 +1,6 @@
 """Query grids on every rank of big worlds, over the ``fake`` backend; compare with DeepSpeed's grid and brute force."""
 
+import warnings
 from itertools import permutations
 from typing import Any
 from unittest import mock
@@ -232,9 +233,13 @@ def test_grid_answers_as_deepspeeds_grid(axes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 6, 7, 16])
 def test_grid_without_topology_has_deepspeeds_degrees(world_size: int) -> None:
     for rank in range(world_size):
-        with fake_world(rank, world_size), PipelineParallelGrid() as ours:
-            assert_grid_is_deepspeeds(ours, deepspeeds_grid(None))
-            assert not hasattr(ours, "get_sequence_parallel_group")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with fake_world(rank, world_size), PipelineParallelGrid() as ours:
+                assert_grid_is_deepspeeds(ours, deepspeeds_grid(None))
+                assert not hasattr(ours, "get_sequence_parallel_group")
+        expected = ours.topology().get_dim("pipe") > 1 and rank == 0
+        assert ["name the axes" in str(each.message) for each in said] == [True] * expected
 
 
 def test_grid_passes_deepspeeds_unit_tests() -> None:

@@ -16,11 +16,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ds_topo import PipelineParallelGrid, groups
+from ds_topo import PipelineParallelGrid, groups, initialize
 from ds_topo.engine.checks import check_engine, check_model
 from ds_topo.errors import EngineOptionError
 from tests.support.fake_world import fake_world
+from tests.support.small_engines import settings, start
 from tests.support.training import engine_config
 from tests.support.world import Worlds
 
@@ -200,6 +202,23 @@ def _build_super_offload() -> None:
 
 def test_super_offload_on_a_cpu_raises_deepspeeds_own_error(world: Worlds) -> None:
     world(1).run(_build_super_offload)
+
+
+def _wrap(spec: str) -> str:
+    start()
+    with PipelineParallelGrid(spec) as grid:
+        try:
+            initialize(model=DistributedDataParallel(torch.nn.Linear(4, 4)), mpu=grid, config=settings())[0].destroy()
+        except EngineOptionError as error:
+            return str(error)
+    return ""
+
+
+def test_ddp_over_ranks_with_other_parameters_is_refused(world: Worlds) -> None:
+    for rank, said in enumerate(world(4).run(_wrap, "data=2,model=2")):
+        assert "ranks [0, 1, 2, 3] the parameters of the first one" in said
+        assert f"other ones than rank {rank}" in said
+    assert world(2).run(_wrap, "data=2") == ["", ""], "here it is only slow"
 
 
 def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,21 +338,30 @@ def _started_from(seeds: str, spec: str) -> list[str]:
     small_engines.start()
     with PipelineParallelGrid(spec) as grid, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        grid.check_weights = seeds != "of samples, meant"
         torch.manual_seed(dist.get_rank() if seeds == "of ranks" else grid.get_sample_rank())
         model = nn.Linear(10, 30)
-        if seeds == "marked":
-            torch.manual_seed(dist.get_rank())
+        if "marked" in seeds:
+            torch.manual_seed(dist.get_rank() if seeds == "marked" else 0)
             model = nn.Linear(10, 30)
             for parameter in model.parameters():
                 parameter.tensor_model_parallel = True
+        if seeds == "of samples, with a group":
+            model.group = grid.get_group("model")
         engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=small_engines.settings())
         engine.destroy()
         return [str(warning.message) for warning in caught if "ranks along 'model'" in str(warning.message)]
 
 
 def _started() -> dict[str, list[str]]:
-    cases = [("of ranks", "data=2,model=2"), ("of ranks", "data=2,seq=2"), ("of samples", "model=2,data=2")]
-    return {f"{seeds}, {spec}": _started_from(seeds, spec) for seeds, spec in [*cases, ("marked", "data=2,model=2")]}
+    of_samples = ["of samples", "of samples, meant", "of samples, with a group"]
+    cases = [
+        ("of ranks", "data=2,model=2"),
+        ("of ranks", "data=2,seq=2"),
+        *((each, "model=2,data=2") for each in of_samples),
+    ]
+    cases += [("marked", "data=2,model=2"), ("marked alike", "data=2,model=2")]
+    return {f"{seeds}, {spec}": _started_from(seeds, spec) for seeds, spec in cases}
 
 
 def test_engine_warns_of_different_weights_on_slices(world: Worlds) -> None:
@@ -360,5 +369,9 @@ def test_engine_warns_of_different_weights_on_slices(world: Worlds) -> None:
     (warning,) = first.pop("of ranks, data=2,model=2")
     assert "2 of 2 tensors along model, first 'weight' (float32 [30, 10])" in warning
     assert "torch.manual_seed(0)" in warning
+    (warning,) = first.pop("of samples, model=2,data=2")
+    assert "2 ranks along 'model' train copies of the whole model" in warning
+    (warning,) = first.pop("marked alike, data=2,model=2")
+    assert "all ranks along 'model' start with the same slices" in warning
     assert not any(map(any, first.values())), first
     assert not any(any(map(any, other.values())) for other in others), "the first rank says it"
