@@ -466,10 +466,13 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
             create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
 
 
-def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
-    """Compare the parameters of replicas, and the parallel state of layers; collective over the engine's ranks.
+def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
+    """Check the model, and compare the parameters of replicas and the parallel state of layers.
+
+    Collective over the engine's ranks.
 
     Raises:
+        EngineOptionError: the model does not fit the topology.
         DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
         TopologyError: layers use a parallel state with another layout.
     """
@@ -481,6 +484,7 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
             agreements.enter_context(agreement(everyone, "stages and slices"))
         subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
+        check_model(engine, model, grid)
         check_programs(model, grid)
         for name, parameter in model.named_parameters():
             shape = list(getattr(parameter, "ds_shape", parameter.shape))

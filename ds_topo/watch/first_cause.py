@@ -282,7 +282,7 @@ class FailureListener:
     def _consider(self, cause: FirstCause, passed: float) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
         call = self._current()
-        if call is None or cause.rank == self._rank or cause.rank not in call.members:
+        if call is None or cause.rank == self._rank or cause.rank not in call.members or watch_is_on():
             self._judged = None
             return
         if self._judged is not call:
@@ -300,12 +300,12 @@ class FailureListener:
         now = time.monotonic()
         if self._ended_at <= now - seconds:  # not in this wait
             self._ended_at = now
+            if not is_at_store:  # abort_nccl() may block
+                threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
         elif cause.has_left and now - self._ended_at > GRACE:
             print(f"{cause}\n{self._where(doing)}", file=sys.stderr, flush=True)
             end_process()
         shut_down(self._place[1] if is_at_store else 0, self._ports)
-        if not is_at_store:
-            threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
 
     def _where(self, doing: Activity) -> str:
         here = named(self._rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
