@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -20,6 +20,7 @@ import torch
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from ds_topo.checkpoint.manifest import (
+    PLACEHOLDERS,
     Manifest,
     Place,
     SavedLayout,
@@ -285,6 +286,11 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         if new.padded is not None
     }
     splits = {**declared, **known_splits, **padded}
+    if any(has_placeholders(groups) for groups in structure.groups):
+        raise CheckpointLayoutError(
+            f"{manifest.tag!r} has a stage without trainable parameters in a group of the optimizer ({PLACEHOLDERS}), "
+            "so it cannot be converted: load it in the layout that saved it, or give each stage such a parameter"
+        )
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
         known = rows.setdefault(row.name, row)
@@ -324,6 +330,11 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
     return model
+
+
+def has_placeholders(groups: Iterable[Iterable[str]]) -> bool:
+    """Return whether the groups of a stage have placeholders for parameters that it does not have."""
+    return any(name.startswith(PLACEHOLDERS) for group in groups for name in group)
 
 
 def _contradictions(model: WholeModel) -> Iterator[str]:

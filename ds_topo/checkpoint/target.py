@@ -25,7 +25,7 @@ from ds_topo.checkpoint.manifest import (
     SavedOptions,
     SavedStructure,
 )
-from ds_topo.checkpoint.saved_model import WholeModel, bounds_of, head_of, require_splits, starred
+from ds_topo.checkpoint.saved_model import WholeModel, bounds_of, has_placeholders, head_of, require_splits, starred
 from ds_topo.checkpoint.shards import FLAT_OPTIMIZER
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
@@ -200,6 +200,11 @@ def _problems(
     """Yield why a layout cannot be reached."""
     saved, was = model.layout, model.structure
     kinds = {True: "a PipelineModule", False: "a plain engine"}
+    if any(has_placeholders(groups) for groups in structure.groups):
+        yield (
+            "a stage here has no trainable parameter in a group of the optimizer. Give each stage one, or load the "
+            "checkpoint in the layout that saved it"
+        )
     if layout.is_pipeline != saved.is_pipeline:
         yield (
             f"{kinds[saved.is_pipeline]} became {kinds[layout.is_pipeline]}, whose parameters have other names. Save "

@@ -447,8 +447,8 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
     """Raise for a model that does not fit the topology.
 
     Raises:
-        EngineOptionError: a plain module would be on all stages of a pipeline, the optimizer has no parameter of it, or
-            Domino uses another grid's group.
+        EngineOptionError: a plain module would be on all stages of a pipeline, the optimizer has no parameter of it,
+            gradients would be sparse with ZeRO, or Domino uses another grid's group.
     """
     stages = grid.get_axis_size(PIPE)
     if stages > 1 and not isinstance(engine, PipelineEngine) and not getattr(model, "is_pipeline_stage", False):
@@ -467,6 +467,19 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
                 "create it from model.parameters() of this model"
             )
     check_not_wrapped(model, grid)
+    sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
+    needs_dense = {
+        f"ZeRO stage {engine.zero_optimization_stage()}": engine.zero_optimization(),
+        "bf16": engine.bfloat16_enabled(),
+        "fp16": engine.fp16_enabled(),
+        f"gradient_clipping {engine.gradient_clipping()}": engine.gradient_clipping() > 0,
+    }
+    if sparse and any(needs_dense.values()):
+        raise EngineOptionError(
+            f"{' and '.join(name for name, is_on in needs_dense.items() if is_on)} with layers {listed(sparse)}, whose "
+            "gradients are sparse (sparse=True), which DeepSpeed can neither copy into flat buffers nor clip; build "
+            "the layers with sparse=False, or use fp32, ZeRO stage 0 and gradient_clipping 0"
+        )
     domino: Any = sys.modules.get("deepspeed.runtime.domino.async_linear")
     group = domino.TP_group if domino is not None else None  # the first model's, for the rest of the process
     if group in (None, grid.get_tensor_model_parallel_group()):
@@ -611,10 +624,13 @@ def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -
             )
 
 
-def agree_on_model(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
-    """Compare the parameters of replicas, and the parallel state of layers; collective over the engine's ranks.
+def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
+    """Check the model, and compare the parameters of replicas and the parallel state of layers.
+
+    Collective over the engine's ranks.
 
     Raises:
+        EngineOptionError: the model does not fit the topology.
         DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
         TopologyError: layers use a parallel state with another layout.
     """
@@ -626,6 +642,7 @@ def agree_on_model(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> 
             agreements.enter_context(agreement(everyone, "stages and slices"))
         subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
+        check_model(engine, model, grid)
         check_programs(model, grid)
         check_partitions(model, grid, engine)
         for name, parameter in model.named_parameters():

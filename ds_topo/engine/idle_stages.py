@@ -16,11 +16,9 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from ds_topo.checkpoint.manifest import PLACEHOLDERS
 from ds_topo.ledger import around
 from ds_topo.topology.axes import PIPE
-
-PLACEHOLDERS = "idle_stage_placeholders"
-"""The attribute of a pipeline's module that holds the placeholders of this stage."""
 
 
 class Connected(torch.autograd.Function):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule as DeepSpeedDualPipeVModule
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import nn
 
 from ds_topo.engine.grid import PipelineEngineGrid
@@ -136,6 +137,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             if layout is not grid:
                 engine_grid.destroy()
             raise
+        checkpoint_also_token_ids(self)
 
     def topology(self) -> ProcessTopology:
         """Return the topology as it was given, extra axes included."""
@@ -184,6 +186,22 @@ class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore
         super()._partition_layers(method)
         # as in with_plain_bounds(); DeepSpeed switches between these bounds without _set_bounds()
         self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]
+
+
+def checkpoint_also_token_ids(module: DeepSpeedPipelineModule) -> None:
+    """Let the activation checkpointing of a module work for inputs that need no gradient, such as token ids.
+
+    DeepSpeed's default function is reentrant: it detaches a first segment without such inputs from autograd, so the
+    embedding would get no gradient, and the backward pass of the first stage fails.
+    """
+    if module.activation_checkpoint_func is deepspeed.checkpointing.checkpoint:
+        module.activation_checkpoint_func = _checkpointed
+
+
+def _checkpointed(function: Any, *inputs: Any) -> Any:
+    if any(torch.is_tensor(each) and each.requires_grad for each in inputs) or not torch.is_grad_enabled():
+        return deepspeed.checkpointing.checkpoint(function, *inputs)
+    return non_reentrant_checkpoint(function, *inputs)
 
 
 @around

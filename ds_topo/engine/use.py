@@ -24,7 +24,14 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
-from ds_topo.engine.pipeline import CONSTRUCTION, PipelineModule, building_on, index_tied_modules, with_plain_bounds
+from ds_topo.engine.pipeline import (
+    CONSTRUCTION,
+    PipelineModule,
+    building_on,
+    checkpoint_also_token_ids,
+    index_tied_modules,
+    with_plain_bounds,
+)
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger, patches_of
@@ -140,6 +147,7 @@ def _constructed_on_grid(
     engine_grid = PipelineEngineGrid.over(grid)
     with guard.over(CONSTRUCTION, grid.members), building_on(module, engine_grid):
         construct(module, layers, None, engine_grid._topo, *args, **options)
+    checkpoint_also_token_ids(module)
 
 
 class _PipeDataInUse(PipeDataParallelTopology):

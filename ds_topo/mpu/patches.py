@@ -28,7 +28,14 @@ CONSTRUCT_ENGINE, SOURCE_OF_SLICES = patches_of("""
       get_tensor_model_parallel_src_rank: The first rank of the group along model.
         DeepSpeed returns rank // n * n, which is in another group if the ranks along model are no neighbors.
 """)
-SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, CONFIGURE_OPTIMIZER, *CONFIGURE_PARTITIONS = patches_of("""
+(
+    SANITY_CHECK,
+    EXPERT_PARALLEL,
+    TENSOR_PARALLEL_STATES,
+    CONFIGURE_MODEL,
+    CONFIGURE_OPTIMIZER,
+    *CONFIGURE_PARTITIONS,
+) = patches_of("""
     while: one call of an engine's constructor
     deepspeed.runtime.engine.DeepSpeedEngine
       _do_sanity_check: The same after checks of options and inputs. All ranks compare the results.

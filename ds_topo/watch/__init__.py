@@ -2,8 +2,8 @@
 
 Start with ``watch``, the public class and its judging thread, which ends gloo's blocked collectives. ``heartbeat``
 exchanges beats and findings through the store, ``activity`` infers what a rank is doing and whether it is stuck after a
-fault, and ``witness`` answers for a rank that cannot. Without the watch, ``first_cause`` lets all ranks know of one that
-fails alone.
+fault, and ``witness`` answers for a rank that cannot. Without the watch, ``first_cause`` lets all ranks know of a rank
+that fails alone.
 """
 
 from ds_topo.watch.first_cause import guard

@@ -1,4 +1,4 @@
-"""Let all ranks know within seconds that one of them has failed, also without the watch, and end calls that wait for it.
+"""Let all ranks know that one of them has failed, also without the watch, and end calls that wait for it.
 
 Calls in which ranks wait for each other are *guarded*: the construction of engines and pipelines, their steps and
 evaluations, and saving and loading. If an exception leaves such a call, the rank posts it to the job's store as the
@@ -8,9 +8,9 @@ store's server answers when there is one, so nothing is polled and a step costs 
 A failure alone ends nothing. The rank may handle its error and go on, and all ranks may have raised the same one. A
 rank is ended if its main thread waits in one place of a guarded call for ``GRACE`` seconds after a post of a rank that
 takes part in the call, and that has not begun another guarded call since. Gloo's connections are then shut down (those
-to the store if it waits for the store, and communicators are aborted that can be). The guard turns whatever the call
-raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that cannot
-be made to raise is ended, with a dump of all stacks.
+to the store, if it waits for the store), and communicators that can abort are aborted. The guard turns whatever the
+call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that
+cannot be made to raise is ended, with a dump of all stacks.
 
 While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
 serves the store stops: the watch does.
@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -42,7 +42,15 @@ from ds_topo.process_groups.agreement import within
 from ds_topo.torch_names import Store, abort_nccl, clone, communicates, default_store, served_at
 from ds_topo.watch.activity import GRACE, STILL, STORE_WAITS, Activity, Observer, Progress
 from ds_topo.watch.heartbeat import named
-from ds_topo.watch.watch import bytes_moved, end_process, is_of_transport, job_watch, ports_towards, shut_down, shut_down_ports
+from ds_topo.watch.watch import (
+    bytes_moved,
+    end_process,
+    is_of_transport,
+    job_watch,
+    ports_towards,
+    shut_down,
+    shut_down_ports,
+)
 
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
 _TICK = 0.5
@@ -179,9 +187,9 @@ class FailureListener:
             if first == own:
                 self._own = number
             # if all ranks of the call fail alike, none is alone
-            if first.call == own.call and _kind(first) == _kind(own):
-                if store.add(self._key(number, "count"), 1) == len(members):
-                    self._withdraw(store, number)
+            is_alike = (first.call, _kind(first)) == (own.call, _kind(own))
+            if is_alike and store.add(self._key(number, "count"), 1) == len(members):
+                self._withdraw(store, number)
             return first
 
         with suppress(RuntimeError):  # the store does not answer
@@ -274,7 +282,7 @@ class FailureListener:
     def _consider(self, cause: FirstCause, passed: float) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
         call = self._current()
-        if call is None or cause.rank == self._rank or cause.rank not in call.members:
+        if call is None or cause.rank == self._rank or cause.rank not in call.members or watch_is_on():
             self._judged = None
             return
         if self._judged is not call:
@@ -292,12 +300,12 @@ class FailureListener:
         now = time.monotonic()
         if self._ended_at <= now - seconds:  # not in this wait
             self._ended_at = now
+            if not is_at_store:  # abort_nccl() may block
+                threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
         elif cause.has_left and now - self._ended_at > GRACE:
             print(f"{cause}\n{self._where(doing)}", file=sys.stderr, flush=True)
             end_process()
         shut_down(self._place[1] if is_at_store else 0, self._ports)
-        if not is_at_store:
-            threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
 
     def _where(self, doing: Activity) -> str:
         here = named(self._rank, socket.gethostname(), os.environ.get(COORDINATE, ""))

@@ -82,7 +82,8 @@ def test_all_ranks_name_the_one_that_fails(world: Worlds, kind: str, name: str, 
     *others, (own, own_text) = world(4).run(_fail_in, kind, name, backend=backend)
     assert (own, own_text) == ("InjectedError", TEXT)
     (error, text), *_ = others
-    assert error == "FailedRankError" and TEXT in text
+    assert error == "FailedRankError"
+    assert TEXT in text
     assert len(set(others)) == 1, "all other ranks say the same"
     where = r"rank 3 \((pipe=1 data=1|data=3)\) on \S+ failed in \w+ after 1 step, so this rank cannot finish"
     assert re.match(where, text)
@@ -132,7 +133,8 @@ def _fail_outside_of_calls() -> str:
                 raise InjectedError(TEXT)
             except InjectedError:
                 kind, error, trace = sys.exc_info()
-            assert kind is not None and error is not None
+            assert kind is not None
+            assert error is not None
             sys.excepthook(kind, error, trace)
             return str(error)
         with pytest.raises(FailedRankError) as raised:
@@ -184,7 +186,9 @@ def _may_fail(frame: FrameType) -> bool:
     return code.co_name not in ("__getattr__", "__del__", "__hash__", "__eq__", "<genexpr>", "__exit__")
 
 
-def _builders(kind: str, grid: PipelineParallelGrid) -> tuple[Callable[[], Any], dict[str, Callable[[Any, str], object]]]:
+def _builders(
+    kind: str, grid: PipelineParallelGrid
+) -> tuple[Callable[[], Any], dict[str, Callable[[Any, str], object]]]:
     """Return a function that builds an engine, and the phases after it."""
     samples = ((torch.ones(2, WIDTH), torch.ones(2, WIDTH)) for _ in count())
     config = settings(zero_optimization={"stage": int(kind[-1])}, gradient_accumulation_steps=1)
