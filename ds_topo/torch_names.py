@@ -345,6 +345,7 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(TORCH_C, "_set_throw_on_mutable_data_ptr", "A stand-in for a parameter in flight gives no pointer."),
+    Reliance(TORCH_C, "_set_storage_access_error_msg", "It gives no values, either.", releases="builds with NCCL"),
     Reliance(torch.Tensor, "_make_subclass", "It lets nn.Parameter() accept a parameter in flight."),
     Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),

@@ -3,8 +3,9 @@
 Note [Readers]. Values of parameters in flight are overwritten at any time, so nobody may read them before they have
 arrived. No reader has to be known in advance:
 
-- While a parameter is in flight, its data is a stand-in: one NaN, expanded to the parameter's shape. Whoever reads the
-  parameter without waiting, such as a scripted function, gets NaN. Whoever asks for a pointer or writes gets an error.
+- While a parameter is in flight, its data is a stand-in. Whoever reads the parameter without waiting, such as a
+  scripted function, gets an error. In builds of torch without CUDA the stand-in is one NaN, expanded to the parameter's
+  shape: readers get NaN, and those who write or ask for a pointer get an error.
 - Its class is then :class:`InFlightParameter`. torch calls ``__torch_function__`` of that class for every function and
   method that gets the parameter, wherever a program keeps it: in a module, a list, a closure or a nested argument. So
   nearly all readers wait and get the right value. Only questions about shape, type, gradient and the like are answered
@@ -69,11 +70,29 @@ def seats_of(parameters: Iterable[nn.Parameter]) -> list[Seat]:
     for parameter in parameters:
         key = parameter.shape, parameter.dtype, parameter.device
         if key not in stand_ins:
-            nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-            _set_throw_on_mutable_data_ptr(nan)  # a pointer would lead to one element, and a write would be lost
-            stand_ins[key] = nan.expand(parameter.shape)
+            stand_ins[key] = _stand_in(parameter)
         seats.append(Seat(parameter, parameter.detach(), stand_ins[key]))
     return seats
+
+
+def _stand_in(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a tensor without memory of its own, or of one element."""
+    if _forbid_access is not None:
+        stand_in = parameter.detach()
+        _forbid_access(stand_in, _FORBIDDEN)  # it has the parameter's shape and strides, and no memory any more
+        return stand_in
+    nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+    _set_throw_on_mutable_data_ptr(nan)  # a pointer would lead to one element, and a write would be lost
+    return nan.expand(parameter.shape)
+
+
+_forbid_access: Callable[[torch.Tensor, str], None] | None = getattr(torch._C, "_set_storage_access_error_msg", None)
+"""Let every access to a tensor's values raise an error. Builds of torch without CUDA do not have it."""
+_FORBIDDEN = (
+    "the values of a parameter were read while they were arriving from other ranks (overlap_parameters), in a way that "
+    "cannot wait for them, or their arrival has failed: call wait() of the GradientReducer before, or read "
+    "parameter.detach(), which waits"
+)
 
 
 def hide(seats: Iterable[Seat]) -> None:

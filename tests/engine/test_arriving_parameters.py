@@ -610,6 +610,13 @@ def test_one_rank_may_read_parameters_while_others_do_not(world: Worlds) -> None
     world(4).run(_one_rank_reads)
 
 
+def _is_hidden(weight: torch.Tensor) -> bool:
+    try:
+        return bool(torch.tensor(weight).isnan().all())
+    except RuntimeError as error:  # in a build for CUDA
+        return "arriving from other ranks" in str(error)
+
+
 def _after_an_error() -> None:
     """A region that never arrives is not treated as arrived, in this process and in its children."""
     start()
@@ -627,11 +634,11 @@ def _after_an_error() -> None:
                 engine(torch.ones(2, 8))
             with pytest.raises(RuntimeError, match=r"forked while parameters .* in flight .*call wait\(\)"):
                 _read_by_a_child(weight)
-            assert torch.tensor(weight).isnan().all()
+            assert _is_hidden(weight)
         with pytest.raises(RuntimeError, match="connection closed"):
             engine.destroy()
         assert type(weight) is nn.Parameter
-        assert weight.isnan().all(), "half of its values may be new"
+        assert _is_hidden(weight), "half of its values may be new"
 
 
 @in_flight_after_the_step
@@ -657,12 +664,12 @@ def _with_a_gather_that_does_not_start() -> None:
         with mock.patch.object(kind, "gather", fails), pytest.raises(RuntimeError, match="no memory"):
             engine.step()
         assert torch.equal(first, safe_get_full_fp32_param(first))
-        assert last.isnan().all(), "it was not sent"
+        assert _is_hidden(last), "it was not sent"
         engine.destroy()
 
 
 @in_flight_after_the_step
-def test_parameters_whose_gather_does_not_start_are_nan(world: Worlds) -> None:
+def test_parameters_whose_gather_does_not_start_have_no_values(world: Worlds) -> None:
     world(2).run(_with_a_gather_that_does_not_start)
 
 
