@@ -645,6 +645,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
         check_model(engine, model, grid)
         check_programs(model, grid)
         check_partitions(model, grid, engine)
+        make_contiguous(model)
         for name, parameter in model.named_parameters():
             shape = list(getattr(parameter, "ds_shape", parameter.shape))
             frozen = "" if parameter.requires_grad else " frozen"

@@ -397,7 +397,6 @@ def _comparing_steps(step: Any, engine: DeepSpeedEngine, *args: Any, **options: 
 
 @around
 def _configured(configure: Any, engine: DeepSpeedEngine, model: Any) -> None:
-    checks.make_contiguous(model)
     checks.agree_on_model(engine, model, engine.mpu)
     checks.create_missing_expert_groups(engine, model, engine.mpu)
     _set_current(engine.mpu)  # again, because experts may have got groups since
