@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_topo import PipelineParallelGrid, backends
 from ds_topo.backends import TRAITS, BackendTraits, _key_of, check_backend, device_served_by, traits_of
+from ds_topo.torch_names import calls_of
 from tests.support.world import Worlds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -72,6 +73,12 @@ def test_wrapped_backend_has_the_traits_of_the_wrapped_one(gloo: dist.ProcessGro
     dist.set_debug_level_from_env()
     assert traits_of(group, CPU) == TRAITS["gloo"]
     assert traits_of(group, torch.device("meta")) == BackendTraits()
+
+
+def test_backend_that_does_not_count_calls_has_none() -> None:
+    group = mock.Mock()
+    group._get_sequence_number_for_group.side_effect = RuntimeError("Backend nccl-lazy does not yet support this")
+    assert calls_of(group) == 0
 
 
 @later
