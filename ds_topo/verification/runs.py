@@ -369,7 +369,7 @@ def verify(
                 problem = f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
         _meet(problem)
         folders = (folder / name for name in ("wanted", "reference", "rounding"))
-        report = gathered(compare(*folders, same_samples) if dist.get_rank() == 0 else None)[0]
+        report = gathered(compare(*folders, same_samples=same_samples) if dist.get_rank() == 0 else None)[0]
     assert report is not None
     return report
 
