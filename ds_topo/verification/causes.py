@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square, whole_tensors
+from ds_topo.verification.recorder import MASTER, WEIGHT, Step, at, distance, flat, places, ratio, square, whole_tensors
 
 _Key = TypeVar("_Key")
 _CLOSE = 0.02
@@ -65,7 +65,7 @@ def _of_output(name: str, rank: int, found: Step, reference: Step) -> Iterator[C
     order = [other for other in reference.ranks[share]["outputs"] if other in found.ranks[rank]["outputs"]]
     before = f", or the code since `{order[order.index(name) - 1]}`" if order.index(name) else ""
     changed = ", or its weights, if they were changed or loaded after the last step" if found.number else ""
-    times = _in_words(own, whole) if own.shape == whole.shape else ""
+    times = _in_words(own, whole, found) if own.shape == whole.shape else ""
     yield Cause(f"the module itself{before}{changed}: everything that was recorded before it is right{times}")
 
 
@@ -132,7 +132,7 @@ def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Coll
             "nearly all gradients of these ranks are wrong, and the losses are right: a micro-batch is lost or counts "
             "twice, or a factor is between the loss and its gradient"
         )
-    yield Cause(f"the backward pass of the module that owns it, or of one after it{_in_words(own, whole)}")
+    yield Cause(f"the backward pass of the module that owns it, or of one after it{_in_words(own, whole, found)}")
 
 
 def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
@@ -167,7 +167,7 @@ def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Colle
     clip, size = found.ranks[rank]["clip"], _size_of_reduced(found, reference)
     if 0 < clip < size / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
         yield Cause(f"clipping: the optimizer gets {size / clip:.3g} times the norm that gradient_clipping allows")
-    yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected)}")
+    yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected, found)}")
 
 
 def _of_losses_over_seq(rank: int, factor: float | None, found: Step, reference: Step) -> Cause | None:
@@ -175,12 +175,13 @@ def _of_losses_over_seq(rank: int, factor: float | None, found: Step, reference:
     total, right = _over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
     if factor is None or not total or len(total) != len(right):
         return None
-    of_losses = math.fsum(total) / math.fsum(right) if math.fsum(right) else 0.0
-    if not math.isclose(factor, of_losses, rel_tol=_CLOSE) or not _is_of_degrees(factor, found):
+    of_losses, size = math.fsum(total) / math.fsum(right) if math.fsum(right) else 0.0, found.run.degree(SEQ)
+    times = next((each for each in (size, 1 / size) if math.isclose(factor, each, rel_tol=_CLOSE)), None)
+    if times is None or not math.isclose(times, of_losses, rel_tol=_CLOSE):
         return None
     return Cause(
-        f"the loss: along 'seq' the ranks' losses add up to {factor:.3g} times the right one, and so do their "
-        "gradients: each rank must return its part of the loss",
+        f"the losses along 'seq' add up to {times:.3g} times the right one ({size} is the degree of 'seq'), and so do "
+        "the gradients: each rank must return its part of the loss, or the gradients must be averaged and not summed",
         SEQ,
     )
 
@@ -338,7 +339,8 @@ def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) ->
     if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
         yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
     states = found.ranks[rank]["states"]
-    if name in states.get(kind, {}) and not flat(states[kind][name]).any():
+    began_at_zero = kind in (WEIGHT, MASTER) and not found.run.start[name].any()
+    if name in states.get(kind, {}) and not flat(states[kind][name]).any() and not began_at_zero:
         yield Cause(f"lost: {kind} is zero on these ranks")
     if (part := states.get(WEIGHT, {}).get(name)) is not None:
         before, after, expected = at(part, found.previous[name]), flat(part), at(part, reference.whole_weights[name])
@@ -396,10 +398,11 @@ def _times(own: torch.Tensor, expected: torch.Tensor) -> float | None:
     return factor
 
 
-def _in_words(own: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return what a cause adds if a tensor of several elements is the right one times any number."""
+def _in_words(own: torch.Tensor, expected: torch.Tensor, found: Step) -> str:
+    """Return what a cause adds if a tensor is the right one times a number that is no product of degrees."""
     factor = _times(own, expected) if expected.numel() > 1 else None
-    return "" if factor is None else f"; it is the right value times {factor:.3g}"
+    is_named = any(_factor(own, expected, found, ""))
+    return "" if factor is None or is_named else f"; it is the right value times {factor:.3g}"
 
 
 def _places(found: Step, rank: int, name: str) -> tuple[tuple[int, ...], ...]:

@@ -327,9 +327,9 @@ def equal_samples(found: Step) -> Iterator[Finding]:
     """Yield the first shares of the samples that have read the same ones in all micro-batches of a step."""
     read: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for share in range(found.run.shares):
-        ranks = [rank for rank, own in enumerate(found.run.share_of) if own == share]
-        first = min(ranks, key=lambda rank: (found.run.coordinates[rank].get(PIPE, 0), rank))
-        if (samples := found.ranks[first]["samples"]) and all(samples):
+        holders = [rank for rank, own in enumerate(found.run.share_of) if own == share]
+        reader = min(holders, key=lambda rank: (found.run.coordinates[rank].get(PIPE, 0), rank))
+        if (samples := found.ranks[reader]["samples"]) and all(samples):
             read[tuple(samples)].append(share)
     shares = next((shares for shares in read.values() if len(shares) > 1), [])
     if not shares:

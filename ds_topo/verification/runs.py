@@ -368,8 +368,8 @@ def verify(
             except Exception as error:  # any exception: the other ranks must raise, too
                 problem = f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
         _meet(problem)
-        folders = (folder / name for name in ("wanted", "reference", "rounding"))
-        report = gathered(compare(*folders, same_samples) if dist.get_rank() == 0 else None)[0]
+        paths = folder / "wanted", folder / "reference", folder / "rounding"
+        report = gathered(compare(*paths, same_samples=same_samples) if dist.get_rank() == 0 else None)[0]
     assert report is not None
     return report
 

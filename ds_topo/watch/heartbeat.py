@@ -41,7 +41,7 @@ _REMEDIES = {
     HANDLES: "A handler of an exception must not keep a rank alive while others wait for it: let the rank end.",
     ENDED: "It took fewer steps, or called fewer collectives, than the others: sys.exit(), return or a break?",
     BLOCKED: "Ranks of one group have called other collectives, or in another order: compare the lines above.",
-    TRANSPORT: "All ranks are alive: look at the network between them.",
+    TRANSPORT: "All ranks are alive: compare the calls in which they waited, and look at the network between them.",
 }
 WITNESS_SECONDS = 2.0
 """The timeout of a question to a witness, which may have to wait for a processor."""

@@ -6,6 +6,7 @@ restored. ``FAULTS`` has the layout of each, and what ``verify`` must report: ki
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -265,6 +266,20 @@ def scaled_loss_of_pipeline(engine: Any, grid: PipelineParallelGrid, factor: flo
         engine.loss_model = engine.module.loss_fn
 
 
+def scaled_backward(engine: Any, grid: PipelineParallelGrid, factor: float) -> None:
+    """Multiply the loss that a program passes to ``engine.backward``."""
+    backward = engine.backward
+    engine.backward = lambda loss, *arguments, **named: backward(loss * factor, *arguments, **named)
+
+
+def same_samples(engine: Any, grid: PipelineParallelGrid) -> None:
+    """Train all replicas on the samples of the first one, as with a data loader without a sampler."""
+    first = [part.chunk(grid.get_sample_world_size())[0] for part in batch(0)]
+    micro_batches = itertools.cycle(zip(*(part.chunk(2) for part in first), strict=True))
+    forward = engine.forward
+    engine.forward = lambda *_: forward(*next(micro_batches))
+
+
 def noisy_stage(engine: Any, grid: PipelineParallelGrid, part: str, **where: int) -> None:
     if _is_at(grid, where):
         for name, module in engine.module.named_modules():
@@ -474,7 +489,9 @@ FAULTS: dict[str, Fault] = {
     "slices start with equal values": _fault(
         SLICES, equal_slices, "first weight", "random state", "model", part="blocks.0.qkv.weight"
     ),
-    "stale weight on one replica": _fault(SLICES, stale, "replicas|weight", "", "data", part="mlp_norm.bias", data=1),
+    "stale weight on one replica": _fault(
+        SLICES, stale, "replicas|weight", "stale", "data", part="mlp_norm.bias", data=1
+    ),
     "stale weight on one slice": _fault(SLICES, stale, "weight|replicas", "stale", "model", part="qkv.weight", model=1),
     "stale weight with ZeRO 1": _fault(
         REPLICAS_1, stale, "replicas|weight", "", "data", part="attention_norm.weight", data=1
@@ -502,6 +519,23 @@ FAULTS: dict[str, Fault] = {
     "loss of a pipeline has a wrong factor": _fault(
         BOTH, scaled_loss_of_pipeline, "loss|gradient", "times 2|times 0.5", factor=2.0
     ),
+    "loss along seq is too large, and clipping hides it": _fault(
+        Job("data=2,seq=2", False, {"gradient_clipping": 0.05}, "sequences"),
+        scaled_backward,
+        REDUCED,
+        "losses along 'seq' add up to 2 times",
+        "seq",
+        factor=2.0,
+    ),
+    "loss along seq is too small": _fault(
+        Job("data=2,seq=2", False, {"gradient_clipping": 0.05}, "sequences"),
+        scaled_backward,
+        "loss",
+        "times 0.5, 1/the degree of 'data' or 'seq'",
+        factor=0.5,
+    ),
+    "replicas train on the same samples": _fault(SLICES, same_samples, "samples", "without a sampler", "data"),
+    "loss of another temperature": _fault(SLICES, scaled_loss, "loss", "the loss function", factor=0.921),
     "activations change between stages": _fault(STAGES, noisy_stage, "output", "", part="3", pipe=1),
     "norm without one slice": _fault(SLICES, wrong_norm, NORM, "leaves out the slices", "model", which="slice"),
     "norm counts replicated parameters twice": _fault(
