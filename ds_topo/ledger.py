@@ -162,7 +162,8 @@ def exists(row: Row) -> bool:
     if hasattr(row.owner, row.name):
         return True
     kinds = inspect.getmro(row.owner) if isinstance(row.owner, type) else ()
-    assigned = re.compile(rf"\.{row.name}\b\s*(:[^=\n]+)?=(?!=)|\.{row.name}\b\s*[,)].*=")
+    name = row.name.removeprefix(f"_{row.owner.__name__}") if "__" in row.name else row.name  # private to the class
+    assigned = re.compile(rf"\.{name}\b\s*(:[^=\n]+)?=(?!=)|\.{name}\b\s*[,)].*=")
     return any(row.name in vars(kind).get("__annotations__", ()) or assigned.search(_source(kind)) for kind in kinds)
 
 

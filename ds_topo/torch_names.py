@@ -71,6 +71,11 @@ def clone(store: Store) -> Store:
     return other
 
 
+def current_backward() -> int:
+    """Return the number of the backward pass that is running on this thread; -1 if none is."""
+    return int(TORCH_C._current_graph_task_id())
+
+
 def served_at(store: Store) -> tuple[str, int] | None:
     """Return the host and port of a store; None if it is not a ``TCPStore``."""
     while isinstance(store, c10d.PrefixStore):
@@ -323,6 +328,7 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
+    Reliance(TORCH_C, "_current_graph_task_id", "It tells backward passes apart."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
