@@ -79,7 +79,8 @@ class _Passes:
         if output.grad_fn is None:
             return output
         view = output.view_as(output) if output.layout is torch.strided else output
-        view.grad_fn.metadata[_OUTPUT] = True  # type: ignore[union-attr]
+        node: Any = view.grad_fn
+        node.metadata[_OUTPUT] = True
         view.register_hook(partial(self._enter, engine, used_by))
         return view
 
@@ -225,7 +226,7 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return value
     if isinstance(value, tuple):
         parts = changed.values()
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[arg-type]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied = copy.copy(value)
     for key, each in changed.items():
         copied[key] = each
