@@ -76,6 +76,11 @@ def current_backward() -> int:
     return int(TORCH_C._current_graph_task_id())
 
 
+def is_whole_backward() -> bool:
+    """Tell whether the running backward pass is for all leaves: not ``torch.autograd.grad``, and without ``inputs=``."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
 def served_at(store: Store) -> tuple[str, int] | None:
     """Return the host and port of a store; None if it is not a ``TCPStore``."""
     while isinstance(store, c10d.PrefixStore):
@@ -329,6 +334,7 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_current_graph_task_id", "It tells backward passes apart."),
+    Reliance(torch.autograd, "_is_checkpoint_valid", "It tells backward() from torch.autograd.grad()."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),

@@ -33,7 +33,7 @@ from deepspeed.utils.torch import is_functorch_transforming
 
 from ds_topo.ledger import Make, Patch, after, around
 from ds_topo.mpu import patches
-from ds_topo.torch_names import current_backward
+from ds_topo.torch_names import current_backward, is_whole_backward
 
 
 def _is_prepared(optimizer: ZeROOptimizer) -> bool:
@@ -45,8 +45,10 @@ def _is_prepared(optimizer: ZeROOptimizer) -> bool:
 
 def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
     """Tell whether the running backward pass brings gradients to the engine, unlike ``torch.autograd.grad``."""
+    if engine._running_engine_backward or is_whole_backward():  # also if checkpointed layers run a pass of their own
+        return True
     trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    return engine._running_engine_backward or any(count_used_parameters_in_backward([each]) for each in trained)
+    return any(count_used_parameters_in_backward([each]) for each in trained)
 
 
 class _Passes:
