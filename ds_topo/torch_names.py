@@ -77,7 +77,7 @@ def current_backward() -> int:
 
 
 def is_whole_backward() -> bool:
-    """Tell whether the running backward pass is for all leaves: not ``torch.autograd.grad``, and without ``inputs=``."""
+    """Tell whether the running backward pass is for all leaves: without ``inputs=``, and not ``autograd.grad``."""
     return bool(torch.autograd._is_checkpoint_valid())
 
 
