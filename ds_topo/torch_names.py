@@ -71,6 +71,16 @@ def clone(store: Store) -> Store:
     return other
 
 
+def current_backward() -> int:
+    """Return the number of the backward pass that is running on this thread; -1 if none is."""
+    return int(TORCH_C._current_graph_task_id())
+
+
+def is_whole_backward() -> bool:
+    """Tell whether the running backward pass is for all leaves: without ``inputs=``, and not ``autograd.grad``."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
 def served_at(store: Store) -> tuple[str, int] | None:
     """Return the host and port of a store; None if it is not a ``TCPStore``."""
     while isinstance(store, c10d.PrefixStore):
@@ -343,6 +353,8 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
+    Reliance(TORCH_C, "_current_graph_task_id", "It tells backward passes apart."),
+    Reliance(torch.autograd, "_is_checkpoint_valid", "It tells backward() from torch.autograd.grad()."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(TORCH_C, "_set_throw_on_mutable_data_ptr", "A stand-in for a parameter in flight gives no pointer."),
     Reliance(TORCH_C, "_set_storage_access_error_msg", "It gives no values, either.", releases="builds with NCCL"),

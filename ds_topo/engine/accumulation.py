@@ -109,4 +109,4 @@ def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     ]
     if isinstance(engine, PipelineEngine):
         return rows
-    return [*rows, (patches.FORWARD_OF_STEP, settled), (patches.BACKWARD_OF_STEP, settled)]
+    return [*rows, (patches.FORWARD_ON_GRID, settled), (patches.BACKWARD_ON_GRID, settled)]

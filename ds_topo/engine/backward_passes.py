@@ -33,19 +33,22 @@ from deepspeed.utils.torch import is_functorch_transforming
 
 from ds_topo.ledger import Make, Patch, after, around
 from ds_topo.mpu import patches
+from ds_topo.torch_names import current_backward, is_whole_backward
 
 
 def _is_prepared(optimizer: ZeROOptimizer) -> bool:
     """Tell whether the running backward pass has been prepared already."""
     state = optimizer._backward_hook_state
-    is_current = state.post_backward_callback_graph_task_id == torch._C._current_graph_task_id()
+    is_current = state.post_backward_callback_graph_task_id == current_backward()
     return bool(state.backward_active_depth and state.post_backward_callback_queued and is_current)
 
 
 def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
     """Tell whether the running backward pass brings gradients to the engine, unlike ``torch.autograd.grad``."""
+    if engine._running_engine_backward or is_whole_backward():  # also if checkpointed layers run a pass of their own
+        return True
     trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    return engine._running_engine_backward or any(count_used_parameters_in_backward([each]) for each in trained)
+    return any(count_used_parameters_in_backward([each]) for each in trained)
 
 
 class _Passes:
@@ -78,7 +81,8 @@ class _Passes:
         if output.grad_fn is None:
             return output
         view = output.view_as(output) if output.layout is torch.strided else output
-        view.grad_fn.metadata[_OUTPUT] = True  # type: ignore[union-attr]
+        node: Any = view.grad_fn
+        node.metadata[_OUTPUT] = True
         view.register_hook(partial(self._enter, engine, used_by))
         return view
 
@@ -89,7 +93,7 @@ class _Passes:
             if torch.is_grad_enabled():
                 self._note_penalty(engine)
             return gradient
-        current = torch._C._current_graph_task_id()
+        current = current_backward()
         if engine.zero_optimization_partition_weights() and any(other != current for other in used_by):
             raise RuntimeError(
                 "a second backward pass through one forward pass at ZeRO stage 3, whose parameters are partitioned "
@@ -224,7 +228,7 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return value
     if isinstance(value, tuple):
         parts = changed.values()
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # type: ignore[arg-type]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied = copy.copy(value)
     for key, each in changed.items():
         copied[key] = each
@@ -235,10 +239,10 @@ def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     """Return the patches of a plain engine."""
     passes = _Passes()
     return [
-        (patches.FORWARD_WITH_VIEWS, around(passes.forward)),
-        (patches.PROLOGUE_OF_EACH_LOSS, around(passes.prepare)),
+        (patches.FORWARD_ON_GRID, around(passes.forward)),
+        (patches.BACKWARD_PROLOGUE, around(passes.prepare)),
         (patches.GRADIENT_OF_OUTPUT, around(lambda divide, engine, gradient: gradient)),
-        (patches.BACKWARD_OF_EACH_LOSS, around(passes.backward)),
-        (patches.EPILOGUE_OF_EACH_LOSS, around(passes.end_backward)),
-        *((row, after(passes.forget)) for row in patches.ENDS_OF_REDUCTION),
+        (patches.BACKWARD_ON_GRID, around(passes.backward)),
+        (patches.BACKWARD_EPILOGUE, around(passes.end_backward)),
+        *((row, after(passes.forget)) for row in (patches.STEP_ON_GRID, patches.ZERO_GRAD_OF_STEP)),
     ]

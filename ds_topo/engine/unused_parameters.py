@@ -100,12 +100,12 @@ def rows_of_engines(engine: Any) -> list[tuple[Patch, Make]]:
     optimizer = engine.optimizer
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         return [
-            (patches.PARTITION_GRADIENTS_OF_USED, _partitioned_in_this_step),
+            (patches.PARTITION_GRADIENTS, _partitioned_in_this_step),
             (patches.STEP_ON_USED_PARTITIONS, _with_all_partitions),
         ]
     if type(optimizer) is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow:
         return [
             (patches.ACCUMULATE_OFFLOADED, _added_to_this_step),
-            (patches.STEP_ON_OFFLOADED, _with_all_offloaded),
+            (patches.STEP_ON_SUMS, _with_all_offloaded),
         ]
     return []

@@ -65,13 +65,13 @@ FOLDING_TABLES, MODULE_STATES = patches_of("""
 FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPILOGUE, AUTOSP_BACKEND = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
-      forward: The same with the engine's own mpu, and a comparison of the first samples of model parallel peers.
-      backward: The same with the engine's own mpu.
+      forward: The same with the engine's own mpu, a comparison of the first samples, and views of the outputs.
+      backward: The same with the engine's own mpu. It refuses gradients that the step cannot take any more.
       step: The same with the engine's own mpu, and now and then a comparison of steps while a watch is on.
         DeepSpeed's functions ask one mpu for all engines of a process, the mpu of the engine that was built last.
-      _backward_prologue: The same, and the engine's own mpu is current from here.
+      _backward_prologue: The same once in each backward pass, and the engine's own mpu is current from here.
       _backward_epilogue: The same, and the engine's own mpu is current until here.
-        A program may call loss.backward() itself, outside of the engine's methods.
+        A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
       get_autosp_backend: The same, whose graphs use the groups along seq and the index along seq.
         AutoSP joins neighboring ranks, whatever the mpu is.
 """)
@@ -97,55 +97,38 @@ LOADER_OF_SHARES, OWN_SAMPLES = patches_of("""
       _build_data_iter: The same for this rank's share of samples, on stages that read samples.
         The mpu of a pipeline counts peers along seq, which would read different samples.
 """)
-SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, FORWARD_OF_STEP, BACKWARD_OF_STEP = patches_of("""
+SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, ZERO_GRAD_OF_STEP = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
       set_train_batch_size: The same. The count of micro-batches then starts with the next step.
         A step ends where the count of all micro-batches is a multiple of the new number.
       set_train_micro_batch_size: The same without a loader of training_data, which it refuses.
         The loader keeps its size.
-      forward: The same with that count.
-      backward: The same with that count.
-        The number may be assigned at any time.
-""")
-_OF_BACKWARD = patches_of("""
-    while: the grid of the engine exists
-    deepspeed.runtime.engine.DeepSpeedEngine
-      forward: The same, which returns views of its outputs with hooks of ours.
-      _backward_prologue_per_tensor: The gradient itself, which our hooks divide.
+      _backward_prologue_per_tensor: The gradient itself, which hooks on views of the outputs divide.
         An output that depends on another output, or on one of another engine, would be divided twice.
-      _backward_prologue: The same once in each backward pass that reaches parameters, after counts were reset.
-        It runs once for each forward pass, so never for a second loss, and twice for a loss of two forward passes.
-      backward: The same, unless gradients of this step are reduced and cannot take others.
-      _backward_epilogue: The same. It then remembers whether gradients are reduced.
-      step: The same. It ends that.
-      zero_grad: The same. It ends that.
-        ZeRO 1 and 2 would keep the gradients of the second backward pass alone.
+      zero_grad: The same. The step may then have another backward pass.
+        ZeRO 1 and 2 would keep the gradients of a second backward pass alone, which is refused.
 """)
-FORWARD_WITH_VIEWS, GRADIENT_OF_OUTPUT, PROLOGUE_OF_EACH_LOSS, BACKWARD_OF_EACH_LOSS, *_OF_BACKWARD = _OF_BACKWARD
-EPILOGUE_OF_EACH_LOSS, *ENDS_OF_REDUCTION = _OF_BACKWARD
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
       _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads: The same times the degree of the axis seq.
         ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.
-      partition_grads: With an axis shard, the last micro-batch also starts the sum over copies of the partition.
+      partition_grads: The same. It clears gradients of an earlier step, and with an axis shard sums over copies.
       independent_gradient_partition_epilogue: With an axis shard, the same and a wait for these sums.
         DeepSpeed does not sum over the ranks that hold the same partition.
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
-      step: With an axis shard, the same after a sum over the copies of the partition.
+      step: The same after gradients left out were handed over with offload, and with an axis shard summed over copies.
         DeepSpeed does not sum over the ranks that hold the same partition.
       has_overflow: With an axis shard, the same over all replicas.
         Experts may overflow on any replica.
 """)
-ACCUMULATE_OFFLOADED, STEP_ON_OFFLOADED, PARTITION_GRADIENTS_OF_USED, STEP_ON_USED_PARTITIONS = patches_of("""
+ACCUMULATE_OFFLOADED, STEP_ON_USED_PARTITIONS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       async_accumulate_grad_in_cpu_via_gpu: With offload, the same after its memory was cleared, once per step.
-      step: With offload, the same after gradients that the last micro-batch did not use were handed over.
         Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
-      partition_grads: The same. It clears the memory of parameters that the first micro-batch did not use.
       step: The same after gradients of unused parameters were cleared, or handed to an offloaded optimizer.
         Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
 """)

@@ -186,6 +186,8 @@ def _backward_through_two_engines() -> None:
             outputs = other(one(inputs)) if chained else one(inputs) + other(inputs)
             outputs.sum().backward()
             assert deepspeed_groups.mpu is None
+            one.zero_grad()
+            other.zero_grad()
         assert asked[:2] == [second, first]
 
 

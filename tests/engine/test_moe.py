@@ -101,8 +101,10 @@ REDUCED_PLAIN_ENGINES = [
 ]
 BIASED = [
     *(
-        Case("model=2,data=2", (0, 2), 1, True, clip=CLIP, pipeline=False, bias=True, bf16=True, wide=True, reduced=reduced)
-        for reduced in (False, True)
+        Case(
+            "model=2,data=2", (0, 2), 1, True, clip=CLIP, pipeline=False, bias=True, bf16=True, wide=True, reduced=each
+        )
+        for each in (False, True)
     ),
     *(
         Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False, bias=True, bf16=bf16, reduced=reduced)

@@ -413,8 +413,11 @@ CALLED_BY_PROGRAMS = {
     *patches.NAMES_OF_TOPOLOGIES,
     patches.GATHERING_METHODS[1],
     patches.SOURCE_OF_SLICES,
+    patches.SET_BATCH_SIZE,
+    patches.SET_MICRO_BATCH_SIZE,
+    patches.FUSED_CLIP,
 }
-"""The rows of names that DeepSpeed does not call itself, or only for universal checkpoints."""
+"""The rows of names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
     patches.RECORDED_FORWARD,
@@ -477,6 +480,7 @@ def _calls_of_further_features(folder: str) -> set[tuple[str, str]]:
             plain(zero_optimization={"stage": 1}, optimizer=muon)
         half = {"enabled": True, "initial_scale_power": 4}
         plain("shard=2,data=2", gradient_reducer=False, zero_optimization={"stage": 1}, fp16=half)
+        plain("data=4", gradient_reducer=False, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
         experts_over_shard(folder, {"zero_optimization": {"stage": 1}})
         experts_over_shard(folder, FP32_GRADIENTS)
         experts_without_zero()
