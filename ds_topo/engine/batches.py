@@ -114,22 +114,22 @@ def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, *
         return method(*given.args, **given.kwargs)
     wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
     if (iterator := given.arguments.get("data_iter")) is not None:
-        given.arguments["data_iter"], *shapes = _require(engine, iterator, wanted)
+        given.arguments["data_iter"], shapes = _require(engine, iterator, wanted)
     elif method.__name__ == "train_batch":
-        _, *shapes = _require(engine, engine.data_iterator, wanted, is_own=True)
+        _, shapes = _require(engine, engine.data_iterator, wanted, is_own=True)
     else:
-        _, *shapes = _require(engine, None, wanted)
+        _, shapes = _require(engine, None, wanted)
     with buffers_for(engine, method.__name__, wanted, *shapes):
         return method(*given.args, **given.kwargs)
 
 
 def _require(
     engine: PipelineEngine, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
-) -> tuple[Iterator[Any] | None, list[Shapes], bool, bool]:
+) -> tuple[Iterator[Any] | None, tuple[list[Shapes], bool, bool]]:
     """Agree that all ranks have enough samples for a step, and whether these have other shapes than the last ones.
 
     Returns:
-        The iterator to use instead of the given one, the shapes of this rank's micro-batches where they matter, whether
+        The iterator to use instead of the given one; the shapes of this rank's micro-batches where they matter, whether
         those of some rank have changed since the last step, and whether they change within this one.
 
     Raises:
@@ -160,7 +160,7 @@ def _require(
         if is_own:
             engine.data_iterator = iterator
     uneven = len({*shapes}) > 1 and engine.is_first_stage()
-    fewest, rank, changed, uneven = _fewest(left, engine.grid, have_changed(engine, shapes), uneven)
+    fewest, rank, (changed, uneven) = _fewest(left, engine.grid, have_changed(engine, shapes), uneven)
     if failure is not None:
         raise failure
     if fewest < wanted:
@@ -173,7 +173,7 @@ def _require(
     if changed and engine.grid.get_axis_size(MODEL) > 1:
         read = [zlib.crc32(repr(shapes).encode()) if shapes else 0]
         _require_equal(read, engine.grid, (MODEL,), engine.grid.topology().axes, "batches of different shapes")
-    return iterator, shapes, changed, uneven
+    return iterator, (shapes, changed, uneven)
 
 
 def _are_shapes_read(engine: PipelineEngine) -> bool:
@@ -229,7 +229,7 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
     )
 
 
-def _fewest(left: int, grid: MpuGrid, *flags: bool) -> tuple[int, ...]:
+def _fewest(left: int, grid: MpuGrid, *flags: bool) -> tuple[int, int, list[bool]]:
     """Return the smallest ``left`` of all ranks, the first rank that has it, and which flags are true on some rank.
 
     It is collective over the grid.
@@ -240,7 +240,7 @@ def _fewest(left: int, grid: MpuGrid, *flags: bool) -> tuple[int, ...]:
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=grid.get_group(grid.topology().axes))
     first, *unset = smallest.tolist()
     number, rank = divmod(first, grid.world_size)
-    return number + _FAILED, rank, *(not flag for flag in unset)
+    return number + _FAILED, rank, [not flag for flag in unset]
 
 
 # -- the same samples -------------------------------------------------------------------------------------------------

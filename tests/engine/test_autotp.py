@@ -112,6 +112,26 @@ def test_training_equals_one_process(world: Worlds, tmp_path: Path, topology: st
     world(4).run(_train_and_compare, topology, gated, [{**CUSTOM, **case} for case in cases], str(tmp_path))
 
 
+def _train_from_zero_init(topology: str) -> None:
+    start()
+    with _training_mode_undone(), PipelineParallelGrid(topology) as grid:
+        case = {**CUSTOM, **zero(3, stage3_param_persistence_threshold=0)}
+        samples = grid.get_sample_world_size()
+        with deepspeed.zero.Init(config_dict_or_path=engine_config(SAMPLES // samples, **zero(3)), mpu=grid):
+            model = gated()
+        engine = engine_on(grid, lambda: model, samples, **case)
+        run = train_on(grid, engine, batches_of(Gated(), STEPS))
+        assert_trained_alike(run, train_alone(gated, STEPS), losses=1e-6, norms=1e-6, elements=(1e-6, 1e-6))
+        destroy_engine(engine)
+
+
+@pytest.mark.parametrize(
+    "topology", mark_exhaustive(("model=2,data=2", "data=2,model=2"), lambda number, _: not number)
+)
+def test_whole_layers_may_stay_partitioned_over_all_ranks(world: Worlds, topology: str) -> None:
+    world(4).run(_train_from_zero_init, topology)
+
+
 TIED = {"tie_word_embeddings": True}
 SECTIONS: dict[str, dict[str, Any]] = {
     "plan": {},

@@ -333,20 +333,6 @@ def test_copies_of_parameters_from_zero_init_are_equal(world: Worlds) -> None:
     world(4).run(_fill_on_first_rank)
 
 
-def _init_over_all_ranks() -> None:
-    start()
-    with PipelineParallelGrid("data=2,shard=2") as grid:
-        config = engine_config(1, zero_optimization={"stage": 3}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
-        with deepspeed.zero.Init(config_dict_or_path=config, mpu=grid):
-            module = nn.Linear(4, 4)
-        initialize(model=module, mpu=grid, config=config)
-
-
-def test_zero_init_over_other_ranks_is_refused(world: Worlds) -> None:
-    for error in world(4).run(_init_over_all_ranks, expect_failure=True):
-        assert "data_parallel_group=grid.get_partition_group()" in str(error)
-
-
 def _in_no_sync(stage: int) -> None:
     """Accumulate two micro-batches in ``no_sync()``, and by ``gradient_accumulation_steps``."""
     start()

@@ -27,7 +27,7 @@ import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, use
 from ds_topo.engine.start import warn_of_undealt_samples
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
-from ds_topo.errors import TopologyError
+from ds_topo.errors import EngineOptionError, TopologyError
 from ds_topo.mpu import patches
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
@@ -197,6 +197,69 @@ def _partitioned() -> None:
 
 def test_zero_3_partitions_over_replicas(world: Worlds) -> None:
     world(4).run(_partitioned)
+
+
+def _initialized_over(spec: str, how: str, stage: int = 3) -> float | str:
+    """Build slices under ``zero.Init``; return the error, or by how much the engine's differ from those built."""
+    start()
+    with PipelineParallelGrid(spec) as grid:
+        config = settings(zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0})
+        partitions: dict[str, Any] = {
+            "world": {},
+            "mpu": {"mpu": grid},
+            "group": {"data_parallel_group": grid.get_partition_group()},
+        }
+        torch.manual_seed(grid.get_model_parallel_rank())
+        built = nn.Linear(8, 8).weight.detach()
+        torch.manual_seed(grid.get_model_parallel_rank())
+        if how == "module":
+            module = deepspeed.zero.Init(module=nn.Linear(8, 8), config_dict_or_path=config).module
+        else:
+            with deepspeed.zero.Init(config_dict_or_path=config, **partitions[how]):
+                module = nn.Linear(8, 8)
+        module.is_pipeline_stage = module.weight.tensor_model_parallel = module.bias.tensor_model_parallel = True
+        try:
+            engine, *_ = deepspeed.initialize(model=module, mpu=grid, config=config)
+        except EngineOptionError as error:
+            return str(error)
+        with deepspeed.zero.GatheredParameters([module.weight]):
+            difference = (module.weight - built).norm() / built.norm()
+        engine.destroy()
+    return difference.item()
+
+
+INITIALIZED = [
+    (spec, how)
+    for spec in ("model=2,data=2", "data=2,pipe=2", "data=2,shard=2", "data=2,seq=2", "+copies=2,data=2")
+    for how in ("world", "mpu", "module", "group")
+]
+
+
+FEW_INITIALIZED = [("model=2,data=2", "world"), ("model=2,data=2", "group"), ("data=2,pipe=2", "mpu")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "how"),
+    mark_exhaustive(
+        INITIALIZED,
+        default=lambda _, case: case in FEW_INITIALIZED,
+    ),
+)
+def test_parameters_from_zero_init_stay_what_they_are_or_are_refused(world: Worlds, spec: str, how: str) -> None:
+    is_right = how == "group" or "seq" in spec or "copies" in spec
+    for rank, found in enumerate(world(4).run(_initialized_over, spec, how)):
+        if is_right:
+            assert found == 0.0
+        else:
+            assert isinstance(found, str), "accepted in silence"
+            assert "over ranks [0, 1, 2, 3]" in found
+            assert f"partitions over {[0, 2] if spec == 'data=2,pipe=2' else [0, 1]}" in found or rank > 0
+            assert "data_parallel_group=grid.get_partition_group()" in found
+
+
+def test_parameters_from_zero_init_are_refused_at_other_stages(world: Worlds) -> None:
+    for found in world(2).run(_initialized_over, "data=2", "mpu", 1):
+        assert "the engine is at ZeRO stage 1" in str(found)
 
 
 def _filled_on_rank_0(spec: str) -> list[float]:
