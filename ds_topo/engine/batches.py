@@ -421,10 +421,10 @@ def rows_of_first_samples(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         take_step(engine, *args)
 
     first = FirstSamples(engine.mpu, engine.train_micro_batch_size_per_gpu())
-    reads = (patches.FIRST_FORWARD, note_forward)
+    note_read = (patches.FIRST_FORWARD, around(partial(note_forward, first)))
     if isinstance(engine, PipelineEngine):
-        reads = (patches.FIRST_BATCH, note_batch)
-    return [(reads[0], around(partial(reads[1], first))), (patches.FIRST_STEP, compare_and_step)]
+        note_read = (patches.FIRST_BATCH, around(partial(note_batch, first)))
+    return [note_read, (patches.FIRST_STEP, compare_and_step)]
 
 
 def digest(samples: Any, zeros_count: bool = False) -> int:

@@ -161,7 +161,8 @@ class OwnSlices:
         return self
 
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each slice of the parameters, and the same elements of the master weights."""
+        """Yield each slice of the parameters, which have all arrived, and the same elements of the master weights."""
+        self._parameters.wait()
         for own, place in self._group.slices():
             yield own, self._group.master.data[place]
 

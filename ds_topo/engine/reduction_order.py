@@ -135,7 +135,7 @@ class ComparedBuckets:
             if highest != ~lowest:
                 self._refuse(*compared)
 
-    def external_parameters(self) -> list[nn.Parameter]:
+    def external_parameters(self) -> list[Any]:
         """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
         found = [vars(module).get("_external_params") for module in self._modules]
         return [parameter for each in found if each for parameter in each.values()]

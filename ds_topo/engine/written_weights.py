@@ -36,6 +36,8 @@ from ds_topo.ledger import Make, Patch, around
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 
+_Parts: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of the same elements, of this rank's parameters and of its master weights."""
 _SAMPLED = 1024
 """The number of elements of each partition that are compared in every step."""
 _PARTS_AT_ONCE = 32
@@ -80,13 +82,14 @@ class WrittenWeights:
 
     def keep(self) -> None:
         """Copy written weights to the master weights, and warn about them; local to this rank."""
+        parts = self._parts()  # first of all, because it waits for parameters in flight
         versions = self._current_versions()
         names = [name for (name, _), old, new in zip(self._named, self._versions, versions, strict=True) if old != new]
         self._versions = versions
-        replaced = self._put_back()
+        replaced = self._put_back(parts)
         found = bool(replaced)
-        if names or replaced or self._sample_differs():
-            for own, master in self._parts():
+        if names or replaced or self._sample_differs(parts):
+            for own, master in parts:
                 found = _copy_changed(own, master) or found
         self._steps += 1
         if found:
@@ -100,7 +103,7 @@ class WrittenWeights:
             "or set grid.check_weights = False if they shall be overwritten"
         )
 
-    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(self) -> _Parts:
         """Return pairs of the same elements, of this rank's parameters and of its master weights."""
         return [
             (own.detach(), master.detach())
@@ -112,32 +115,30 @@ class WrittenWeights:
         return [parameter._version for _, parameter in self._named]
 
     def _find_places(self) -> list[_Place | None]:
-        flats = {own.untyped_storage().data_ptr(): number for number, (own, _) in enumerate(self._parts())}
+        flats = {own.untyped_storage().data_ptr() for own, _ in self._parts()}
         if isinstance(self._optimizer, _NOT_FLAT):
             flats.clear()
         return [
-            _Place(each.data_ptr(), flats[start], int(each.storage_offset()))
+            _Place(each.data_ptr(), start, int(each.storage_offset()))
             if (start := each.untyped_storage().data_ptr()) in flats
             else None
             for _, each in self._named
         ]
 
-    def _put_back(self) -> list[str]:
+    def _put_back(self, parts: _Parts) -> list[str]:
         """Copy what a program has set as ``parameter.data`` to the flat tensors; return the names of what differs."""
         moved = [
             (name, parameter, place)
             for (name, parameter), place in zip(self._named, self._places, strict=True)
             if place is not None and parameter.data_ptr() != place.address
         ]
-        parts = self._parts() if moved else []
-        storages = [own.untyped_storage() for own, _ in parts]
-        starts = [storage.data_ptr() for storage in storages]
+        flats = {own.untyped_storage().data_ptr(): own for own, _ in parts} if moved else {}
         replaced = []
         for name, parameter, place in moved:
-            is_foreign = parameter.untyped_storage().data_ptr() not in starts and place.flat < len(starts)
+            is_foreign = parameter.untyped_storage().data_ptr() not in flats and place.start in flats
             if is_foreign and parameter.numel() and not parameter.is_meta:
-                flat = parts[place.flat][0]
-                view = flat.new_empty(0).set_(storages[place.flat], place.offset, parameter.shape)  # type: ignore[call-overload]
+                flat = flats[place.start]
+                view = flat.new_empty(0).set_(flat.untyped_storage(), place.offset, parameter.shape)  # type: ignore[call-overload]
                 if not torch.equal(view, parameter.detach().to(view)):
                     view.copy_(parameter.detach())
                     replaced.append(name)
@@ -146,9 +147,8 @@ class WrittenWeights:
             self._places = self._find_places()
         return replaced
 
-    def _sample_differs(self) -> bool:
+    def _sample_differs(self, parts: _Parts) -> bool:
         """Compare a sample of each partition with the master weights, to within the rounding."""
-        parts = self._parts()
         stride = -(-len(parts) // _PARTS_AT_ONCE)
         flags = [_sample_differs(own, master) for own, master in parts[self._steps % max(stride, 1) :: max(stride, 1)]]
         if not flags:
@@ -166,10 +166,10 @@ class WrittenWeights:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is: its address, the number of its flat tensor, and its offset in that tensor's storage."""
+    """Where a parameter is: its address, that of the memory of its flat tensor, and its offset there."""
 
     address: int
-    flat: int
+    start: int
     offset: int
 
 
@@ -194,10 +194,10 @@ def _copy_changed(own: torch.Tensor, master: torch.Tensor) -> bool:
 
 # -- where each optimizer keeps them ----------------------------------------------------------------------------------
 
-Parts: TypeAlias = Iterator[tuple[Any, Any]]
+_Pairs: TypeAlias = Iterator[tuple[Any, Any]]
 
 
-def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> Parts:
+def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> _Pairs:
     masters = optimizer.single_partition_of_fp32_groups
     for number, (partitions, master) in enumerate(
         zip(optimizer.parallel_partitioned_bit16_groups, masters, strict=True)
@@ -206,27 +206,27 @@ def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> Parts:
         yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
 
 
-def _of_bf16(optimizer: BF16_Optimizer) -> Parts:
+def _of_bf16(optimizer: BF16_Optimizer) -> _Pairs:
     masters = optimizer.fp32_groups_flat_partition
     for number, (partitions, master) in enumerate(zip(optimizer.bf16_partitioned_groups, masters, strict=True)):
         own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
         yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
 
 
-def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Parts:
+def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Pairs:
     return zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
 
 
-def _of_fused(optimizer: FP16_Optimizer) -> Parts:
+def _of_fused(optimizer: FP16_Optimizer) -> _Pairs:
     return zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True)
 
 
-def _of_unfused(optimizer: FP16_UnfusedOptimizer) -> Parts:
+def _of_unfused(optimizer: FP16_UnfusedOptimizer) -> _Pairs:
     for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         yield from zip(parameters, masters, strict=True)
 
 
-_PARTS: dict[type, Callable[[Any], Parts]] = {
+_PARTS: dict[type, Callable[[Any], _Pairs]] = {
     DeepSpeedZeroOptimizer: _of_zero,
     BF16_Optimizer: _of_bf16,
     DeepSpeedZeroOptimizer_Stage3: _of_zero_3,
