@@ -67,7 +67,7 @@ def get_several(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 def set_several(store: Store, keys: Sequence[str]) -> None:
     """Set empty values of many keys, by one request."""
-    store.multi_set(list(keys), [b""] * len(keys))
+    store.multi_set(list(keys), [b""] * len(keys))  # type: ignore[attr-defined]
 
 
 def clone(store: Store) -> Store:

@@ -159,15 +159,19 @@ class FailureListener:
             self._linger(self._are_told)
         self._stopping.set()
 
-        def leave() -> int:
-            self._job_store.set(self._key(self._number, f"wake/{self._rank}"), "")
-            return self._job_store.add(_LISTENERS, -1)
-
-        with suppress(RuntimeError):  # the server of the store has ended, and with it the thread
-            others = within(_STORE_LIMIT, "the end of a thread", leave)
+        def leave() -> None:
+            store = clone(self._job_store)  # an abandoned call may occupy the other connections
+            store.set(self._key(self._number, f"wake/{self._rank}"), "")
+            others = store.add(_LISTENERS, -1)
             self._thread.join(_STORE_LIMIT.total_seconds())
             if is_end and self._serves and others > 0:
-                self._linger(lambda: self._job_store.add(_LISTENERS, 0) <= 0)
+                self._linger(lambda: store.add(_LISTENERS, 0) <= 0)
+
+        with suppress(RuntimeError):  # the server of the store has ended, and with it the thread
+            if is_end:  # Python starts no thread then
+                leave()
+            else:
+                within(2 * _STORE_LIMIT, "the end of a thread", leave)
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
         atexit.unregister(self.stop)
@@ -222,13 +226,10 @@ class FailureListener:
     def _linger(self, is_over: Callable[[], bool]) -> None:
         """Keep the process that serves the store for a moment, until a condition is true."""
 
-        def wait() -> None:
-            until = time.monotonic() + _LINGER
+        until = time.monotonic() + _LINGER
+        with suppress(RuntimeError):
             while not is_over() and time.monotonic() < until:
                 time.sleep(_LINGER / 100)
-
-        with suppress(RuntimeError):
-            within(timedelta(seconds=_LINGER), "the others", wait)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Post an exception that ends this process, if it has not left a guarded call."""
@@ -260,12 +261,12 @@ class FailureListener:
                 self.known = None
                 self.has_news.clear()
                 self._number += 1
-        except RuntimeError:  # the connection was shut down, or the server of the store has ended
-            cause, last = self.known, time.monotonic()
+        except RuntimeError:  # the server of the store has ended
+            known, last = self.known, time.monotonic()
             self.has_news.set()
-            while cause is not None and not self._stopping.wait(self._tick):
+            while known is not None and not self._stopping.wait(self._tick):
                 now = time.monotonic()
-                self._consider(cause, min(now - last, 2 * self._tick))
+                self._consider(known, min(now - last, 2 * self._tick))
                 last = now
         except Exception:  # our own error must not end a training
             traceback.print_exc()
