@@ -65,6 +65,11 @@ def get_several(store: Store, keys: Sequence[str]) -> list[bytes]:
     return values
 
 
+def set_several(store: Store, keys: Sequence[str]) -> None:
+    """Set empty values of many keys, by one request."""
+    store.multi_set(list(keys), [b""] * len(keys))  # type: ignore[attr-defined]
+
+
 def clone(store: Store) -> Store:
     """Return another connection to the same store, whose calls do not wait for those of the first one."""
     other: Store = store.clone()  # type: ignore[attr-defined]
@@ -331,6 +336,7 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(c10d, "_get_default_store", "Ranks compare their plans through the job's store."),
     Reliance(c10d.Store, "clone", "The watch opens its own connection."),
     Reliance(c10d.Store, "multi_get", "The watch reads several values by one request."),
+    Reliance(c10d.Store, "multi_set", "A rank that fails wakes the threads of all ranks by one request."),
     Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "It counts the collectives that a rank has called."),
     Reliance(_C, "_dump_fr_trace", "The watch reads this rank's entries of torch's flight recorder."),
     Reliance(c10d, "_abort_process_group", "The watch aborts NCCL's collectives that are blocked."),

@@ -206,20 +206,20 @@ class PipelineEngineGrid(PipelineParallelGrid):
 def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     given = inspect.signature(construct).bind(engine, *args, **options).arguments
     model, mpu = given["model"], given.get("mpu")
-    is_on_grid = isinstance(mpu, MpuGrid)
-    with guard.over("initialize", mpu.members) if is_on_grid else nullcontext(), ExitStack() as undo:
+    guarded = guard.over("initialize", mpu.members) if isinstance(mpu, MpuGrid) else nullcontext()
+    with guarded, ExitStack() as undo:
         checks.check_is_module(model)
         _check_names_of_experts(model, mpu)
         before = _set_current(mpu)
         undo.callback(_make_current, before)
-        if is_on_grid:
+        if isinstance(mpu, MpuGrid):
             with bind_methods(_OF_CONSTRUCTION, engine), autoparallel.tables_of_grid(given.get("config_class"), mpu):
                 construct(engine, *args, **options)
             _patch_engine(engine)
         else:
             checks.check_engine_without_grid(model, mpu, given.get("config_class"))
             construct(engine, *args, **options)
-        if not is_on_grid or not _has_engine_without_grid(before["mpu"]):
+        if not isinstance(mpu, MpuGrid) or not _has_engine_without_grid(before["mpu"]):
             undo.pop_all()
 
 

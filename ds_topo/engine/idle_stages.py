@@ -86,7 +86,7 @@ def _connect(module: nn.Module, _: Any, outputs: Any) -> Any:
     place = next((n for n, each in enumerate(several) if torch.is_tensor(each) and each.is_floating_point()), None)
     if place is None or not torch.is_grad_enabled():
         return outputs
-    connected = Connected.apply(several[place], *placeholders)
+    connected: torch.Tensor = Connected.apply(several[place], *placeholders)  # type: ignore[no-untyped-call]
     if several is not outputs:
         return connected
     return type(outputs)([*several[:place], connected, *several[place + 1 :]])

@@ -14,6 +14,7 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import DualPipeVModule as DeepSpeedDualPipeVModule
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
@@ -137,7 +138,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             if layout is not grid:
                 engine_grid.destroy()
             raise
-        checkpoint_also_token_ids(self)
+        checkpoint_all_segments(self)
 
     def topology(self) -> ProcessTopology:
         """Return the topology as it was given, extra axes included."""
@@ -188,17 +189,21 @@ class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore
         self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]
 
 
-def checkpoint_also_token_ids(module: DeepSpeedPipelineModule) -> None:
-    """Let the activation checkpointing of a module work for inputs that need no gradient, such as token ids.
+def checkpoint_all_segments(module: DeepSpeedPipelineModule) -> None:
+    """Let the activation checkpointing of a module work for token ids, and with ``torch_autocast``.
 
-    DeepSpeed's default function is reentrant: it detaches a first segment without such inputs from autograd, so the
-    embedding would get no gradient, and the backward pass of the first stage fails.
+    DeepSpeed's default function is reentrant: it detaches a segment whose inputs need no gradient from autograd, so an
+    embedding would get no gradient, and the backward pass of the first stage fails. It also computes a segment again
+    without autocast, with other data types.
     """
     if module.activation_checkpoint_func is deepspeed.checkpointing.checkpoint:
         module.activation_checkpoint_func = _checkpointed
 
 
 def _checkpointed(function: Any, *inputs: Any) -> Any:
+    device = get_accelerator().device_name()
+    if torch.is_autocast_enabled(device):
+        function = torch.autocast(device, torch.get_autocast_dtype(device))(function)
     if any(torch.is_tensor(each) and each.requires_grad for each in inputs) or not torch.is_grad_enabled():
         return deepspeed.checkpointing.checkpoint(function, *inputs)
     return non_reentrant_checkpoint(function, *inputs)

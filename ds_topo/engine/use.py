@@ -28,7 +28,7 @@ from ds_topo.engine.pipeline import (
     CONSTRUCTION,
     PipelineModule,
     building_on,
-    checkpoint_also_token_ids,
+    checkpoint_all_segments,
     index_tied_modules,
     with_plain_bounds,
 )
@@ -147,7 +147,7 @@ def _constructed_on_grid(
     engine_grid = PipelineEngineGrid.over(grid)
     with guard.over(CONSTRUCTION, grid.members), building_on(module, engine_grid):
         construct(module, layers, None, engine_grid._topo, *args, **options)
-    checkpoint_also_token_ids(module)
+    checkpoint_all_segments(module)
 
 
 class _PipeDataInUse(PipeDataParallelTopology):

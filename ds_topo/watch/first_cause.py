@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -39,7 +38,7 @@ import torch.distributed as dist
 from ds_topo.errors import EndOfSamplesError, FailedRankError
 from ds_topo.launch.launchers import COORDINATE
 from ds_topo.process_groups.agreement import within
-from ds_topo.torch_names import Store, abort_nccl, clone, communicates, default_store, served_at
+from ds_topo.torch_names import Store, abort_nccl, clone, communicates, default_store, served_at, set_several
 from ds_topo.watch.activity import GRACE, STILL, STORE_WAITS, Activity, Observer, Progress
 from ds_topo.watch.heartbeat import named
 from ds_topo.watch.watch import (
@@ -49,7 +48,6 @@ from ds_topo.watch.watch import (
     job_watch,
     ports_towards,
     shut_down,
-    shut_down_ports,
 )
 
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
@@ -64,9 +62,10 @@ _CAUSE_LIMIT = 2.0
 _LINGER = 1.5
 """The seconds for which a failed process that serves the store waits for the others to read why."""
 _FOREVER = timedelta(days=7)
+_LISTENERS = "ds_topo/first_cause/listeners"
+"""The key that counts the ranks whose thread runs."""
 _SHOWN = 2000
 """The most characters of an error that other ranks show."""
-_ATTEMPTS = 3
 
 
 class FirstCause(NamedTuple):
@@ -112,7 +111,7 @@ class FailureListener:
     def __init__(self, store: Store, current: Callable[[], GuardedCall | None]) -> None:
         place = served_at(store)
         assert place is not None
-        self._job_store, self._place, self._current = weakref.ref(store), place, current
+        self._job_store, self._place, self._current = store, place, current
         self._pid, self._rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
         self._tick = _TICK * max(1.0, self._world_size / _RANKS_PER_TICK)
         self._serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -132,32 +131,47 @@ class FailureListener:
         """The number of this rank's last post, which the others may not have read yet."""
         self._judged: GuardedCall | None = None
         self._ended_at = 0.0
-        self._connection, self._ports = self._connected(store)
+        before = ports_towards(place[1])
+        self._connection = within(_STORE_LIMIT, "another connection to the store", lambda: clone(store))
+        self._ports = ports_towards(place[1]) - before
+        self._connection.add(_LISTENERS, 1)
         bytes_elsewhere = partial(bytes_moved, {place[1], *self._ports})
         self._observer, self._progress = Observer(bytes_elsewhere), Progress(bytes_elsewhere)
         self._thread = threading.Thread(target=self._run, name="ds_topo first cause", daemon=True)
         self._thread.start()
         self._hook_before, self._hook = sys.excepthook, self._on_exception
         sys.excepthook = self._hook
-        atexit.register(self.stop)
+        atexit.register(self.stop, is_end=True)
 
     @property
     def is_of_this_job(self) -> bool:
         """Return whether the thread listens to the present ``torch.distributed`` world, in this process."""
         try:
-            return os.getpid() == self._pid and default_store() is self._job_store() and not self._stopping.is_set()
+            return os.getpid() == self._pid and default_store() is self._job_store and not self._stopping.is_set()
         except ValueError:  # torch.distributed was destroyed
             return False
 
-    def stop(self) -> None:
-        """End the thread. Idempotent."""
+    def stop(self, is_end: bool = False) -> None:
+        """End the thread. Idempotent. At the end of a process that serves the store, wait a moment for the others."""
         if self._stopping.is_set() or os.getpid() != self._pid:
             return
         if self._own >= 0 and self._serves:
-            self._linger()
+            self._linger(self._are_told)
         self._stopping.set()
-        shut_down_ports(self._ports)
-        self._thread.join(_STORE_LIMIT.total_seconds())
+
+        def leave() -> None:
+            store = clone(self._job_store)  # an abandoned call may occupy the other connections
+            store.set(self._key(self._number, f"wake/{self._rank}"), "")
+            others = store.add(_LISTENERS, -1)
+            self._thread.join(_STORE_LIMIT.total_seconds())
+            if is_end and self._serves and others > 0:
+                self._linger(lambda: store.add(_LISTENERS, 0) <= 0)
+
+        with suppress(RuntimeError):  # the server of the store has ended, and with it the thread
+            if is_end:  # Python starts no thread then
+                leave()
+            else:
+                within(2 * _STORE_LIMIT, "the end of a thread", leave)
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
         atexit.unregister(self.stop)
@@ -170,12 +184,11 @@ class FailureListener:
         text = "".join(traceback.format_exception_only(error)).strip()
         who = named(self._rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
         own = FirstCause(self._rank, who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
-        job_store = self._job_store()
-        if job_store is None or (self.known is None and self.has_news.is_set()):  # the store is gone
+        if self.known is None and self.has_news.is_set():  # the store is gone
             return None
 
         def write() -> FirstCause:
-            store, written, number = clone(job_store), json.dumps(own), self._number
+            store, written, number = clone(self._job_store), json.dumps(own), self._number
             while True:
                 first = FirstCause(*json.loads(store.compare_set(self._key(number), "", written)))
                 is_former = first.rank == own.rank and first != own
@@ -186,6 +199,7 @@ class FailureListener:
                 number += 1
             if first == own:
                 self._own = number
+                set_several(store, [self._key(number, f"wake/{rank}") for rank in range(self._world_size)])
             # if all ranks of the call fail alike, none is alone
             is_alike = (first.call, _kind(first)) == (own.call, _kind(own))
             if is_alike and store.add(self._key(number, "count"), 1) == len(members):
@@ -202,19 +216,20 @@ class FailureListener:
     def _withdraw(self, store: Store, number: int) -> None:
         store.set(self._key(number, "withdrawn"), "")
 
-    def _linger(self) -> None:
-        """Wait a moment for the others to read the post, since the store ends with this process."""
+    def _are_told(self) -> bool:
+        """Return whether all others have read this rank's post, or it was withdrawn."""
+        number, withdrawn = self._own, [self._key(self._own, "withdrawn")]
+        return self._job_store.add(self._key(number, "read"), 0) >= self._world_size - 1 or bool(
+            self._job_store.check(withdrawn)
+        )
 
-        def wait() -> None:
-            store, until = default_store(), time.monotonic() + _LINGER
-            read, withdrawn = self._key(self._own, "read"), [self._key(self._own, "withdrawn")]
-            while store.add(read, 0) < self._world_size - 1 and not store.check(withdrawn):
-                if time.monotonic() > until:
-                    break
+    def _linger(self, is_over: Callable[[], bool]) -> None:
+        """Keep the process that serves the store for a moment, until a condition is true."""
+
+        until = time.monotonic() + _LINGER
+        with suppress(RuntimeError):
+            while not is_over() and time.monotonic() < until:
                 time.sleep(_LINGER / 100)
-
-        with suppress(RuntimeError, ValueError):
-            within(timedelta(seconds=_LINGER), "the report of an error", wait)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Post an exception that ends this process, if it has not left a guarded call."""
@@ -231,25 +246,14 @@ class FailureListener:
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
-    def _connected(self, store: Store) -> tuple[Store, set[int]]:
-        """Open a connection to the store, and find its own port, by which it can be shut down."""
-        for _ in range(_ATTEMPTS):
-            before = ports_towards(self._place[1])
-            connection = within(_STORE_LIMIT, "another connection to the store", lambda: clone(store))
-            ports = ports_towards(self._place[1]) - before
-            if len(ports) == 1:
-                return connection, ports
-            del connection  # another thread has opened one at the same moment
-        raise RuntimeError("the connection to the store cannot be told from others")
-
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                try:
-                    self._connection.wait([self._key(self._number)], _FOREVER)
-                except dist.DistStoreError:
+                post = self._key(self._number)
+                if not self._connection.check([post]):
+                    self._sleep()
                     continue
-                self.known = cause = FirstCause(*json.loads(self._connection.get(self._key(self._number))))
+                self.known = cause = FirstCause(*json.loads(self._connection.get(post)))
                 if cause.rank != self._rank:
                     self._connection.add(self._key(self._number, "read"), 1)
                 self.has_news.set()
@@ -257,15 +261,22 @@ class FailureListener:
                 self.known = None
                 self.has_news.clear()
                 self._number += 1
-        except RuntimeError:  # the connection was shut down, or the server of the store has ended
-            cause, last = self.known, time.monotonic()
+        except RuntimeError:  # the server of the store has ended
+            known, last = self.known, time.monotonic()
             self.has_news.set()
-            while cause is not None and not self._stopping.wait(self._tick):
+            while known is not None and not self._stopping.wait(self._tick):
                 now = time.monotonic()
-                self._consider(cause, min(now - last, 2 * self._tick))
+                self._consider(known, min(now - last, 2 * self._tick))
                 last = now
         except Exception:  # our own error must not end a training
             traceback.print_exc()
+
+    def _sleep(self) -> None:
+        """Wait for the next post, or for :meth:`stop`: who posts, or stops, sets the key of this rank."""
+        wake = self._key(self._number, f"wake/{self._rank}")
+        with suppress(dist.DistStoreError):  # after a week
+            self._connection.wait([wake], _FOREVER)
+            self._connection.delete_key(wake)
 
     def _await_end_of(self, cause: FirstCause) -> None:
         """Consider what to do about a failure again and again, until it is withdrawn."""

@@ -504,14 +504,6 @@ def shut_down(store_port: int, spared: Collection[int]) -> None:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def shut_down_ports(ports: Collection[int]) -> None:
-    """End this process's own connections from these ports; a call in one of them raises."""
-    for each, own, _ in _connections():
-        if own in ports:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-
 def _inodes_of_gloo() -> set[int]:
     """Return the inodes of the sockets and other files that gloo's threads wait for."""
     found: set[int] = set()
