@@ -36,7 +36,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import _C, nn
 from torch._C import (
     DisableTorchFunctionSubclass,
     _disabled_torch_function_impl,
@@ -86,7 +86,7 @@ def _stand_in(parameter: nn.Parameter) -> torch.Tensor:
     return nan.expand(parameter.shape)
 
 
-_forbid_access: Callable[[torch.Tensor, str], None] | None = getattr(torch._C, "_set_storage_access_error_msg", None)
+_forbid_access: Callable[[torch.Tensor, str], None] | None = getattr(_C, "_set_storage_access_error_msg", None)
 """Let every access to a tensor's values raise an error. Builds of torch without CUDA do not have it."""
 _FORBIDDEN = (
     "the values of a parameter were read while they were arriving from other ranks (overlap_parameters), in a way that "

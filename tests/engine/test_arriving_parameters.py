@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -529,26 +530,27 @@ def _read_without_waiting() -> dict[str, str]:
         engine = _engine(grid, _layers())
         weight = engine.module[2].weight
         address = weight.data_ptr()
+        gc.freeze()
         for name, read in UNASKED.items():
             engine.backward(engine(torch.ones(2, 8, device=engine.device)).square().sum())
             before = weight.detach().clone()
+            gc.collect()  # the last reader may have left a tensor that shares the weight's memory
             engine.step()
             assert isinstance(weight, InFlightParameter), name
             try:
-                seen = read(weight, engine).detach()
+                seen = read(weight, engine).detach().clone()
             except Exception as error:
-                found[name] = f"{type(error).__name__}"
-                engine.gradient_reducer.wait()
-            else:
-                synchronize(engine.device)
-                engine.gradient_reducer.wait()
+                found[name] = f"error: {type(error).__name__}"
+            synchronize(engine.device)
+            engine.gradient_reducer.wait()
+            if name not in found:
                 is_right = torch.equal(seen.to(weight.device), weight)
                 found[name] = "right" if is_right else "NaN" if seen.isnan().all() else f"wrong: {seen}"
-                del seen
             assert type(weight) is nn.Parameter
             assert (weight.data_ptr(), weight.stride()) == (address, (33, 1))
             assert not torch.equal(weight, before)
             assert torch.equal(weight, safe_get_full_fp32_param(weight))
+        gc.unfreeze()
         engine.destroy()
     return found
 
