@@ -321,7 +321,7 @@ def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
 @pytest.mark.parametrize(("device", "is_noticed"), [("cpu", True), ("cuda", False)])
 def test_result_of_backend_that_counts_writes_is_no_write_of_the_program(device: str, is_noticed: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    traits = backends.traits_of(dist.group.WORLD, torch.device(device))  # on GPUs gloo copies the result into the bucket
+    traits = backends.traits_of(dist.group.WORLD, torch.device(device))  # on GPUs gloo copies the result to the bucket
     dist.destroy_process_group()
     with fake_world(0, 2), _recorded_sums():
         bucket = _bucket(VALUES, replace(_route(), traits=traits))
