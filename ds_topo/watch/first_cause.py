@@ -112,9 +112,9 @@ class FailureListener:
         place = served_at(store)
         assert place is not None
         self._job_store, self._place, self._current = store, place, current
-        self._pid, self._rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
+        self._pid, self.rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
         self._tick = _TICK * max(1.0, self._world_size / _RANKS_PER_TICK)
-        self._serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._number = 0
         """The number of the next post: those before were withdrawn."""
         self.known: FirstCause | None = None
@@ -161,7 +161,7 @@ class FailureListener:
 
         def leave() -> None:
             store = clone(self._job_store)  # an abandoned call may occupy the other connections
-            store.set(self._key(self._number, f"wake/{self._rank}"), "")
+            store.set(self._key(self._number, f"wake/{self.rank}"), "")
             others = store.add(_LISTENERS, -1)
             self._thread.join(_STORE_LIMIT.total_seconds())
             if is_end and self._serves and others > 0:
@@ -182,8 +182,8 @@ class FailureListener:
         """Post this rank's failure; return the first cause, which may be of another rank, or None without an answer."""
         self._reported, self._calls_at_post = id(error), self.calls
         text = "".join(traceback.format_exception_only(error)).strip()
-        who = named(self._rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
-        own = FirstCause(self._rank, who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
+        who = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
+        own = FirstCause(self.rank, who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
         if self.known is None and self.has_news.is_set():  # the store is gone
             return None
 
@@ -254,7 +254,7 @@ class FailureListener:
                     self._sleep()
                     continue
                 self.known = cause = FirstCause(*json.loads(self._connection.get(post)))
-                if cause.rank != self._rank:
+                if cause.rank != self.rank:
                     self._connection.add(self._key(self._number, "read"), 1)
                 self.has_news.set()
                 self._await_end_of(cause)
@@ -273,7 +273,7 @@ class FailureListener:
 
     def _sleep(self) -> None:
         """Wait for the next post, or for :meth:`stop`: who posts, or stops, sets the key of this rank."""
-        wake = self._key(self._number, f"wake/{self._rank}")
+        wake = self._key(self._number, f"wake/{self.rank}")
         with suppress(dist.DistStoreError):  # after a week
             self._connection.wait([wake], _FOREVER)
             self._connection.delete_key(wake)
@@ -283,7 +283,7 @@ class FailureListener:
         withdrawn = self._key(self._number, "withdrawn")
         last = time.monotonic()
         while not self._stopping.wait(self._tick) and not self._connection.check([withdrawn]):
-            if cause.rank == self._rank and self.calls > self._calls_at_post:  # the program goes on
+            if cause.rank == self.rank and self.calls > self._calls_at_post:  # the program goes on
                 self._withdraw(self._connection, self._number)
             else:
                 now = time.monotonic()
@@ -293,7 +293,7 @@ class FailureListener:
     def _consider(self, cause: FirstCause, passed: float) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
         call = self._current()
-        if call is None or cause.rank == self._rank or cause.rank not in call.members or watch_is_on():
+        if call is None or cause.rank == self.rank or cause.rank not in call.members or watch_is_on():
             self._judged = None
             return
         if self._judged is not call:
@@ -319,7 +319,7 @@ class FailureListener:
         shut_down(self._place[1] if is_at_store else 0, self._ports)
 
     def _where(self, doing: Activity) -> str:
-        here = named(self._rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
+        here = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
         return f"Here: {here}, {doing}. It waits for that rank and cannot be made to raise, so it is ended."
 
 
@@ -424,7 +424,7 @@ class Guard:
             posted = listener.post(error, str(call), call.members, has_left=True)
             cause = posted if is_consequence else None
             call.has_posted = True
-        if cause is None or cause.rank == dist.get_rank() or cause.rank not in call.members:
+        if cause is None or cause.rank == listener.rank or cause.rank not in call.members:
             return
         if error is not None and _kind(cause) in str(error):  # as the error of a checkpoint, which all ranks raise
             return
