@@ -46,6 +46,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import clip_grad_norm_ as clip_as_deepspeed
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -60,7 +61,7 @@ from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.reducer.parameters import expert_group_name, owners
-from ds_topo.topology.axes import MODEL
+from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -323,6 +324,11 @@ def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
     engine._global_grad_norm = clip_grad_norm_(parameters, limit, engine.mpu)
 
 
+def _clip_and_keep_norm(engine: DeepSpeedEngine) -> None:
+    limit = engine.gradient_clipping()
+    engine._global_grad_norm = clip_as_deepspeed(engine.module.parameters(), limit, mpu=engine.mpu)
+
+
 @around
 def _by_norm_over_grid(
     clip: Any, optimizer: FP16_UnfusedOptimizer, total_norm: object, apply_scale: bool = True
@@ -351,9 +357,10 @@ def corrections(engine: DeepSpeedEngine, with_experts: bool) -> list[tuple[Patch
     _scale_losses(engine)
     if isinstance(engine, PipelineEngine):
         _log_clipping(engine)
+    has_stages = engine.mpu.get_axis_size(PIPE) > 1 or isinstance(engine, PipelineEngine)
     rows: list[tuple[Patch, Make]] = [
         (patches.BF16_GRADIENTS, _as_norm_over_grid if with_experts else _with_a_zero),
-        (patches.CLIP_FP32, always(_clip_fp32_gradients)),
+        (patches.CLIP_FP32, always(_clip_fp32_gradients if with_experts or has_stages else _clip_and_keep_norm)),
     ]
     if with_experts:
         rows.append((patches.FUSED_CLIP, _fused_by_norm_over_grid))
