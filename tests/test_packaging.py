@@ -21,7 +21,7 @@ from ds_topo.cli import examples_command, main
 from ds_topo.errors import TopologyError
 
 ROOT = Path(__file__).parents[1]
-BUILD = "import setuptools.build_meta as backend; backend.build_sdist('dist'); backend.build_wheel('dist')"
+BUILD = "import hatchling.build as backend; backend.build_sdist('dist'); backend.build_wheel('dist')"
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -69,8 +69,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 def test_source_distribution_holds_every_file(built: Built) -> None:
     assert set(built.sources) - built.in_sdist == set()
-    more = {name for name in built.in_sdist - set(built.sources) if ".egg-info/" not in name}
-    assert more == {"PKG-INFO", "setup.cfg"}
+    assert built.in_sdist - set(built.sources) == {"PKG-INFO"}
 
 
 def test_wheel_holds_the_package_and_the_examples(built: Built) -> None:
