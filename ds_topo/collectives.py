@@ -39,7 +39,7 @@ from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import gathered
 from ds_topo.torch_names import devices_of
 
-__all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "own_part", "reduce", "reduce_scatter", "scatter"]
 
 
 # -- arguments, and the debug mode in which ranks compare them --------------------------------------------------------
@@ -256,6 +256,17 @@ def scatter(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
     >>> dist.destroy_process_group()
     """
     return _apply("scatter", _own_part, gather, x, group, dim, divided=1)
+
+
+def own_part(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
+    """Keep this rank's part of a tensor, as ``scatter`` does, without a gradient and on any device.
+
+    Use it for weights of a layer that is built on the CPU while the group serves GPUs.
+
+    Raises:
+        ValueError: as for ``scatter``.
+    """
+    return _own_part(x.detach(), _checked_dim("own_part", x, dim, group.size()), group)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:

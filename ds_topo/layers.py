@@ -65,7 +65,7 @@ class Parallel:
 
     def own(self, full: Tensor, dim: int) -> nn.Parameter:
         """Return this rank's part of a full weight, marked for the gradient norm and for checkpoints."""
-        part = nn.Parameter(collectives.scatter(full.detach(), self.group, dim))
+        part = nn.Parameter(collectives.own_part(full, self.group, dim))
         part.tensor_model_parallel = True  # type: ignore[attr-defined]
         part.partition_dim = dim  # type: ignore[attr-defined]
         return part

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -200,6 +201,14 @@ def _over_each_group(topology: str) -> None:
 @pytest.mark.parametrize("topology", ["model=2,data=2", pytest.param("data=2,model=2", marks=pytest.mark.exhaustive)])
 def test_split_layers_equal_whole_ones(world: Worlds, topology: str) -> None:
     world(4).run(_over_each_group, topology)
+
+
+def test_layers_are_built_on_the_cpu_for_a_group_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "devices_of", lambda _: ["cuda"])
+    with fake_world(1, 2):
+        layer = ParallelLinear(4, 6, dim=-1, group=dist.group.WORLD)
+        embedding = ParallelEmbedding(8, 4, dim=0, group=dist.group.WORLD)
+    assert (layer.weight.shape, embedding.weight.shape) == ((3, 4), (4, 4))
 
 
 def test_wrong_arguments_are_refused() -> None:
