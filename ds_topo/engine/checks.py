@@ -467,6 +467,23 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
                 "create it from model.parameters() of this model"
             )
     check_not_wrapped(model, grid)
+    domino: Any = sys.modules.get("deepspeed.runtime.domino.async_linear")
+    group = domino.TP_group if domino is not None else None  # the first model's, for the rest of the process
+    if group in (None, grid.get_tensor_model_parallel_group()):
+        return
+    if any(isinstance(layer, domino.DominoAsyncColumnParallelLinear) for layer in model.modules()):
+        raise EngineOptionError(
+            f"DominoTransformer would sum over the group of the first model, not that of {grid.topology().spec!r}: "
+            "set deepspeed.runtime.domino.async_linear.TP_group = None before the model is built"
+        )
+
+
+def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
+    """Refuse layers with sparse gradients where DeepSpeed cannot reduce or clip them.
+
+    Raises:
+        EngineOptionError: the message names the layers and the options.
+    """
     sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
     needs_dense = {
         f"ZeRO stage {engine.zero_optimization_stage()}": engine.zero_optimization(),
@@ -479,15 +496,6 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
             f"{' and '.join(name for name, is_on in needs_dense.items() if is_on)} with layers {listed(sparse)}, whose "
             "gradients are sparse (sparse=True), which DeepSpeed can neither copy into flat buffers nor clip; build "
             "the layers with sparse=False, or use fp32, ZeRO stage 0 and gradient_clipping 0"
-        )
-    domino: Any = sys.modules.get("deepspeed.runtime.domino.async_linear")
-    group = domino.TP_group if domino is not None else None  # the first model's, for the rest of the process
-    if group in (None, grid.get_tensor_model_parallel_group()):
-        return
-    if any(isinstance(layer, domino.DominoAsyncColumnParallelLinear) for layer in model.modules()):
-        raise EngineOptionError(
-            f"DominoTransformer would sum over the group of the first model, not that of {grid.topology().spec!r}: "
-            "set deepspeed.runtime.domino.async_linear.TP_group = None before the model is built"
         )
 
 
@@ -643,6 +651,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
         subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_model(engine, model, grid)
+        check_sparse_layers(engine, model)
         check_programs(model, grid)
         check_partitions(model, grid, engine)
         make_contiguous(model)

@@ -1,10 +1,10 @@
 """Let a stage of a pipeline train although it has no trainable parameter, or none in a group of the optimizer.
 
-torch and DeepSpeed refuse an optimizer without parameters, drop empty groups (a learning-rate scheduler still counts
-them), and start the backward pass of the first stage at outputs that need no gradient. All this fails on that stage
-alone. Such a stage therefore gets a *placeholder* in each group without a trainable parameter: one element, zero, with
-a gradient of zero. So groups, schedulers and collectives are the same on all stages. The outputs of the stage are
-connected to its placeholders without a copy.
+torch and DeepSpeed refuse an optimizer without parameters, drop empty groups (a learning-rate scheduler of the program
+still counts them), and start the backward pass of the first stage at outputs that need no gradient. All this fails on
+that stage alone. A stage without trainable parameters, or without those of a group that such a scheduler counts,
+therefore gets a *placeholder* in each empty group: one element, zero, with a gradient of zero. So groups, schedulers
+and collectives are the same on all stages. The outputs of the stage are connected to its placeholders without a copy.
 """
 
 from __future__ import annotations
@@ -44,16 +44,20 @@ class Connected(torch.autograd.Function):
 
 @around
 def with_placeholders(configure: Any, engine: PipelineEngine, optimizer: Any, parameters: list[Any]) -> None:
-    """Give each group of the optimizer of a pipeline's stage a trainable parameter, before DeepSpeed builds it."""
+    """Give groups of the optimizer of a pipeline's stage a trainable parameter where needed, before it is built."""
     if isinstance(engine, PipelineEngine) and engine.mpu.get_axis_size(PIPE) > 1:
-        parameters = fill_groups(engine.module, optimizer, parameters, engine.device)
+        are_counted = engine.client_lr_scheduler is not None
+        parameters = fill_groups(engine.module, optimizer, parameters, engine.device, some=are_counted)
         made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())
         engine.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
     configure(engine, optimizer, parameters)
 
 
-def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device: Any) -> list[Any]:
-    """Add a placeholder to each group without a trainable parameter; return the parameters or groups to optimize."""
+def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device: Any, *, some: bool) -> list[Any]:
+    """Add a placeholder to each group without a trainable parameter; return the parameters or groups to optimize.
+
+    With ``some``, this is also done if other groups have trainable parameters.
+    """
     groups: list[dict[str, Any]]
     is_built = isinstance(optimizer, torch.optim.Optimizer)
     if is_built:
@@ -63,14 +67,14 @@ def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device
     else:
         groups = [{"params": list(parameters)}]
     idle = [group for group in groups if not any(each.requires_grad for each in group["params"])]
-    if idle:
+    if idle and (some or len(idle) == len(groups)):
         dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
         made = nn.ParameterList(nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in idle)
         setattr(module, PLACEHOLDERS, made)
         for group, placeholder in zip(idle, made, strict=True):
             group["params"] = [*group["params"], placeholder]
         module.register_forward_hook(_connect)
-    if is_built or not idle:
+    if is_built or not hasattr(module, PLACEHOLDERS):
         return parameters
     return groups if parameters and isinstance(parameters[0], dict) else groups[0]["params"]
 

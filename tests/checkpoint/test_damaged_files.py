@@ -263,6 +263,10 @@ def _keys() -> int:
     return number
 
 
+KEYS_OF_A_FAILURE = 5
+"""The record of a failure, which ranks that begin to listen later skip (``watch/first_cause.py``)."""
+
+
 def _keys_after(kind: Kind, folder: Path) -> dict[str, set[int]]:
     """Return the numbers of keys in the store after each of several saves and loads, from the second on."""
     found: dict[str, set[int]] = {}
@@ -300,7 +304,9 @@ def _keys_after(kind: Kind, folder: Path) -> dict[str, set[int]]:
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_saves_and_loads_leave_no_keys_in_the_store(world: Worlds, ranks: int, tmp_path: Path) -> None:
     for found in world(ranks).run(_keys_after, Kind(f"data={ranks}", zero=1), tmp_path):
-        assert {name: len(numbers) for name, numbers in found.items()} == dict.fromkeys(found, 1), found
+        growth = {name: max(numbers) - min(numbers) for name, numbers in found.items()}
+        of_failures = 2 * KEYS_OF_A_FAILURE if ranks > 1 else 0
+        assert all(more <= (of_failures if "failing" in name else 0) for name, more in growth.items()), found
 
 
 # -- wrong arguments, and disks that fail ------------------------------------------------------------------------------

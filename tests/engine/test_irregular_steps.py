@@ -205,15 +205,14 @@ def _frozen_middle_stage(zero: int) -> None:
                 data = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + grid.get_sample_rank()))
                 engine.train_batch(iter([(data, data.roll(1, 1))] * 2))
             if reduced and grid.stage_id == 1:
-                assert engine.gradient_reducer.buckets == []
-                assert "0 buckets" in str(engine.gradient_reducer.report())
+                assert engine.gradient_reducer.buckets == [["idle_stage_placeholders.0"]]
             results.append([parameter.detach().clone() for parameter in module.parameters()])
             engine.destroy()
     for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_a_frozen_stage_has_a_reducer_without_buckets(world: Worlds) -> None:
+def test_a_frozen_stage_reduces_its_placeholder_alone(world: Worlds) -> None:
     world(6).run(_frozen_middle_stage, 0)
 
 

@@ -125,6 +125,8 @@ BIASED = [
         Case("pipe=2,data=2", (0, 0, 0, 2), 1, clip=CLIP, bf16=True, wide=True, reduced=reduced)
         for reduced in (False, True)
     ),
+    Case("pipe=2", (0, 0, 0, 1), clip=CLIP, bf16=True),
+    Case("pipe=2,model=2", (0, 1, 1, 0), clip=CLIP, bf16=True),
 ]
 """Experts with a bias that slices replicate, and experts on some stages, for each optimizer."""
 
@@ -168,6 +170,6 @@ def test_plain_engines_with_experts_and_reducer_train_as_one_process(world: Worl
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(BIASED, lambda number, _: number in (0, 1)))
+@pytest.mark.parametrize("case", mark_exhaustive(BIASED, lambda number, case: number in (0, 1) or case in BIASED[-2:]))
 def test_norm_counts_what_slices_of_experts_replicate_once(world: Worlds, case: Case) -> None:
     _check(world, case)

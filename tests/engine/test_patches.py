@@ -423,6 +423,7 @@ CALLED_BY_VERIFY = {
     patches.RECORDED_FORWARD,
     patches.RECORDED_BACKWARD,
     patches.RECORDED_STEP,
+    patches.RECORDED_CLIP,
     patches.RECORDED_BATCH,
     patches.DROPOUT,
     patches.ATTENTION_DROPOUT,

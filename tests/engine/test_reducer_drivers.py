@@ -137,7 +137,7 @@ def _two_outputs(**more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             if engine.gradient_reducer is not None:
                 before = dict(vars(engine))
                 engine.gradient_reducer.detach()
-                assert set(before) - set(vars(engine)) >= {"_INSTRUCTION_MAP", "buffered_allreduce_fallback"}
+                assert "buffered_allreduce_fallback" in set(before) - set(vars(engine))
             snapshots.append([parameter.detach().clone() for parameter in module.parameters()])
         generator = torch.Generator().manual_seed(10 * step + grid.get_data_parallel_rank())
         data = [(torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)) for _ in range(2)]

@@ -367,7 +367,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         ([*JOB, "--batch", "2147483648"], "--batch 2147483648: give a number from 1 on, at most 2147483647"),
         (["--model", "gpt2"], "model 'gpt2' does not exist: give the config.json of a downloaded model, or its folder"),
         ([*JOB, "--topology", "pipe=2"], "--topology: topology 'pipe=2' is for 2 ranks (2), but the job has 8"),
-        ([*JOB, "--topology", "pipe=2"], "'pipe=8'; --fix decides the degrees of some axes only"),
+        ([*JOB, "--topology", "pipe=2"], "'pipe=2,data=4'; --fix decides the degrees of some axes only"),
         (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
         (["--runs", __file__], "is not JSON"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
