@@ -484,7 +484,11 @@ def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
     Raises:
         EngineOptionError: the message names the layers and the options.
     """
-    sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
+    sparse = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+    ]
     needs_dense = {
         f"ZeRO stage {engine.zero_optimization_stage()}": engine.zero_optimization(),
         "bf16": engine.bfloat16_enabled(),
