@@ -248,6 +248,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     rows += accumulation.rows_of_engines(engine)
     rows += [] if is_pipeline else backward_passes.rows_of_engines(engine)
     rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
+    rows += [] if is_pipeline else _AROUND_PLAIN_ENGINES
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
             _patch(target, rows, engine.mpu)
@@ -414,13 +415,16 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
-    _with_own_mpu(patches.FORWARD_ON_GRID, with_same_samples),
-    _with_own_mpu(patches.BACKWARD_ON_GRID),
+    (patches.FORWARD_ON_GRID, with_same_samples),
     (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
     (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
     (patches.AUTOSP_BACKEND, autoparallel.with_groups_of_grid),
-    _with_own_mpu(patches.STEP_ON_GRID, _comparing_steps),
+    (patches.STEP_ON_GRID, _comparing_steps),
 )
+_AROUND_PLAIN_ENGINES = tuple(
+    map(_with_own_mpu, (patches.FORWARD_ON_GRID, patches.BACKWARD_ON_GRID, patches.STEP_ON_GRID))
+)
+"""They are bound last: an error of any other replacement reaches all ranks, too."""
 _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     _with_own_mpu(patches.SAVE_CHECKPOINT, saved_as_a_whole),
     _with_own_mpu(patches.LOAD_CHECKPOINT, loaded_whole),

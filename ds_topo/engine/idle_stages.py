@@ -73,7 +73,7 @@ def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device
         setattr(module, PLACEHOLDERS, made)
         for group, placeholder in zip(idle, made, strict=True):
             group["params"] = [*group["params"], placeholder]
-        module.register_forward_hook(_connect)
+        module.mpu().on_destroy(module.register_forward_hook(_connect).remove)
     if is_built or not hasattr(module, PLACEHOLDERS):
         return parameters
     return groups if parameters and isinstance(parameters[0], dict) else groups[0]["params"]

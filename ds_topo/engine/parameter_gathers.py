@@ -161,18 +161,19 @@ class PartitionedParameters(list[torch.Tensor]):
         """Send the updated parameters from their owners to all ranks; collective."""
         self._arrivals.end()
         self._in_flight = []  # it shares the parameters' memory
-        if self._memory is not None:
+        is_hidden = self._memory is not None
+        if is_hidden:
             hide(self._seats())
         arrives_later = self._memory is not None and not self._is_shared(self._memory)
         try:
             for entry in self._regions:
-                self._in_flight.append(self._launch(entry, entry.seats if self._memory is not None else ()))
+                self._in_flight.append(self._launch(entry, entry.seats if is_hidden else ()))
         finally:
             self._arrivals.expect(arrival for arrival, _ in self._in_flight)
         if not arrives_later:
             self.wait()
-        if self._memory is None:
-            show(self._seats())  # the program may have replaced some
+        if is_hidden and self._memory is None:  # they stopped arriving later meanwhile
+            show(self._seats())
 
     def wait(self) -> None:
         """Wait until all parameters have arrived."""

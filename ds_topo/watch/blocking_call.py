@@ -7,7 +7,7 @@ is looked up without running code of it, since this happens in another thread.
 from __future__ import annotations
 
 import dis
-from functools import cache, partial
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -51,7 +51,7 @@ def communicating_operator(value: object) -> str:
     return name.partition(".")[0] if space in _NAMESPACES else ""
 
 
-@cache
+@lru_cache(4096)
 def path_called(code: CodeType, instruction: int) -> tuple[str, ...]:
     """Return the name that is called at an instruction, with the objects that it is looked up in.
 

@@ -57,6 +57,8 @@ _RANKS_PER_TICK = 4096
 """Larger jobs look less often, to spare the store."""
 _STORE_LIMIT = timedelta(seconds=5)
 """The longest time for requests to the store by the main thread."""
+_SECONDS_BETWEEN_ATTEMPTS = 60.0
+"""The time before a store that did not answer is asked again, so that calls are not slow meanwhile."""
 _CAUSE_LIMIT = 2.0
 """The seconds for which a rank that could not reach another one waits for the first cause."""
 _LINGER = 1.5
@@ -329,6 +331,7 @@ class Guard:
     def __init__(self) -> None:
         self.call: GuardedCall | None = None
         self._listener: FailureListener | None = None
+        self._next_attempt_at = 0.0
         self._holders = 0
 
     @contextmanager
@@ -400,8 +403,12 @@ class Guard:
             self._listener = None
         if os.environ.get(ENVIRONMENT, "").lower() in ("off", "0", "no", "false") or not _can_listen():
             return
-        with suppress(RuntimeError):  # the store does not answer: the call itself will say so
+        if time.monotonic() < self._next_attempt_at:
+            return
+        try:
             self._listener = FailureListener(default_store(), lambda: self.call)
+        except RuntimeError:  # the store does not answer: the call itself will say so
+            self._next_attempt_at = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
 
     def _stop_if_unused(self) -> None:
         if self._listener is not None and not self._holders and self.call is None:
@@ -411,9 +418,8 @@ class Guard:
     def _end(self, call: GuardedCall, error: BaseException | None) -> None:
         """Post the error of a call, or raise the first cause in its place."""
         listener, cause = self._heard(), call.cause
-        if cause is None and (error is None or listener is None):
+        if listener is None or (cause is None and error is None):  # without one, the watch reports
             return
-        assert listener is not None
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
             return
         is_consequence = error is not None and is_of_transport(error)
