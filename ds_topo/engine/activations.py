@@ -28,7 +28,7 @@ Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _last: WeakKeyDictionary[PipelineEngine, tuple[str, list[Shapes] | None]] = WeakKeyDictionary()
 """The method that each engine ran last, and the shapes of one micro-batch on this rank; None if they differed."""
 _sent: WeakKeyDictionary[PipelineEngine, dict[int, Shapes]] = WeakKeyDictionary()
-"""The shapes of activations that each engine has told its next stage, by phase (which only DualPipeV has)."""
+"""The shapes of activations that each engine has announced to its next stage, by phase (which only DualPipeV has)."""
 
 
 def shapes_of(tensors: Any) -> Shapes:
@@ -86,7 +86,7 @@ def buffers_for(
 
 
 def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
-    """Return the instructions of an engine, of which ``SendActivation`` refuses shapes that it has not told.
+    """Return the instructions of an engine, of which ``SendActivation`` refuses shapes that it has not announced.
 
     Outputs may have other shapes than before although inputs have not, such as after a ``batch_fn`` of the program.
     """
@@ -94,14 +94,14 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
 
     @wraps(send)
     def checked(engine: PipelineEngine, buffer_id: int, phase: int = 0, **options: Any) -> None:
-        outputs, told = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), _sent.setdefault(engine, {})
+        outputs, announced = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), _sent.setdefault(engine, {})
         tells = engine._first_send[phase] if isinstance(engine, DualPipeVEngine) else engine.first_output_send
         if tells or engine.dynamic_shape:
-            told[phase] = outputs
-        elif told[phase] != outputs:
+            announced[phase] = outputs
+        elif announced[phase] != outputs:
             raise EngineOptionError(
                 f"stage {engine.stage_id} of a pipeline has activations {_text(outputs)}, but the next stage expects "
-                f"{_text(told[phase])}, as before: build the PipelineModule with dynamic_shape=True, call "
+                f"{_text(announced[phase])}, as before: build the PipelineModule with dynamic_shape=True, call "
                 "engine.reset_activation_shape() on all ranks before shapes change, or pad samples to one length"
             )
         send(engine, buffer_id, **({"phase": phase} if isinstance(engine, DualPipeVEngine) else {}), **options)

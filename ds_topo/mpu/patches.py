@@ -83,8 +83,8 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH, CHECKED_SENDS, BUFFERS_BY_T
         If one rank runs out of samples within a step, the others wait for its activations without end.
       _next_batch: The same. It also takes a digest of the first batches.
         First and last stages, and model parallel peers, read samples independently and must read the same.
-      _INSTRUCTION_MAP: The same map with a SendActivation that raises if shapes differ from those it has told.
-        The next stage has told shapes in its buffers. It would use old rows of a larger one.
+      _INSTRUCTION_MAP: The same map with a SendActivation that raises if shapes differ from those that it has sent.
+        The next stage has allocated its buffers for these. It would use old rows of a larger one.
       _allocate_or_extend_buffers: The same, and a buffer of another type is replaced.
         DeepSpeed returns a buffer of any type that is large enough.
 """)

@@ -158,7 +158,7 @@ class FailureListener:
         if self._stopping.is_set() or os.getpid() != self._pid:
             return
         if self._own >= 0 and self._serves:
-            self._linger(self._are_told)
+            self._linger(self._is_read)
         self._stopping.set()
 
         def leave() -> None:
@@ -218,7 +218,7 @@ class FailureListener:
     def _withdraw(self, store: Store, number: int) -> None:
         store.set(self._key(number, "withdrawn"), "")
 
-    def _are_told(self) -> bool:
+    def _is_read(self) -> bool:
         """Return whether all others have read this rank's post, or it was withdrawn."""
         number, withdrawn = self._own, [self._key(self._own, "withdrawn")]
         return self._job_store.add(self._key(number, "read"), 0) >= self._world_size - 1 or bool(
@@ -227,7 +227,6 @@ class FailureListener:
 
     def _linger(self, is_over: Callable[[], bool]) -> None:
         """Keep the process that serves the store for a moment, until a condition is true."""
-
         until = time.monotonic() + _LINGER
         with suppress(RuntimeError):
             while not is_over() and time.monotonic() < until:
