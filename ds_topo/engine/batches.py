@@ -64,6 +64,8 @@ class ReadAhead(Iterator[Any]):
         self.source = source
         self.ahead: deque[Any] = deque()
         """Elements that were read already."""
+        self._versions: list[int] = []
+        """The versions of the tensors in the last of them when it was read."""
 
     def __next__(self) -> Any:
         return self.ahead.popleft() if self.ahead else next(self.source)
@@ -73,9 +75,27 @@ class ReadAhead(Iterator[Any]):
         return self.ahead[0] if self.fill(1) else None
 
     def fill(self, count: int) -> int:
-        """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead."""
-        self.ahead.extend(islice(self.source, max(0, count - len(self.ahead))))
+        """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead.
+
+        Raises:
+            ValueError: the source has written into the tensors of an earlier element.
+        """
+        for element in islice(self.source, max(0, count - len(self.ahead))):
+            if self.ahead and _versions_in(self.ahead[-1]) != self._versions:
+                raise ValueError(
+                    "the data iterator writes each micro-batch into the tensors of the one before, but those of a step "
+                    "are read before it starts: yield new tensors, such as tensor.clone()"
+                )
+            self.ahead.append(element)
+            self._versions = _versions_in(element)
         return len(self.ahead)
+
+
+def _versions_in(element: Any) -> list[int]:
+    """Return how often each tensor in an element of nested tuples and lists was written."""
+    if isinstance(element, (tuple, list)):
+        return [version for part in element for version in _versions_in(part)]
+    return [element._version] if isinstance(element, torch.Tensor) and not element.is_inference() else []
 
 
 def remaining(iterator: Iterator[Any]) -> int | None:

@@ -82,6 +82,14 @@ def test_remaining_counts_without_reading() -> None:
     assert (ahead.first(), remaining(ahead)) == (1, 3)
 
 
+def test_iterator_that_overwrites_earlier_micro_batches_is_refused() -> None:
+    reused, label = torch.zeros(2), torch.ones(2)
+    assert ReadAhead(iter([((reused,), label)] * 3)).fill(3) == 3
+    ahead = ReadAhead(((reused.fill_(number),), label) for number in range(3))
+    with pytest.raises(ValueError, match=r"yield new tensors, such as tensor\.clone\(\)"):
+        ahead.fill(2)
+
+
 def test_read_ahead_returns_every_element_once_in_order() -> None:
     ahead = ReadAhead(iter(range(5)))
     assert ahead.fill(2) == 2
