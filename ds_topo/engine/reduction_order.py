@@ -5,7 +5,8 @@ of a model, or use them in another order, it adds gradients of different paramet
 sizes.
 
     ZeRO 0, BF16_Optimizer       DeepSpeed itself adds zeros for missing gradients, in the order of the parameters
-    ZeRO 1                       the same here, before its reduction: results are averages, as in one process
+    ZeRO 1                       the same here, before its reduction: results are averages, as in one process. ZeRO 1
+                                 and 2 do the same at the end of ``with engine.coalesce_grad_reduction():``
     ZeRO 2 and 3, and ZeRO 1     gradients are reduced while backward goes on, in the order in which they come. Before
     with ``overlap_comm``        each bucket the ranks compare a digest of its parameters, and raise if they differ
 
@@ -50,7 +51,7 @@ def rows_of_reductions(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     if dist.get_world_size(group) == 1:
         return []
     if not is_zero_3 and not (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow):
-        return [(patches.REDUCE_IN_ORDER, with_zeros_for_missing)]
+        return [(patches.REDUCE_IN_ORDER, with_zeros_for_missing), (patches.REDUCE_COALESCED, with_zeros_at_flush)]
     compared = ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
     replacements: dict[Patch, Callable[..., Any]] = {
         patches.REDUCE_BUCKET: compare_bucket,
@@ -58,22 +59,32 @@ def rows_of_reductions(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         patches.REDUCE_PARTITIONED_BUCKET: compare_partitioned_bucket,
         patches.REDUCE_LAST_BUCKETS: read_at_end,
     }
-    return [(row, around(partial(replacement, compared))) for row, replacement in replacements.items()]
+    rows = [(row, around(partial(replacement, compared))) for row, replacement in replacements.items()]
+    return rows if is_zero_3 else [*rows, (patches.REDUCE_COALESCED, with_zeros_at_flush)]
 
 
 @around
 def with_zeros_for_missing(reduce_gradients: Any, optimizer: DeepSpeedZeroOptimizer, *args: Any, **options: Any) -> Any:
-    """Replace ``reduce_gradients`` of ZeRO 1: a parameter without a gradient on this rank has a gradient of zeros.
+    """Replace ``reduce_gradients`` of ZeRO 1: a parameter without a gradient on this rank has a gradient of zeros."""
+    _fill_missing(optimizer)
+    return reduce_gradients(optimizer, *args, **options)
 
-    The optimizer reads a missing gradient as zeros, too, so nothing changes where no rank has one.
-    """
+
+@around
+def with_zeros_at_flush(flush: Any, engine: DeepSpeedEngine, optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Replace ``_flush_coalesced_reduction_zero12``, which reduces all gradients in the order of the parameters."""
+    _fill_missing(optimizer)
+    flush(engine, optimizer)
+
+
+def _fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Set missing gradients to zeros, as which the optimizer reads them anyway where no rank has one."""
     name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for parameters in optimizer.bit16_groups:
         for parameter in parameters:
             if getattr(parameter, name, None) is None:
                 dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else parameter.dtype
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
-    return reduce_gradients(optimizer, *args, **options)
 
 
 class ComparedBuckets:

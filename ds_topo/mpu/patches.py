@@ -132,8 +132,18 @@ ACCUMULATE_OFFLOADED, STEP_ON_USED_PARTITIONS = patches_of("""
       step: The same after gradients of unused parameters were cleared, or handed to an offloaded optimizer.
         Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
 """)
-REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET, REDUCE_LAST_BUCKETS = patches_of("""
+(
+    REDUCE_COALESCED,
+    REDUCE_IN_ORDER,
+    REDUCE_BUCKET,
+    STEP_AFTER_COMPARISON,
+    REDUCE_PARTITIONED_BUCKET,
+    REDUCE_LAST_BUCKETS,
+) = patches_of("""
     while: the grid of an engine exists that reduces gradients in buckets
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _flush_coalesced_reduction_zero12: The same with gradients of zeros where this rank has none.
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       reduce_gradients: At stage 1, the same with gradients of zeros where this rank has none.
         DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.

@@ -73,6 +73,34 @@ def test_zero_1_averages_whatever_ranks_use(world: Worlds, use: str, spec: str) 
     assert max(world(2 * spec.count("2")).run(_train, spec, use, {"stage": 1})) < 1e-6
 
 
+def _train_coalesced(zero: dict[str, Any]) -> float:
+    """Return the largest relative difference from one process after a step of two backward passes in one block."""
+    start()
+    module, alone = Parts(), Parts()
+    config = {"gradient_accumulation_steps": 1, "zero_optimization": zero}
+    with PipelineParallelGrid("data=2") as grid:
+        engine, *_ = initialize(model=module, mpu=grid, config=settings(**config))
+        orders = _USES["other parameters"]
+        with engine.coalesce_grad_reduction():
+            for step in range(2):
+                engine.backward(engine(_samples(step, dist.get_rank()), orders[dist.get_rank()]) / 2)
+        engine.step()
+        for step in range(2):
+            for rank, order in enumerate(orders):
+                (alone(_samples(step, rank), order) / 4).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        found = [parameter.detach().clone() for parameter in module.parameters()]
+        engine.destroy()
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "zero", mark_exhaustive([{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": True}], lambda n, _: n < 2)
+)
+def test_coalesced_gradients_are_averages(world: Worlds, zero: dict[str, Any]) -> None:
+    assert max(world(2).run(_train_coalesced, zero)) < 1e-6
+
+
 _REDUCED_IN_BACKWARD = [
     ({"stage": 2}, "another order"),
     ({"stage": 2}, "more parameters"),
