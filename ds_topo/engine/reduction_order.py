@@ -19,8 +19,8 @@ step. In all cases it is read before weights change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ class ComparedBuckets:
         self._device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
         self._reads_later = traits_of(group, self._device).ordered_by_stream
         self._side = SideStream(self._device)
-        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Sequence[Any], ...]]] = []
+        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Any, ...]]] = []
         """The extremes of digests that are on their way, and what they are of on this rank."""
         self._modules = list(module.modules())
         self.waits_for_device = False
@@ -113,6 +113,7 @@ class ComparedBuckets:
         parameters: Sequence[nn.Parameter],
         gathered: Sequence[nn.Module] = (),
         external: Sequence[nn.Parameter] = (),
+        facts: Sequence[str] = (),
     ) -> None:
         """Compare what a bucket holds; collective over the group, without a wait if streams order collectives.
 
@@ -121,6 +122,7 @@ class ComparedBuckets:
             parameters: the parameters of the bucket, for the message.
             gathered: the modules for which parameters were gathered, for the message.
             external: parameters that were gathered outside of their own module, for the message.
+            facts: what else the content holds, for the message.
         """
         number = hash(tuple(content))
         extremes = torch.tensor([number, ~number])
@@ -128,7 +130,7 @@ class ComparedBuckets:
             extremes = extremes.to(self._device, non_blocking=True)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True).wait()
             extremes = extremes.to("cpu", non_blocking=True)
-        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external)))
+        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external, facts)))
         if not self._reads_later or self.waits_for_device:
             self.read()
 
@@ -148,33 +150,44 @@ class ComparedBuckets:
 
     def external_parameters(self) -> list[Any]:
         """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
-        found = [vars(module).get("_external_params") for module in self._modules]
-        return [parameter for each in found if each for parameter in each.values()]
+        return [parameter for each in filter(None, self._external) for parameter in each.values()]
+
+    @cached_property
+    def _external(self) -> list[dict[Any, Any]]:
+        """The dictionaries of all modules, which ZeRO 3 creates when it starts and fills later; most are empty."""
+        return [found for module in self._modules if (found := vars(module).get("_external_params")) is not None]
 
     def _refuse(
-        self, parameters: Sequence[nn.Parameter], gathered: Sequence[nn.Module], external: Sequence[nn.Parameter]
-    ) -> None:
+        self,
+        parameters: Sequence[nn.Parameter],
+        gathered: Sequence[nn.Module],
+        external: Sequence[nn.Parameter],
+        facts: Sequence[str],
+    ) -> NoReturn:
         """Name the first ones that differ, through the store: the group may be blocked by what was reduced."""
         root = self._modules[0]
         names: dict[object, str] = {parameter: name for name, parameter in root.named_parameters()}
         names |= {module: f"module {name!r}" for name, module in root.named_modules()}
-        lines = [
+        lines = [*facts]
+        lines += [
             f"{place}. {what}{names.get(each, 'unnamed')}"
             for what, group in (("", parameters), ("forward of ", gathered), ("read outside of its module: ", external))
             for place, each in enumerate(group, start=1)
         ]
         members = sorted(dist.get_process_group_ranks(self._group))
+        problem = "the ranks do not agree on the gradients that they reduce together, but have the same names for them"
         try:
             agree("", members, job_timeout(), subject="the gradients that they reduce together", lines=lines)
         except DisagreementError as error:
-            remedy = 'attach a GradientReducer ({"gradient_reducer": true}), which averages by parameter, in any order'
-            if self._stage == 3:
-                remedy = "use ZeRO 1, or stage 1 or 2 with a GradientReducer, which averages by parameter, in any order"
-            raise DisagreementError(
-                f"{error}\nZeRO {self._stage} adds gradients by places in a bucket, in the order in which backward "
-                "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
-                f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
-            ) from None
+            problem = str(error)
+        remedy = 'attach a GradientReducer ({"gradient_reducer": true}), which averages by parameter, in any order'
+        if self._stage == 3:
+            remedy = "use ZeRO 1, or stage 1 or 2 with a GradientReducer, which averages by parameter, in any order"
+        raise DisagreementError(
+            f"{problem}\nZeRO {self._stage} adds gradients by places in a bucket, in the order in which backward "
+            "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
+            f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
+        )
 
 
 def compare_bucket(
@@ -202,13 +215,17 @@ def compare_partitioned_bucket(
     content = [parameter.ds_id for parameter in parameters]
     gathered: list[nn.Module] = []
     external: list[Any] = []
+    facts: list[str] = []
     if compared.waits_for_device:
         coordinator = optimizer.parameter_offload.get_param_coordinator()
-        content += [coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]]
-        gathered = [] if coordinator.is_complete_trace() else list(vars(coordinator)[_ORDER])
+        is_known, number = coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]
+        content += [is_known, number]
+        order = "in the order of earlier steps" if is_known else "in an order that earlier steps did not have"
+        facts = [f"{number} modules have gathered parameters, {order}"]
+        gathered = [] if is_known else list(vars(coordinator)[_ORDER])
         external = compared.external_parameters()
         content += [-1, *(module.ds_id for module in gathered), -1, *(parameter.ds_id for parameter in external)]
-    compared.compare(content, parameters, gathered, external)
+    compared.compare(content, parameters, gathered, external, facts)
     return reduce(optimizer, comm_dtype)
 
 
