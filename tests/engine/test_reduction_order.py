@@ -135,7 +135,7 @@ def test_a_later_step_that_differs_is_refused(world: Worlds) -> None:
 
 
 def _end_backward_early() -> None:
-    """Train at ZeRO 3; in the last step, backward on rank 1 does not reach the first module, which has no parameters."""
+    """Train at ZeRO 3; in the last step, backward on rank 1 does not reach the first module, without parameters."""
     start()
     module = nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
     with PipelineParallelGrid("data=2") as grid:
