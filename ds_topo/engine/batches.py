@@ -444,7 +444,7 @@ def rows_of_first_samples(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     note_read = (patches.FIRST_FORWARD, around(partial(note_forward, first)))
     if isinstance(engine, PipelineEngine):
         note_read = (patches.FIRST_BATCH, around(partial(note_batch, first)))
-    return [note_read, (patches.FIRST_STEP, compare_and_step)]
+    return [note_read, (patches.MODEL_STEP, compare_and_step)]
 
 
 def digest(samples: Any, zeros_count: bool = False) -> int:

@@ -231,7 +231,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     rows += reduction_order.rows_of_reductions(engine)
     rows += written_weights.rows_of_weights(engine)
     rows += batches.rows_of_first_samples(engine)
-    rows.append((patches.DIRECT_STEP, around(checks.DirectSteps(engine).take_step)))
+    rows.append((patches.MODEL_STEP, around(checks.DirectSteps(engine).take_step)))
     hybrid_sharding.save_each_partition_once(engine)
     if has_experts:
         experts.check_engine_with_experts(engine)

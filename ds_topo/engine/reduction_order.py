@@ -5,7 +5,8 @@ of a model, or use them in another order, it adds gradients of different paramet
 sizes.
 
     ZeRO 0, BF16_Optimizer       DeepSpeed itself adds zeros for missing gradients, in the order of the parameters
-    ZeRO 1                       the same here, before its reduction: results are averages, as in one process
+    ZeRO 1                       the same here, before its reduction: results are averages, as in one process. ZeRO 1
+                                 and 2 do the same at the end of ``with engine.coalesce_grad_reduction():``
     ZeRO 2 and 3, and ZeRO 1     gradients are reduced while backward goes on, in the order in which they come. Before
     with ``overlap_comm``        each bucket the ranks compare a digest of its parameters, and raise if they differ
 
@@ -18,8 +19,8 @@ step. In all cases it is read before weights change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def rows_of_reductions(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     if dist.get_world_size(group) == 1:
         return []
     if not is_zero_3 and not (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow):
-        return [(patches.REDUCE_IN_ORDER, with_zeros_for_missing)]
+        return [(patches.REDUCE_IN_ORDER, with_zeros_for_missing), (patches.REDUCE_COALESCED, with_zeros_at_flush)]
     compared = ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
     replacements: dict[Patch, Callable[..., Any]] = {
         patches.REDUCE_BUCKET: compare_bucket,
@@ -58,22 +59,32 @@ def rows_of_reductions(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         patches.REDUCE_PARTITIONED_BUCKET: compare_partitioned_bucket,
         patches.REDUCE_LAST_BUCKETS: read_at_end,
     }
-    return [(row, around(partial(replacement, compared))) for row, replacement in replacements.items()]
+    rows = [(row, around(partial(replacement, compared))) for row, replacement in replacements.items()]
+    return rows if is_zero_3 else [*rows, (patches.REDUCE_COALESCED, with_zeros_at_flush)]
 
 
 @around
 def with_zeros_for_missing(reduce_gradients: Any, optimizer: DeepSpeedZeroOptimizer, *args: Any, **options: Any) -> Any:
-    """Replace ``reduce_gradients`` of ZeRO 1: a parameter without a gradient on this rank has a gradient of zeros.
+    """Replace ``reduce_gradients`` of ZeRO 1: a parameter without a gradient on this rank has a gradient of zeros."""
+    _fill_missing(optimizer)
+    return reduce_gradients(optimizer, *args, **options)
 
-    The optimizer reads a missing gradient as zeros, too, so nothing changes where no rank has one.
-    """
+
+@around
+def with_zeros_at_flush(flush: Any, engine: DeepSpeedEngine, optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Replace ``_flush_coalesced_reduction_zero12``, which reduces all gradients in the order of the parameters."""
+    _fill_missing(optimizer)
+    flush(engine, optimizer)
+
+
+def _fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Set missing gradients to zeros, as which the optimizer reads them anyway where no rank has one."""
     name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for parameters in optimizer.bit16_groups:
         for parameter in parameters:
             if getattr(parameter, name, None) is None:
                 dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else parameter.dtype
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
-    return reduce_gradients(optimizer, *args, **options)
 
 
 class ComparedBuckets:
@@ -90,7 +101,7 @@ class ComparedBuckets:
         self._device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
         self._reads_later = traits_of(group, self._device).ordered_by_stream
         self._side = SideStream(self._device)
-        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Sequence[Any], ...]]] = []
+        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Any, ...]]] = []
         """The extremes of digests that are on their way, and what they are of on this rank."""
         self._modules = list(module.modules())
         self.waits_for_device = False
@@ -102,6 +113,7 @@ class ComparedBuckets:
         parameters: Sequence[nn.Parameter],
         gathered: Sequence[nn.Module] = (),
         external: Sequence[nn.Parameter] = (),
+        facts: Sequence[str] = (),
     ) -> None:
         """Compare what a bucket holds; collective over the group, without a wait if streams order collectives.
 
@@ -110,6 +122,7 @@ class ComparedBuckets:
             parameters: the parameters of the bucket, for the message.
             gathered: the modules for which parameters were gathered, for the message.
             external: parameters that were gathered outside of their own module, for the message.
+            facts: what else the content holds, for the message.
         """
         number = hash(tuple(content))
         extremes = torch.tensor([number, ~number])
@@ -117,7 +130,7 @@ class ComparedBuckets:
             extremes = extremes.to(self._device, non_blocking=True)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True).wait()
             extremes = extremes.to("cpu", non_blocking=True)
-        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external)))
+        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external, facts)))
         if not self._reads_later or self.waits_for_device:
             self.read()
 
@@ -137,33 +150,44 @@ class ComparedBuckets:
 
     def external_parameters(self) -> list[Any]:
         """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
-        found = [vars(module).get("_external_params") for module in self._modules]
-        return [parameter for each in found if each for parameter in each.values()]
+        return [parameter for each in filter(None, self._external) for parameter in each.values()]
+
+    @cached_property
+    def _external(self) -> list[dict[Any, Any]]:
+        """The dictionaries of all modules, which ZeRO 3 creates when it starts and fills later; most are empty."""
+        return [found for module in self._modules if (found := vars(module).get("_external_params")) is not None]
 
     def _refuse(
-        self, parameters: Sequence[nn.Parameter], gathered: Sequence[nn.Module], external: Sequence[nn.Parameter]
-    ) -> None:
+        self,
+        parameters: Sequence[nn.Parameter],
+        gathered: Sequence[nn.Module],
+        external: Sequence[nn.Parameter],
+        facts: Sequence[str],
+    ) -> NoReturn:
         """Name the first ones that differ, through the store: the group may be blocked by what was reduced."""
         root = self._modules[0]
         names: dict[object, str] = {parameter: name for name, parameter in root.named_parameters()}
         names |= {module: f"module {name!r}" for name, module in root.named_modules()}
-        lines = [
+        lines = [*facts]
+        lines += [
             f"{place}. {what}{names.get(each, 'unnamed')}"
             for what, group in (("", parameters), ("forward of ", gathered), ("read outside of its module: ", external))
             for place, each in enumerate(group, start=1)
         ]
         members = sorted(dist.get_process_group_ranks(self._group))
+        problem = "the ranks do not agree on the gradients that they reduce together, but have the same names for them"
         try:
             agree("", members, job_timeout(), subject="the gradients that they reduce together", lines=lines)
         except DisagreementError as error:
-            remedy = 'attach a GradientReducer ({"gradient_reducer": true}), which averages by parameter, in any order'
-            if self._stage == 3:
-                remedy = "use ZeRO 1, or stage 1 or 2 with a GradientReducer, which averages by parameter, in any order"
-            raise DisagreementError(
-                f"{error}\nZeRO {self._stage} adds gradients by places in a bucket, in the order in which backward "
-                "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
-                f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
-            ) from None
+            problem = str(error)
+        remedy = 'attach a GradientReducer ({"gradient_reducer": true}), which averages by parameter, in any order'
+        if self._stage == 3:
+            remedy = "use ZeRO 1, or stage 1 or 2 with a GradientReducer, which averages by parameter, in any order"
+        raise DisagreementError(
+            f"{problem}\nZeRO {self._stage} adds gradients by places in a bucket, in the order in which backward "
+            "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
+            f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
+        )
 
 
 def compare_bucket(
@@ -191,13 +215,17 @@ def compare_partitioned_bucket(
     content = [parameter.ds_id for parameter in parameters]
     gathered: list[nn.Module] = []
     external: list[Any] = []
+    facts: list[str] = []
     if compared.waits_for_device:
         coordinator = optimizer.parameter_offload.get_param_coordinator()
-        content += [coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]]
-        gathered = [] if coordinator.is_complete_trace() else list(vars(coordinator)[_ORDER])
+        is_known, number = coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]
+        content += [is_known, number]
+        order = "in the order of earlier steps" if is_known else "in an order that earlier steps did not have"
+        facts = [f"{number} modules have gathered parameters, {order}"]
+        gathered = [] if is_known else list(vars(coordinator)[_ORDER])
         external = compared.external_parameters()
         content += [-1, *(module.ds_id for module in gathered), -1, *(parameter.ds_id for parameter in external)]
-    compared.compare(content, parameters, gathered, external)
+    compared.compare(content, parameters, gathered, external, facts)
     return reduce(optimizer, comm_dtype)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -40,7 +41,7 @@ _Parts: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of the same elements, of this rank's parameters and of its master weights."""
 _SAMPLED = 1024
 """The number of elements of each partition that are compared in every step."""
-_PARTS_AT_ONCE = 32
+_PARTS_AT_ONCE = 4
 """The number of partitions that are compared in one step, in turn if there are more."""
 _STEPS_THAT_WAIT = 2
 _AT_A_TIME = 1 << 24
@@ -74,6 +75,9 @@ class WrittenWeights:
         self.grid = grid
         self._optimizer = optimizer
         self._named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._parameters = [each for _, each in self._named]
+        self._placed: list[nn.Parameter]
+        self._addresses: list[int]
         self._versions = self._current_versions()
         self._places = self._find_places()
         self._steps = 0
@@ -83,9 +87,11 @@ class WrittenWeights:
     def keep(self) -> None:
         """Copy written weights to the master weights, and warn about them; local to this rank."""
         parts = self._parts()  # first of all, because it waits for parameters in flight
-        versions = self._current_versions()
-        names = [name for (name, _), old, new in zip(self._named, self._versions, versions, strict=True) if old != new]
-        self._versions = versions
+        versions, names = self._current_versions(), []
+        if versions != self._versions:
+            found_now = zip(self._named, self._versions, versions, strict=True)
+            names = [name for (name, _), old, new in found_now if old != new]
+            self._versions = versions
         replaced = self._put_back(parts)
         found = bool(replaced)
         if names or replaced or self._sample_differs(parts):
@@ -100,7 +106,7 @@ class WrittenWeights:
         warn(
             f"{which} were written after deepspeed.initialize or between steps, but step {self._steps} overwrites them "
             f"by the master weights: {result}. Call engine.optimizer.refresh_fp32_params() after you write parameters, "
-            "or set grid.check_weights = False if they shall be overwritten"
+            "or set grid.check_weights = False if that is intended"
         )
 
     def _parts(self) -> _Parts:
@@ -112,39 +118,47 @@ class WrittenWeights:
         ]
 
     def _current_versions(self) -> list[int]:
-        return [parameter._version for _, parameter in self._named]
+        return [*map(attrgetter("_version"), self._parameters)]
 
-    def _find_places(self) -> list[_Place | None]:
+    def _find_places(self) -> list[_Place]:
+        """Return the places of the parameters that are parts of flat tensors, and keep their addresses."""
         flats = {own.untyped_storage().data_ptr() for own, _ in self._parts()}
         if isinstance(self._optimizer, _NOT_FLAT):
             flats.clear()
-        return [
-            _Place(each.data_ptr(), start, int(each.storage_offset()))
-            if (start := each.untyped_storage().data_ptr()) in flats
-            else None
-            for _, each in self._named
+        places = [
+            _Place(name, each, start, int(each.storage_offset()), each.shape)
+            for name, each in self._named
+            if flats and (start := each.untyped_storage().data_ptr()) in flats
         ]
+        self._placed = [place.parameter for place in places]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._placed)]
+        return places
 
     def _put_back(self, parts: _Parts) -> list[str]:
         """Copy what a program has set as ``parameter.data`` to the flat tensors; return the names of what differs."""
-        moved = [
-            (name, parameter, place)
-            for (name, parameter), place in zip(self._named, self._places, strict=True)
-            if place is not None and parameter.data_ptr() != place.address
-        ]
-        flats = {own.untyped_storage().data_ptr(): own for own, _ in parts} if moved else {}
+        addresses = [*map(torch.Tensor.data_ptr, self._placed)]
+        if addresses == self._addresses:
+            return []
+        flats = {own.untyped_storage().data_ptr(): own for own, _ in parts}
         replaced = []
-        for name, parameter, place in moved:
-            is_foreign = parameter.untyped_storage().data_ptr() not in flats and place.start in flats
-            if is_foreign and parameter.numel() and not parameter.is_meta:
+        for place, old, new in zip(self._places, self._addresses, addresses, strict=True):
+            parameter = place.parameter
+            if new == old or not parameter.numel() or parameter.is_meta or place.start not in flats:
+                continue
+            if parameter.untyped_storage().data_ptr() not in flats:
+                if parameter.shape != place.shape:
+                    raise ValueError(
+                        f"{place.name}.data was replaced by a tensor of shape {tuple(parameter.shape)}, but the engine "
+                        f"trains one of shape {tuple(place.shape)}, which is a part of a larger tensor: assign one of "
+                        "that shape, or build another engine for the changed model"
+                    )
                 flat = flats[place.start]
-                view = flat.new_empty(0).set_(flat.untyped_storage(), place.offset, parameter.shape)  # type: ignore[call-overload]
+                view = flat.new_empty(0).set_(flat.untyped_storage(), place.offset, place.shape)  # type: ignore[call-overload]
                 if not torch.equal(view, parameter.detach().to(view)):
                     view.copy_(parameter.detach())
-                    replaced.append(name)
+                    replaced.append(place.name)
                 parameter.data = view
-        if moved:
-            self._places = self._find_places()
+        self._places = self._find_places()
         return replaced
 
     def _sample_differs(self, parts: _Parts) -> bool:
@@ -166,16 +180,18 @@ class WrittenWeights:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is: its address, that of the memory of its flat tensor, and its offset there."""
+    """Where a parameter belongs: the address of the memory of its flat tensor, its offset there, and its shape."""
 
-    address: int
+    name: str
+    parameter: nn.Parameter
     start: int
     offset: int
+    shape: torch.Size
 
 
 def _sample_differs(own: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     step = -(-own.numel() // _SAMPLED)
-    ours, theirs = own.reshape(-1)[::step].float(), master.reshape(-1)[::step].to(own.device).float()
+    ours, theirs = own.reshape(-1)[::step].float(), master.reshape(-1)[::step].to(own.device, non_blocking=True).float()
     limits = torch.finfo(own.dtype)
     return ((ours - theirs).abs() > 2 * limits.eps * (theirs.abs() + limits.tiny)).any()
 

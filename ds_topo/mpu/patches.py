@@ -132,8 +132,18 @@ ACCUMULATE_OFFLOADED, STEP_ON_USED_PARTITIONS = patches_of("""
       step: The same after gradients of unused parameters were cleared, or handed to an offloaded optimizer.
         Memory of gradients still has those of an earlier step if a micro-batch does not use a parameter.
 """)
-REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET, REDUCE_LAST_BUCKETS = patches_of("""
+(
+    REDUCE_COALESCED,
+    REDUCE_IN_ORDER,
+    REDUCE_BUCKET,
+    STEP_AFTER_COMPARISON,
+    REDUCE_PARTITIONED_BUCKET,
+    REDUCE_LAST_BUCKETS,
+) = patches_of("""
     while: the grid of an engine exists that reduces gradients in buckets
+    deepspeed.runtime.engine.DeepSpeedEngine
+      _flush_coalesced_reduction_zero12: The same with gradients of zeros where this rank has none.
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       reduce_gradients: At stage 1, the same with gradients of zeros where this rank has none.
         DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
@@ -144,15 +154,14 @@ REDUCE_IN_ORDER, REDUCE_BUCKET, STEP_AFTER_COMPARISON, REDUCE_PARTITIONED_BUCKET
       independent_gradient_partition_epilogue: The same. Comparisons are read here, where it waits for the device.
         Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
 """)
-FIRST_FORWARD, FIRST_STEP, DIRECT_STEP, FIRST_BATCH = patches_of("""
+FIRST_FORWARD, MODEL_STEP, FIRST_BATCH = patches_of("""
     while: the grid of the engine exists, for warnings of the first step
     deepspeed.runtime.engine.DeepSpeedEngine
       forward: The same. Before the first step it takes digests of the samples.
-      _take_model_step: The same. The first one compares these digests between replicas.
         Replicas that read the same samples train as one, without an error.
-    while: the grid of the engine exists, for steps of its optimizer
+    while: the grid of the engine exists, for warnings of the first step and of steps of the optimizer
     deepspeed.runtime.engine.DeepSpeedEngine
-      _take_model_step: The same, after which a step of the optimizer is one of the program.
+      _take_model_step: The same. The first one compares these digests. Then a step of the optimizer is a program's.
         optimizer.step() without engine.step() counts no micro-batches, so gradients may not be reduced.
     while: the grid of the engine exists, for warnings of the first step
     deepspeed.runtime.pipe.engine.PipelineEngine

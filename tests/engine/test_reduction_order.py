@@ -73,6 +73,34 @@ def test_zero_1_averages_whatever_ranks_use(world: Worlds, use: str, spec: str) 
     assert max(world(2 * spec.count("2")).run(_train, spec, use, {"stage": 1})) < 1e-6
 
 
+def _train_coalesced(zero: dict[str, Any]) -> float:
+    """Return the largest relative difference from one process after a step of two backward passes in one block."""
+    start()
+    module, alone = Parts(), Parts()
+    config = {"gradient_accumulation_steps": 1, "zero_optimization": zero}
+    with PipelineParallelGrid("data=2") as grid:
+        engine, *_ = initialize(model=module, mpu=grid, config=settings(**config))
+        orders = _USES["other parameters"]
+        with engine.coalesce_grad_reduction():
+            for step in range(2):
+                engine.backward(engine(_samples(step, dist.get_rank()), orders[dist.get_rank()]) / 2)
+        engine.step()
+        for step in range(2):
+            for rank, order in enumerate(orders):
+                (alone(_samples(step, rank), order) / 4).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        found = [parameter.detach().clone() for parameter in module.parameters()]
+        engine.destroy()
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "zero", mark_exhaustive([{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": True}], lambda n, _: n < 2)
+)
+def test_coalesced_gradients_are_averages(world: Worlds, zero: dict[str, Any]) -> None:
+    assert max(world(2).run(_train_coalesced, zero)) < 1e-6
+
+
 _REDUCED_IN_BACKWARD = [
     ({"stage": 2}, "another order"),
     ({"stage": 2}, "more parameters"),
@@ -104,6 +132,24 @@ def test_buckets_that_differ_are_refused_on_all_ranks(
 def test_a_later_step_that_differs_is_refused(world: Worlds) -> None:
     for error in world(2).run(_train, "data=2", "another order", {"stage": 2}, 2, expect_failure=True):
         assert "1. parts." in str(error)
+
+
+def _end_backward_early() -> None:
+    """Train at ZeRO 3; in the last step, backward on rank 1 does not reach the first module, without parameters."""
+    start()
+    module = nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
+    with PipelineParallelGrid("data=2") as grid:
+        engine, *_ = initialize(model=module, mpu=grid, config=settings(zero_optimization={"stage": 3}))
+        for step in range(6):
+            inputs = _samples(step, dist.get_rank()).requires_grad_(step < 5 or dist.get_rank() == 0)
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+
+
+def test_another_number_of_gathers_is_refused(world: Worlds) -> None:
+    for error in world(2).run(_end_backward_early, expect_failure=True):
+        assert isinstance(error, DisagreementError)
+        assert "modules have gathered parameters, in the order of earlier steps" in str(error)
 
 
 @pytest.mark.exhaustive

@@ -135,3 +135,19 @@ def test_the_switch_leaves_weights_as_deepspeed_does(world: Worlds) -> None:
     for difference, said in world(2).run(_trained, 1, _BF16, _loaded, False):
         assert difference > 0.5
         assert said == []
+
+
+def _replaced_by_another_shape() -> None:
+    start()
+    config = settings(zero_optimization={"stage": 1}, gradient_accumulation_steps=1)
+    with PipelineParallelGrid("data=2") as grid:
+        engine, *_ = initialize(model=_layers(), mpu=grid, config=config)
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.module[0].weight.data = torch.zeros(16, 8)
+        engine.step()
+
+
+def test_weights_of_another_shape_are_refused(world: Worlds) -> None:
+    for error in world(2).run(_replaced_by_another_shape, expect_failure=True):
+        assert isinstance(error, ValueError)
+        assert "0.weight.data was replaced by a tensor of shape (16, 8)" in str(error)
