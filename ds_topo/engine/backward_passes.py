@@ -9,8 +9,9 @@ losses. It then omits or overwrites gradients, or fails later without naming the
 for each backward pass that brings gradients to parameters; others, by ``torch.autograd.grad``, it leaves alone.
 
 *Dividing.* A gradient is divided at each output that it passes: twice for an output of which another output depends,
-such as hidden states, or for two engines one after the other. Here the outputs are views, through which a gradient
-enters the engine once, and it is multiplied again where it leaves through an input to an earlier engine.
+such as hidden states, or for two engines one after the other. Here several outputs are other tensors of the same
+memory, through which a gradient enters the engine once, and it is multiplied again where it leaves through an input to
+an earlier engine. No one of them is a view that a program may change in place, as torch then drops hooks of the view.
 
 *Reducing.* ZeRO 1 and 2 keep the result of one backward pass of the last micro-batch. There a second one before the
 step is refused.
@@ -19,6 +20,7 @@ step is refused.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,24 +69,14 @@ class _Passes:
     # -- forward
 
     def forward(self, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``engine.forward``, which returns views."""
-        if not torch.is_grad_enabled():
+        """Replace ``engine.forward``, whose outputs divide gradients."""
+        if not torch.is_grad_enabled() or is_functorch_transforming():
             return forward(engine, *args, **options)
         if engine.gradient_accumulation_steps() > 1:
             restored = partial(_restored, engine)
             args, options = _changed(args, restored), _changed(options, restored)
         outputs = forward(engine, *args, **options)
-        return _changed(outputs, partial(self._view_of_output, engine, []))
-
-    def _view_of_output(self, engine: DeepSpeedEngine, used_by: list[int], output: torch.Tensor) -> torch.Tensor:
-        """Return a view whose gradient enters the engine here; ``used_by`` is shared by a forward pass."""
-        if output.grad_fn is None:
-            return output
-        view = output.view_as(output) if output.layout is torch.strided else output
-        node: Any = view.grad_fn
-        node.metadata[_OUTPUT] = True
-        view.register_hook(partial(self._enter, engine, used_by))
-        return view
+        return _with_entries(outputs, partial(self._enter, engine, []))
 
     def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming():
@@ -175,6 +167,67 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
 
 
+# -- outputs and inputs that may change in place ----------------------------------------------------------------------
+
+
+class _OutputOfEngine(torch.autograd.Function):
+    """The same memory as a tensor that is no view: torch keeps its hooks if a program changes it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _OverlappingOutputOfEngine(torch.autograd.Function):
+    """A view of a tensor whose memory another output has too: torch refuses to change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _InputOfEngine(_OverlappingOutputOfEngine):
+    """The same for an input, which the program has too: a module that changes it in place gets ``input.clone()``."""
+
+
+def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the outputs of a forward pass as tensors that call ``enter`` with their gradients."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(output: torch.Tensor) -> torch.Tensor:
+        if output.grad_fn is not None:
+            found[id(output)] = output
+        return output
+
+    _changed(outputs, note)
+    if isinstance(outputs, torch.Tensor) and found and not outputs._is_view():
+        node: Any = outputs.grad_fn
+        if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
+            node.metadata[_OUTPUT] = True
+            outputs.register_hook(enter)
+            return outputs
+    bases = Counter(id(output._base if output._is_view() else output) for output in found.values())
+    entries = {}
+    for key, output in found.items():
+        if output.layout is torch.strided:
+            overlaps = bases[id(output._base if output._is_view() else output)] > 1
+            entry = (_OverlappingOutputOfEngine if overlaps else _OutputOfEngine).apply(output)
+        else:
+            entry = output
+        entry.grad_fn.metadata[_OUTPUT] = True
+        entry.register_hook(enter)
+        entries[key] = entry
+    return _changed(outputs, lambda output: entries.get(id(output), output))
+
+
 # -- dividing by the number of micro-batches --------------------------------------------------------------------------
 
 _OUTPUT = "ds_topo: output of an engine"
@@ -188,10 +241,10 @@ def _divided(engine: DeepSpeedEngine, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _restored(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
-    """Return a view of an input that depends on an engine's output; its gradient is not divided by this engine."""
+    """Return an input that depends on an engine's output so that this engine does not divide its gradient."""
     if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
         return value
-    view = value.view_as(value)
+    view: torch.Tensor = _InputOfEngine.apply(value)
 
     def multiply(gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming() or not _reaches_parameters(engine):

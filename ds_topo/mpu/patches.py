@@ -65,7 +65,7 @@ FOLDING_TABLES, MODULE_STATES = patches_of("""
 FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPILOGUE, AUTOSP_BACKEND = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
-      forward: The same with the engine's own mpu, a comparison of the first samples, and views of the outputs.
+      forward: The same with the engine's own mpu, a comparison of the first samples, and hooks of the outputs.
       backward: The same with the engine's own mpu. It refuses gradients that the step cannot take any more.
       step: The same with the engine's own mpu, and now and then a comparison of steps while a watch is on.
         DeepSpeed's functions ask one mpu for all engines of a process, the mpu of the engine that was built last.
@@ -104,7 +104,7 @@ SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, ZERO_GRAD_OF_STEP = pa
         A step ends where the count of all micro-batches is a multiple of the new number.
       set_train_micro_batch_size: The same without a loader of training_data, which it refuses.
         The loader keeps its size.
-      _backward_prologue_per_tensor: The gradient itself, which hooks on views of the outputs divide.
+      _backward_prologue_per_tensor: The gradient itself, which hooks of the outputs divide.
         An output that depends on another output, or on one of another engine, would be divided twice.
       zero_grad: The same. The step may then have another backward pass.
         ZeRO 1 and 2 would keep the gradients of a second backward pass alone, which is refused.

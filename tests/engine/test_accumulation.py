@@ -270,6 +270,63 @@ def test_a_loss_through_two_engines_is_divided_once(world: Worlds, losses: Losse
     world(RANKS).run(_two_engines, losses, name, own)
 
 
+# -- outputs and inputs that a program changes in place -----------------------------------------------------------------
+
+
+class Chosen(Net):
+    """The net with other outputs, which may first change its input in place."""
+
+    def __init__(self, choose: Callable[..., Any], changes_input: bool = False) -> None:
+        super().__init__(4 if changes_input else 3)
+        self.choose, self.changes_input = choose, changes_input
+
+    def forward(self, hidden: torch.Tensor, use: str = "AB") -> Any:
+        return self.choose(*super().forward(hidden.mul_(2) if self.changes_input else hidden, use))
+
+
+CHOICES: list[Callable[..., Any]] = [
+    lambda first, second: (second + 1, first),
+    lambda first, second: second,
+    lambda first, second: second.t()[1:],
+    lambda first, second: {"a": second, "b": second},
+]
+
+
+def changed_outputs(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    outputs = net(data)
+    if isinstance(outputs, torch.Tensor):
+        outputs = (outputs,)
+    tensors = list(outputs.values() if isinstance(outputs, dict) else outputs)
+    tensors[0] /= 3
+    tensors[0].masked_fill_(tensors[0] > 0.5, 0.0)
+    yield torch.stack([each.square().mean() for each in tensors]).sum().div_(5)
+
+
+def changed_input(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield nets[1](nets[0](data)).square().mean()
+
+
+def changed_view(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    first, _ = net(data)
+    yield first.mul_(2).mean()
+
+
+def _in_place(own: bool) -> None:
+    for choose in CHOICES:
+        steps = [[changed_outputs] * 2]
+        found = of_engines([configured("zero1")], [Chosen(choose)], steps, own)
+        assert found == pytest.approx(of_one_process([Chosen(choose)], steps), rel=1e-5)
+    pick = CHOICES[1]
+    with pytest.raises(RuntimeError, match="InputOfEngine.* is a view and is being modified inplace"):
+        of_engines([configured("zero1")] * 2, [Chosen(pick), Chosen(pick, True)], [[changed_input] * 2], own)
+    with pytest.raises(RuntimeError, match="OverlappingOutputOfEngine.* is a view and is being modified inplace"):
+        of_engines([configured("zero1")], [Chosen(lambda first, second: (first, first[0]))], [[changed_view] * 2], own)
+
+
+def test_changes_in_place_keep_the_division(world: Worlds) -> None:
+    world(RANKS).run(_in_place, False)
+
+
 # -- another number of micro-batches -----------------------------------------------------------------------------------
 
 NUMBERS = [2, 3, 3, 2]
