@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.torch import is_functorch_transforming
 
-from ds_topo.ledger import Make, Patch, after, around
+from ds_topo.ledger import Make, Patch, around
 from ds_topo.mpu import patches
 from ds_topo.torch_names import current_backward, is_whole_backward
 
@@ -62,9 +63,14 @@ class _Passes:
         self._is_penalized = False
         """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned."""
 
-    def forget(self) -> None:
-        """Start a step."""
-        self._are_reduced = self._is_penalized = False
+    def step(self, step: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``engine.step``, after which a step starts unless more micro-batches follow."""
+        is_last = engine.is_gradient_accumulation_boundary()
+        result = step(engine, *args, **options)
+        self._is_penalized = False
+        if is_last:
+            self._are_reduced = False
+        return result
 
     # -- forward
 
@@ -134,13 +140,23 @@ class _Passes:
         if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
             self._are_reduced = not _takes_further_gradients(engine)
 
+    @contextmanager
+    def coalesce(self, coalesce: Any, engine: DeepSpeedEngine) -> Iterator[None]:
+        """Replace ``coalesce_grad_reduction``, at whose end gradients are reduced, in any micro-batch."""
+        self._require_none(engine)
+        with coalesce(engine):
+            try:
+                yield
+            finally:
+                self._are_reduced = not _takes_further_gradients(engine)
+
     def _require_none(self, engine: DeepSpeedEngine) -> None:
         if self._are_reduced:
             raise RuntimeError(
                 "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
                 f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
-                "engine.backward(first_loss + second_loss), or both inside `with engine.coalesce_grad_reduction():` at "
-                "ZeRO 1 and 2, or engine.step() after each; to discard the first gradients, call engine.zero_grad()"
+                "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
+                " at ZeRO 1 and 2, or engine.step() after each"
             )
 
     def _require_scaled(self) -> None:
@@ -297,5 +313,6 @@ def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         (patches.GRADIENT_OF_OUTPUT, around(lambda divide, engine, gradient: gradient)),
         (patches.BACKWARD_ON_GRID, around(passes.backward)),
         (patches.BACKWARD_EPILOGUE, around(passes.end_backward)),
-        *((row, after(passes.forget)) for row in (patches.STEP_ON_GRID, patches.ZERO_GRAD_OF_STEP)),
+        (patches.STEP_ON_GRID, around(passes.step)),
+        (patches.COALESCE_ONCE, around(passes.coalesce)),
     ]

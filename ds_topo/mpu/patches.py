@@ -97,7 +97,7 @@ LOADER_OF_SHARES, OWN_SAMPLES = patches_of("""
       _build_data_iter: The same for this rank's share of samples, on stages that read samples.
         The mpu of a pipeline counts peers along seq, which would read different samples.
 """)
-SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, ZERO_GRAD_OF_STEP = patches_of("""
+SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, COALESCE_ONCE = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
       set_train_batch_size: The same. The count of micro-batches then starts with the next step.
@@ -106,8 +106,8 @@ SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, ZERO_GRAD_OF_STEP = pa
         The loader keeps its size.
       _backward_prologue_per_tensor: The gradient itself, which hooks of the outputs divide.
         An output that depends on another output, or on one of another engine, would be divided twice.
-      zero_grad: The same. The step may then have another backward pass.
-        ZeRO 1 and 2 would keep the gradients of a second backward pass alone, which is refused.
+      coalesce_grad_reduction: The same, once in a step at ZeRO 1 and 2.
+        They would keep the gradients of the last one alone.
 """)
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists

@@ -231,6 +231,40 @@ def test_several_losses_and_forward_passes(world: Worlds, losses: Losses, name: 
     world(RANKS).run(_several, losses, name, own, reduced)
 
 
+def _further_passes() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        for micro_batches in (1, 2):
+            engine, *_ = initialize(model=Net(), mpu=grid, config=configured("zero1", micro_batches))
+
+            def train(engine: Any = engine) -> None:
+                engine.backward(engine(sample(0, 0, 0))[1].mean())
+
+            for _ in range(2):
+                with engine.coalesce_grad_reduction():
+                    train()
+                    train()
+                for _ in range(micro_batches):  # the first of two steps is none
+                    with pytest.raises(RuntimeError, match=ONE_PASS), engine.coalesce_grad_reduction():
+                        pass
+                    with pytest.raises(RuntimeError, match=ONE_PASS):
+                        train()
+                    engine.step()
+            for _ in range(micro_batches):
+                train()
+                if engine.is_gradient_accumulation_boundary():
+                    engine.zero_grad()  # leaves gradients of earlier micro-batches in the optimizer
+                    with pytest.raises(RuntimeError, match=ONE_PASS):
+                        train()
+                engine.step()
+            assert engine.global_steps == 3
+            destroy_engine(engine)
+
+
+def test_further_passes_after_a_reduction_are_refused(world: Worlds) -> None:
+    world(RANKS).run(_further_passes)
+
+
 def nested(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
     yield nets[1](2 * nets[0](data)[1] + 1)[1].square().mean()
 
@@ -387,6 +421,25 @@ def test_steps_end_after_a_changed_number_of_micro_batches(
     world(RANKS).run(_change, name, by_assignment, reduced)
 
 
+def _change_of_own_steps() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        config = {**configured("zero1"), "managed_gradient_accumulation": False}
+        engine, *_ = initialize(model=Net(), mpu=grid, config=config)
+        for number in (3, 2, 1):
+            engine.backward(engine(sample(0, 0, 0))[1].mean())
+            with pytest.raises(EngineOptionError, match="after 1 of the . micro-batches of a step"):
+                engine.set_train_batch_size(number * 2 * RANKS)
+            engine.step()
+            engine.set_train_batch_size(number * 2 * RANKS)
+        assert engine.micro_steps == 3
+        destroy_engine(engine)
+
+
+def test_programs_that_end_steps_change_the_number_between_them(world: Worlds) -> None:
+    world(RANKS).run(_change_of_own_steps)
+
+
 def _change_in_a_pipeline() -> None:
     start()
     norms = []
@@ -417,6 +470,8 @@ def _change_with_a_loader() -> None:
         dataset = [torch.zeros(8) for _ in range(16)]
         for given in (dataset, None):
             engine, *_ = initialize(model=Net(), mpu=grid, config=configured("zero1"), training_data=given)
+            if grid.get_sample_rank() == 0:  # as set_dataloader() and set_dataiterator() on some stages of a pipeline
+                engine.training_dataloader = None if given else [dataset]
             engine.set_train_micro_batch_size(2)
             with pytest.raises(EngineOptionError, match="give a number of samples, at least 1"):
                 engine.set_train_micro_batch_size(0)
