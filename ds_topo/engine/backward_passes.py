@@ -224,18 +224,19 @@ def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -
         return output
 
     _changed(outputs, note)
-    if isinstance(outputs, torch.Tensor) and found and not outputs._is_view():
+    if isinstance(outputs, torch.Tensor) and found and outputs._base is None:
         node: Any = outputs.grad_fn
         if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
             node.metadata[_OUTPUT] = True
             outputs.register_hook(enter)
             return outputs
-    bases = Counter(id(output._base if output._is_view() else output) for output in found.values())
+    memory = {key: key if output._base is None else id(output._base) for key, output in found.items()}
+    users = Counter(memory.values())
     entries = {}
     for key, output in found.items():
         if output.layout is torch.strided:
-            overlaps = bases[id(output._base if output._is_view() else output)] > 1
-            entry = (_OverlappingOutputOfEngine if overlaps else _OutputOfEngine).apply(output)
+            kind: Any = _OutputOfEngine if users[memory[key]] == 1 else _OverlappingOutputOfEngine
+            entry = kind.apply(output)
         else:
             entry = output
         entry.grad_fn.metadata[_OUTPUT] = True
@@ -260,7 +261,8 @@ def _restored(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
     """Return an input that depends on an engine's output so that this engine does not divide its gradient."""
     if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
         return value
-    view: torch.Tensor = _InputOfEngine.apply(value)
+    of_engine: Any = _InputOfEngine
+    view: torch.Tensor = of_engine.apply(value)
 
     def multiply(gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming() or not _reaches_parameters(engine):

@@ -304,7 +304,7 @@ def test_a_loss_through_two_engines_is_divided_once(world: Worlds, losses: Losse
     world(RANKS).run(_two_engines, losses, name, own)
 
 
-# -- outputs and inputs that a program changes in place -----------------------------------------------------------------
+# -- outputs and inputs that a program changes in place ----------------------------------------------------------------
 
 
 class Chosen(Net):
@@ -351,9 +351,9 @@ def _in_place(own: bool) -> None:
         found = of_engines([configured("zero1")], [Chosen(choose)], steps, own)
         assert found == pytest.approx(of_one_process([Chosen(choose)], steps), rel=1e-5)
     pick = CHOICES[1]
-    with pytest.raises(RuntimeError, match="InputOfEngine.* is a view and is being modified inplace"):
+    with pytest.raises(RuntimeError, match=r"InputOfEngine.* is a view and is being modified inplace"):
         of_engines([configured("zero1")] * 2, [Chosen(pick), Chosen(pick, True)], [[changed_input] * 2], own)
-    with pytest.raises(RuntimeError, match="OverlappingOutputOfEngine.* is a view and is being modified inplace"):
+    with pytest.raises(RuntimeError, match=r"OverlappingOutputOfEngine.* is a view and is being modified inplace"):
         of_engines([configured("zero1")], [Chosen(lambda first, second: (first, first[0]))], [[changed_view] * 2], own)
 
 
@@ -428,7 +428,7 @@ def _change_of_own_steps() -> None:
         engine, *_ = initialize(model=Net(), mpu=grid, config=config)
         for number in (3, 2, 1):
             engine.backward(engine(sample(0, 0, 0))[1].mean())
-            with pytest.raises(EngineOptionError, match="after 1 of the . micro-batches of a step"):
+            with pytest.raises(EngineOptionError, match=r"after 1 of the . micro-batches of a step"):
                 engine.set_train_batch_size(number * 2 * RANKS)
             engine.step()
             engine.set_train_batch_size(number * 2 * RANKS)
