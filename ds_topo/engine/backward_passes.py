@@ -230,11 +230,12 @@ def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -
             node.metadata[_OUTPUT] = True
             outputs.register_hook(enter)
             return outputs
-    memory = {key: key if output._base is None else id(output._base) for key, output in found.items()}
+    strided = {key: output for key, output in found.items() if output.layout is torch.strided}
+    memory = {key: output.untyped_storage()._cdata for key, output in strided.items()}
     users = Counter(memory.values())
     entries = {}
     for key, output in found.items():
-        if output.layout is torch.strided:
+        if key in strided:
             kind: Any = _OutputOfEngine if users[memory[key]] == 1 else _OverlappingOutputOfEngine
             entry = kind.apply(output)
         else:
