@@ -369,6 +369,6 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
-    Reliance(torch.Tensor, "_base", "It tells whether a tensor that backward keeps is a view of a parameter."),
-    Reliance(torch.UntypedStorage, "_cdata", "It tells which tensors on the meta device share their storage."),
+    Reliance(torch.Tensor, "_base", "It tells of which tensor, such as a parameter, another is a view."),
+    Reliance(torch.UntypedStorage, "_cdata", "It tells which tensors share their storage."),
 )

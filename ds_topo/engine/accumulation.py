@@ -19,11 +19,13 @@ from ds_topo.ledger import Make, Patch, around
 from ds_topo.mpu import patches
 
 
-def _is_within_step(engine: DeepSpeedEngine, steps: int) -> bool:
-    """Tell whether gradients of the current step have been accumulated already, of which each has ``steps`` parts."""
+def _in_this_step(engine: DeepSpeedEngine, steps: int) -> int:
+    """Return how many micro-batches of the current step have gradients already; a step has ``steps`` of them."""
+    if not engine.managed_gradient_accumulation():
+        return int(engine._unmanaged_backward_count)  # micro_steps counts steps
     if engine._is_gradient_accumulation_boundary is not None or isinstance(engine, PipelineEngine):
-        return False  # the program says which micro-batch is the last; a pipeline takes whole steps
-    return bool(engine.micro_steps % steps)
+        return 0  # the program says which micro-batch is the last; a pipeline takes whole steps
+    return int(engine.micro_steps % steps)
 
 
 def _settle(known: list[int], engine: DeepSpeedEngine) -> None:
@@ -31,13 +33,15 @@ def _settle(known: list[int], engine: DeepSpeedEngine) -> None:
     steps = engine.gradient_accumulation_steps()
     if steps == known[0]:
         return
-    if _is_within_step(engine, known[0]):
+    done = _in_this_step(engine, known[0])
+    if done:
         raise EngineOptionError(
-            f"gradient_accumulation_steps has become {steps} after {engine.micro_steps % known[0]} of the {known[0]} "
+            f"gradient_accumulation_steps has become {steps} after {done} of the {known[0]} "
             f"micro-batches of a step, whose gradients are divided by {known[0]}: change it after "
             "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
         )
-    engine.micro_steps = engine.micro_steps // known[0] * steps
+    if engine.managed_gradient_accumulation():
+        engine.micro_steps = engine.micro_steps // known[0] * steps
     known[0] = steps
 
 
@@ -61,9 +65,10 @@ def _set_batch_size(known: list[int], set_size: Any, engine: DeepSpeedEngine, tr
             f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples in "
             f"a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * known[0]}"
         )
-    if train_batch_size != engine.train_batch_size() and _is_within_step(engine, known[0]):
+    done = _in_this_step(engine, known[0])
+    if done and train_batch_size != engine.train_batch_size():
         raise EngineOptionError(
-            f"set_train_batch_size({train_batch_size}) after {engine.micro_steps % known[0]} of the {known[0]} "
+            f"set_train_batch_size({train_batch_size}) after {done} of the {known[0]} "
             f"micro-batches of a step, whose gradients are divided by {known[0]}: call it after engine.step() has "
             "ended the step"
         )
@@ -77,8 +82,8 @@ def _set_micro_batch_size(set_size: Any, engine: DeepSpeedEngine, micro_batch_si
         raise EngineOptionError(
             f"set_train_micro_batch_size({abridged(micro_batch_size)}): give a number of samples, at least 1"
         )
-    loader = engine.training_dataloader
-    if loader is not None and micro_batch_size != engine.train_micro_batch_size_per_gpu():
+    has_loader = engine.training_data is not None  # training_dataloader is None on some stages of a pipeline
+    if has_loader and micro_batch_size != engine.train_micro_batch_size_per_gpu():
         raise EngineOptionError(
             f"set_train_micro_batch_size({micro_batch_size}): the data loader of training_data= goes on with batches "
             f"of {engine.train_micro_batch_size_per_gpu()} samples. Omit training_data= and read batches of the new "

@@ -9,8 +9,9 @@ losses. It then omits or overwrites gradients, or fails later without naming the
 for each backward pass that brings gradients to parameters; others, by ``torch.autograd.grad``, it leaves alone.
 
 *Dividing.* A gradient is divided at each output that it passes: twice for an output of which another output depends,
-such as hidden states, or for two engines one after the other. Here the outputs are views, through which a gradient
-enters the engine once, and it is multiplied again where it leaves through an input to an earlier engine.
+such as hidden states, or for two engines one after the other. Here several outputs are other tensors of the same
+memory, through which a gradient enters the engine once, and it is multiplied again where it leaves through an input to
+an earlier engine. No one of them is a view that a program may change in place, as torch then drops hooks of the view.
 
 *Reducing.* ZeRO 1 and 2 keep the result of one backward pass of the last micro-batch. There a second one before the
 step is refused.
@@ -19,7 +20,9 @@ step is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,7 +34,7 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.torch import is_functorch_transforming
 
-from ds_topo.ledger import Make, Patch, after, around
+from ds_topo.ledger import Make, Patch, around
 from ds_topo.mpu import patches
 from ds_topo.torch_names import current_backward, is_whole_backward
 
@@ -60,31 +63,26 @@ class _Passes:
         self._is_penalized = False
         """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned."""
 
-    def forget(self) -> None:
-        """Start a step."""
-        self._are_reduced = self._is_penalized = False
+    def step(self, step: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``engine.step``, after which a step starts unless more micro-batches follow."""
+        is_last = engine.is_gradient_accumulation_boundary()
+        result = step(engine, *args, **options)
+        self._is_penalized = False
+        if is_last:
+            self._are_reduced = False
+        return result
 
     # -- forward
 
     def forward(self, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``engine.forward``, which returns views."""
-        if not torch.is_grad_enabled():
+        """Replace ``engine.forward``, whose outputs divide gradients."""
+        if not torch.is_grad_enabled() or is_functorch_transforming():
             return forward(engine, *args, **options)
         if engine.gradient_accumulation_steps() > 1:
             restored = partial(_restored, engine)
             args, options = _changed(args, restored), _changed(options, restored)
         outputs = forward(engine, *args, **options)
-        return _changed(outputs, partial(self._view_of_output, engine, []))
-
-    def _view_of_output(self, engine: DeepSpeedEngine, used_by: list[int], output: torch.Tensor) -> torch.Tensor:
-        """Return a view whose gradient enters the engine here; ``used_by`` is shared by a forward pass."""
-        if output.grad_fn is None:
-            return output
-        view = output.view_as(output) if output.layout is torch.strided else output
-        node: Any = view.grad_fn
-        node.metadata[_OUTPUT] = True
-        view.register_hook(partial(self._enter, engine, used_by))
-        return view
+        return _with_entries(outputs, partial(self._enter, engine, []))
 
     def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming():
@@ -142,13 +140,23 @@ class _Passes:
         if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
             self._are_reduced = not _takes_further_gradients(engine)
 
+    @contextmanager
+    def coalesce(self, coalesce: Any, engine: DeepSpeedEngine) -> Iterator[None]:
+        """Replace ``coalesce_grad_reduction``, at whose end gradients are reduced, in any micro-batch."""
+        self._require_none(engine)
+        with coalesce(engine):
+            try:
+                yield
+            finally:
+                self._are_reduced = not _takes_further_gradients(engine)
+
     def _require_none(self, engine: DeepSpeedEngine) -> None:
         if self._are_reduced:
             raise RuntimeError(
                 "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
                 f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
-                "engine.backward(first_loss + second_loss), or both inside `with engine.coalesce_grad_reduction():` at "
-                "ZeRO 1 and 2, or engine.step() after each; to discard the first gradients, call engine.zero_grad()"
+                "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
+                " at ZeRO 1 and 2, or engine.step() after each"
             )
 
     def _require_scaled(self) -> None:
@@ -175,6 +183,69 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
 
 
+# -- outputs and inputs that may change in place ----------------------------------------------------------------------
+
+
+class _OutputOfEngine(torch.autograd.Function):
+    """The same memory as a tensor that is no view: torch keeps its hooks if a program changes it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _OverlappingOutputOfEngine(torch.autograd.Function):
+    """A view of a tensor whose memory another output has too: torch refuses to change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _InputOfEngine(_OverlappingOutputOfEngine):
+    """The same for an input, which the program has too: a module that changes it in place gets ``input.clone()``."""
+
+
+def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the outputs of a forward pass as tensors that call ``enter`` with their gradients."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(output: torch.Tensor) -> torch.Tensor:
+        if output.grad_fn is not None:
+            found[id(output)] = output
+        return output
+
+    _changed(outputs, note)
+    if isinstance(outputs, torch.Tensor) and found and outputs._base is None:
+        node: Any = outputs.grad_fn
+        if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
+            node.metadata[_OUTPUT] = True
+            outputs.register_hook(enter)
+            return outputs
+    strided = {key: output for key, output in found.items() if output.layout is torch.strided}
+    memory = {key: output.untyped_storage()._cdata for key, output in strided.items()}
+    users = Counter(memory.values())
+    entries = {}
+    for key, output in found.items():
+        if key in strided:
+            kind: Any = _OutputOfEngine if users[memory[key]] == 1 else _OverlappingOutputOfEngine
+            entry = kind.apply(output)
+        else:
+            entry = output
+        entry.grad_fn.metadata[_OUTPUT] = True
+        entry.register_hook(enter)
+        entries[key] = entry
+    return _changed(outputs, lambda output: entries.get(id(output), output))
+
+
 # -- dividing by the number of micro-batches --------------------------------------------------------------------------
 
 _OUTPUT = "ds_topo: output of an engine"
@@ -188,10 +259,11 @@ def _divided(engine: DeepSpeedEngine, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _restored(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
-    """Return a view of an input that depends on an engine's output; its gradient is not divided by this engine."""
+    """Return an input that depends on an engine's output so that this engine does not divide its gradient."""
     if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
         return value
-    view = value.view_as(value)
+    of_engine: Any = _InputOfEngine
+    view: torch.Tensor = of_engine.apply(value)
 
     def multiply(gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming() or not _reaches_parameters(engine):
@@ -244,5 +316,6 @@ def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         (patches.GRADIENT_OF_OUTPUT, around(lambda divide, engine, gradient: gradient)),
         (patches.BACKWARD_ON_GRID, around(passes.backward)),
         (patches.BACKWARD_EPILOGUE, around(passes.end_backward)),
-        *((row, after(passes.forget)) for row in (patches.STEP_ON_GRID, patches.ZERO_GRAD_OF_STEP)),
+        (patches.STEP_ON_GRID, around(passes.step)),
+        (patches.COALESCE_ONCE, around(passes.coalesce)),
     ]

@@ -65,7 +65,7 @@ FOLDING_TABLES, MODULE_STATES = patches_of("""
 FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPILOGUE, AUTOSP_BACKEND = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
-      forward: The same with the engine's own mpu, a comparison of the first samples, and views of the outputs.
+      forward: The same with the engine's own mpu, a comparison of the first samples, and hooks of the outputs.
       backward: The same with the engine's own mpu. It refuses gradients that the step cannot take any more.
       step: The same with the engine's own mpu, and now and then a comparison of steps while a watch is on.
         DeepSpeed's functions ask one mpu for all engines of a process, the mpu of the engine that was built last.
@@ -97,17 +97,17 @@ LOADER_OF_SHARES, OWN_SAMPLES = patches_of("""
       _build_data_iter: The same for this rank's share of samples, on stages that read samples.
         The mpu of a pipeline counts peers along seq, which would read different samples.
 """)
-SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, ZERO_GRAD_OF_STEP = patches_of("""
+SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, COALESCE_ONCE = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
       set_train_batch_size: The same. The count of micro-batches then starts with the next step.
         A step ends where the count of all micro-batches is a multiple of the new number.
       set_train_micro_batch_size: The same without a loader of training_data, which it refuses.
         The loader keeps its size.
-      _backward_prologue_per_tensor: The gradient itself, which hooks on views of the outputs divide.
+      _backward_prologue_per_tensor: The gradient itself, which hooks of the outputs divide.
         An output that depends on another output, or on one of another engine, would be divided twice.
-      zero_grad: The same. The step may then have another backward pass.
-        ZeRO 1 and 2 would keep the gradients of a second backward pass alone, which is refused.
+      coalesce_grad_reduction: The same, once in a step at ZeRO 1 and 2.
+        They would keep the gradients of the last one alone.
 """)
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
@@ -503,6 +503,7 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _global_grad_norm: is what get_global_grad_norm() returns
   inside_no_sync_ctxt: tells which backward pass is the last one
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
+  _unmanaged_backward_count: is the number of micro-batches since the last step of a program that ends steps
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
   gate_modules: lists the gates whose capacity is padded
 deepspeed.runtime.base_optimizer.ZeROOptimizer

@@ -231,6 +231,40 @@ def test_several_losses_and_forward_passes(world: Worlds, losses: Losses, name: 
     world(RANKS).run(_several, losses, name, own, reduced)
 
 
+def _further_passes() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        for micro_batches in (1, 2):
+            engine, *_ = initialize(model=Net(), mpu=grid, config=configured("zero1", micro_batches))
+
+            def train(engine: Any = engine) -> None:
+                engine.backward(engine(sample(0, 0, 0))[1].mean())
+
+            for _ in range(2):
+                with engine.coalesce_grad_reduction():
+                    train()
+                    train()
+                for _ in range(micro_batches):  # the first of two steps is none
+                    with pytest.raises(RuntimeError, match=ONE_PASS), engine.coalesce_grad_reduction():
+                        pass
+                    with pytest.raises(RuntimeError, match=ONE_PASS):
+                        train()
+                    engine.step()
+            for _ in range(micro_batches):
+                train()
+                if engine.is_gradient_accumulation_boundary():
+                    engine.zero_grad()  # leaves gradients of earlier micro-batches in the optimizer
+                    with pytest.raises(RuntimeError, match=ONE_PASS):
+                        train()
+                engine.step()
+            assert engine.global_steps == 3
+            destroy_engine(engine)
+
+
+def test_further_passes_after_a_reduction_are_refused(world: Worlds) -> None:
+    world(RANKS).run(_further_passes)
+
+
 def nested(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
     yield nets[1](2 * nets[0](data)[1] + 1)[1].square().mean()
 
@@ -268,6 +302,77 @@ def _two_engines(losses: Losses, name: str, own: bool) -> None:
 )
 def test_a_loss_through_two_engines_is_divided_once(world: Worlds, losses: Losses, name: str, own: bool) -> None:
     world(RANKS).run(_two_engines, losses, name, own)
+
+
+# -- outputs and inputs that a program changes in place ----------------------------------------------------------------
+
+
+class Chosen(Net):
+    """The net with other outputs, which may first change its input in place."""
+
+    def __init__(self, choose: Callable[..., Any], changes_input: bool = False) -> None:
+        super().__init__(4 if changes_input else 3)
+        self.choose, self.changes_input = choose, changes_input
+
+    def forward(self, hidden: torch.Tensor, use: str = "AB") -> Any:
+        return self.choose(*super().forward(hidden.mul_(2) if self.changes_input else hidden, use))
+
+
+CHOICES: list[Callable[..., Any]] = [
+    lambda first, second: (second + 1, first),
+    lambda first, second: second,
+    lambda first, second: second.t()[1:],
+    lambda first, second: {"a": second, "b": second},
+]
+
+
+def changed_outputs(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    outputs = net(data)
+    if isinstance(outputs, torch.Tensor):
+        outputs = (outputs,)
+    tensors = list(outputs.values() if isinstance(outputs, dict) else outputs)
+    tensors[0] /= 3
+    tensors[0].masked_fill_(tensors[0] > 0.5, 0.0)
+    yield torch.stack([each.square().mean() for each in tensors]).sum().div_(5)
+
+
+def changed_input(nets: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield nets[1](nets[0](data)).square().mean()
+
+
+def changed_view(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    first, _ = net(data)
+    yield first.mul_(2).mean()
+
+
+def _in_place(name: str, own: bool) -> None:
+    for choose in CHOICES[: 3 if name == "zero3" else None]:
+        steps = [[changed_outputs] * 2]
+        found = of_engines([configured(name)], [Chosen(choose)], steps, own)
+        assert found == pytest.approx(of_one_process([Chosen(choose)], steps), rel=1e-5)
+    pick = CHOICES[1]
+    if name == "zero3":  # whose hooks give modules inputs that are no views
+        found = of_engines([configured(name)] * 2, [Chosen(pick), Chosen(pick, True)], [[changed_input] * 2], own)
+        expected = of_one_process([Chosen(pick), Chosen(pick, True)], [[changed_input] * 2])
+        assert found == pytest.approx(expected, rel=1e-5)
+    else:
+        with pytest.raises(RuntimeError, match=r"InputOfEngine.* is a view and is being modified inplace"):
+            of_engines([configured(name)] * 2, [Chosen(pick), Chosen(pick, True)], [[changed_input] * 2], own)
+    with pytest.raises(RuntimeError, match=r"OverlappingOutputOfEngine.* is a view and is being modified inplace"):
+        of_engines([configured(name)], [Chosen(lambda first, second: (first, first[0]))], [[changed_view] * 2], own)
+    if name == "zero3":  # whose hooks return two tensors for one
+        with pytest.raises(RuntimeError, match=r"OverlappingOutputOfEngine.* is a view and is being modified inplace"):
+            of_engines([configured(name)], [Chosen(CHOICES[3])], [[changed_outputs] * 2], own)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    mark_exhaustive(
+        [(name, own) for own in (False, True) for name in ("zero1", "zero2", "zero3")], lambda number, _: number == 0
+    ),
+)
+def test_changes_in_place_keep_the_division(world: Worlds, name: str, own: bool) -> None:
+    world(RANKS).run(_in_place, name, own)
 
 
 # -- another number of micro-batches -----------------------------------------------------------------------------------
@@ -330,6 +435,25 @@ def test_steps_end_after_a_changed_number_of_micro_batches(
     world(RANKS).run(_change, name, by_assignment, reduced)
 
 
+def _change_of_own_steps() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        config = {**configured("zero1"), "managed_gradient_accumulation": False}
+        engine, *_ = initialize(model=Net(), mpu=grid, config=config)
+        for number in (3, 2, 1):
+            engine.backward(engine(sample(0, 0, 0))[1].mean())
+            with pytest.raises(EngineOptionError, match=r"after 1 of the . micro-batches of a step"):
+                engine.set_train_batch_size(number * 2 * RANKS)
+            engine.step()
+            engine.set_train_batch_size(number * 2 * RANKS)
+        assert engine.micro_steps == 3
+        destroy_engine(engine)
+
+
+def test_programs_that_end_steps_change_the_number_between_them(world: Worlds) -> None:
+    world(RANKS).run(_change_of_own_steps)
+
+
 def _change_in_a_pipeline() -> None:
     start()
     norms = []
@@ -360,6 +484,8 @@ def _change_with_a_loader() -> None:
         dataset = [torch.zeros(8) for _ in range(16)]
         for given in (dataset, None):
             engine, *_ = initialize(model=Net(), mpu=grid, config=configured("zero1"), training_data=given)
+            if grid.get_sample_rank() == 0:  # as set_dataloader() and set_dataiterator() on some stages of a pipeline
+                engine.training_dataloader = None if given else [dataset]
             engine.set_train_micro_batch_size(2)
             with pytest.raises(EngineOptionError, match="give a number of samples, at least 1"):
                 engine.set_train_micro_batch_size(0)
