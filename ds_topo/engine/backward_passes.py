@@ -20,6 +20,8 @@ step is refused.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,16 +50,19 @@ def _is_prepared(optimizer: ZeROOptimizer) -> bool:
 
 def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
     """Tell whether the running backward pass brings gradients to the engine, unlike ``torch.autograd.grad``."""
-    if engine._running_engine_backward or is_whole_backward():  # also if checkpointed layers run a pass of their own
+    if engine._running_engine_backward:
         return True
     trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+    if is_whole_backward():  # also if checkpointed layers run a pass of their own
+        return any(True for _ in trained)
     return any(count_used_parameters_in_backward([each]) for each in trained)
 
 
 class _Passes:
     """The backward passes of an engine's step."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = weakref.ref(engine)
         self._are_reduced = False
         """True if the gradients of the step are reduced, and cannot take others."""
         self._is_penalized = False
@@ -71,6 +76,12 @@ class _Passes:
         if is_last:
             self._are_reduced = False
         return result
+
+    @property
+    def _replaces(self) -> bool:
+        """True if a backward pass after ``zero_grad`` replaces all gradients of the step."""
+        engine = self._engine()
+        return engine is not None and engine.gradient_accumulation_steps() == 1 and _replaces_gradients(engine)
 
     # -- forward
 
@@ -99,8 +110,11 @@ class _Passes:
             )
         used_by[:] = [current]
         optimizer = engine.optimizer
-        if isinstance(optimizer, ZeROOptimizer) and not _is_prepared(optimizer):
-            engine._backward_prologue()
+        if isinstance(optimizer, ZeROOptimizer):
+            if not _is_prepared(optimizer):
+                engine._backward_prologue()
+        elif not engine._running_engine_backward:
+            engine._backward_prologue()  # it refuses loss.backward() without ZeRO
         return _divided(engine, gradient)
 
     def _note_penalty(self, engine: DeepSpeedEngine) -> None:
@@ -150,13 +164,26 @@ class _Passes:
             finally:
                 self._are_reduced = not _takes_further_gradients(engine)
 
+    def discard(self, zero_grad: Any, engine: DeepSpeedEngine) -> None:
+        """Replace ``engine.zero_grad``, after which the step may have another backward pass."""
+        zero_grad(engine)
+        if engine.zero_optimization_partition_weights():
+            engine.optimizer.zero_grad()
+        self._are_reduced = self._are_reduced and not self._replaces
+
+    def discard_in_optimizer(self, zero_grad: Any, optimizer: ZeROOptimizer, *args: Any, **options: Any) -> None:
+        """Replace ``zero_grad`` of ZeRO's optimizer, by which programs discard gradients, too."""
+        zero_grad(optimizer, *args, **options)
+        self._are_reduced = self._are_reduced and not self._replaces
+
     def _require_none(self, engine: DeepSpeedEngine) -> None:
         if self._are_reduced:
+            discarding = "; to discard the first gradients, call engine.zero_grad()"
             raise RuntimeError(
                 "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
                 f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
                 "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
-                " at ZeRO 1 and 2, or engine.step() after each"
+                f" at ZeRO 1 and 2, or engine.step() after each{discarding if self._replaces else ''}"
             )
 
     def _require_scaled(self) -> None:
@@ -179,8 +206,18 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     if isinstance(optimizer, BF16_Optimizer) and not optimizer.fp32_groups_gradients_flat:
         return False  # a GradientReducer has sent them to their owners
     if engine.zero_optimization_partition_weights():
-        return True
+        return False  # programs that discard gradients by parameter.grad = None would not be noticed
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
+
+
+def _replaces_gradients(engine: DeepSpeedEngine) -> bool:
+    """Tell whether the optimizer keeps no other gradients than those of the last backward pass."""
+    optimizer = engine.optimizer
+    accumulates = getattr(optimizer, "gradient_accumulation_dtype", None) not in (
+        None,
+        getattr(optimizer, "dtype", None),
+    )
+    return not (engine.zero_use_cpu_optimizer() or isinstance(optimizer, BF16_Optimizer) or accumulates)
 
 
 # -- outputs and inputs that may change in place ----------------------------------------------------------------------
@@ -289,12 +326,13 @@ def _depends_on_engine(node: Any) -> bool:
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the value with changed tensors, in the containers in which DeepSpeed looks for outputs."""
+    """Return the value with changed tensors, in containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if not isinstance(value, (tuple, list, dict)):
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
+    if not isinstance(value, (tuple, list, dict)) and not is_dataclass:
         return value
-    items = value if isinstance(value, dict) else dict(enumerate(value))
+    items = vars(value) if is_dataclass else value if isinstance(value, dict) else dict(enumerate(value))
     changed = {key: _changed(each, change) for key, each in items.items()}
     if all(changed[key] is each for key, each in items.items()):
         return value
@@ -303,13 +341,17 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied = copy.copy(value)
     for key, each in changed.items():
-        copied[key] = each
+        if is_dataclass:
+            object.__setattr__(copied, str(key), each)  # also of a frozen one
+        else:
+            copied[key] = each
     return copied
 
 
 def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     """Return the patches of a plain engine."""
-    passes = _Passes()
+    passes = _Passes(engine)
+    of_engine, *of_optimizers = patches.ZERO_GRAD_OF_STEP
     return [
         (patches.FORWARD_ON_GRID, around(passes.forward)),
         (patches.BACKWARD_PROLOGUE, around(passes.prepare)),
@@ -318,4 +360,6 @@ def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         (patches.BACKWARD_EPILOGUE, around(passes.end_backward)),
         (patches.STEP_ON_GRID, around(passes.step)),
         (patches.COALESCE_ONCE, around(passes.coalesce)),
+        (of_engine, around(passes.discard)),
+        *((row, around(passes.discard_in_optimizer)) for row in of_optimizers),
     ]

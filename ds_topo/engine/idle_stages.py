@@ -49,6 +49,8 @@ def with_placeholders(configure: Any, engine: PipelineEngine, optimizer: Any, pa
         are_counted = engine.client_lr_scheduler is not None
         parameters = fill_groups(engine.module, optimizer, parameters, engine.device, some=are_counted)
         made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())
+        if made:
+            engine.mpu.on_destroy(engine.module.register_forward_hook(_connect).remove)
         engine.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
     configure(engine, optimizer, parameters)
 
@@ -73,7 +75,6 @@ def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device
         setattr(module, PLACEHOLDERS, made)
         for group, placeholder in zip(idle, made, strict=True):
             group["params"] = [*group["params"], placeholder]
-        module.mpu().on_destroy(module.register_forward_hook(_connect).remove)
     if is_built or not hasattr(module, PLACEHOLDERS):
         return parameters
     return groups if parameters and isinstance(parameters[0], dict) else groups[0]["params"]

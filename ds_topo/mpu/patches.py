@@ -97,7 +97,7 @@ LOADER_OF_SHARES, OWN_SAMPLES = patches_of("""
       _build_data_iter: The same for this rank's share of samples, on stages that read samples.
         The mpu of a pipeline counts peers along seq, which would read different samples.
 """)
-SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, COALESCE_ONCE = patches_of("""
+SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, COALESCE_ONCE, *ZERO_GRAD_OF_STEP = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
       set_train_batch_size: The same. The count of micro-batches then starts with the next step.
@@ -108,6 +108,14 @@ SET_BATCH_SIZE, SET_MICRO_BATCH_SIZE, GRADIENT_OF_OUTPUT, COALESCE_ONCE = patche
         An output that depends on another output, or on one of another engine, would be divided twice.
       coalesce_grad_reduction: The same, once in a step at ZeRO 1 and 2.
         They would keep the gradients of the last one alone.
+      zero_grad: The same, also of the partitions of ZeRO 3. The step may then have another backward pass.
+        ZeRO keeps the gradients of a second backward pass alone, or adds them to discarded ones, which is refused.
+    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+      zero_grad: The same. The step may then have another backward pass.
+        Programs discard gradients by the optimizer's method, too.
+    deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+      zero_grad: The same. The step may then have another backward pass.
+        Programs discard gradients by the optimizer's method, too.
 """)
 AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
