@@ -552,6 +552,10 @@ def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
                 )
 
 
+_HOOK = "_ds_topo_direct_steps"
+"""The attribute of an optimizer with the hook of its last engine."""
+
+
 class DirectSteps:
     """Notice steps of an engine's optimizer that the program takes itself, without ``engine.step()``.
 
@@ -564,7 +568,12 @@ class DirectSteps:
         self._is_of_engine = self._has_warned = False
         optimizer = inner_optimizer(engine)
         if isinstance(optimizer, torch.optim.Optimizer):
-            self._grid.on_destroy(optimizer.register_step_pre_hook(self._before_step).remove)
+            hook = optimizer.register_step_pre_hook(self._before_step)
+            former = vars(optimizer).get(_HOOK)
+            if former is not None:  # of an engine that had this optimizer before
+                former.remove()
+            setattr(optimizer, _HOOK, hook)
+            self._grid.on_destroy(hook.remove)
 
     def take_step(self, take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
         """Replace ``_take_model_step``: steps of the optimizer are the engine's until it returns."""

@@ -277,6 +277,10 @@ def _first_warnings(spec: str, case: str, is_pipeline: bool) -> list[str]:
         if is_pipeline:
             module = PipelineModule([LayerSpec(nn.Linear, 8, 8)] * 2, grid=grid, loss_fn=F.mse_loss)
         engine, optimizer, *_ = initialize(model=module, mpu=None if is_pipeline else grid, config=settings())
+        if "again" in case:  # with another engine's optimizer
+            engine.destroy()
+            config = {name: value for name, value in settings().items() if name != "optimizer"}
+            engine, *_ = initialize(model=module, mpu=grid, config=config, optimizer=engine.basic_optimizer)
         for step in range(2):
             seed = 100 * step + ("same" not in case) * grid.get_sample_rank()
             generator = torch.Generator().manual_seed(seed)
@@ -318,7 +322,8 @@ def test_a_batch_of_another_size_is_named(world: Worlds, is_pipeline: bool) -> N
 def test_a_step_of_the_optimizer_alone_is_named(world: Worlds) -> None:
     for said in world(2).run(_first_warnings, "data=2", "a direct step", False):
         assert ["optimizer.step() was called without engine.step()" in text for text in said] == [True]
-    assert not any(world(2).run(_first_warnings, "data=2", "a direct step, meant", False))
+    for case in ("a direct step, meant", "an optimizer, again"):
+        assert not any(world(2).run(_first_warnings, "data=2", case, False)), case
 
 
 UNLIKE: dict[str, tuple[Any, Any]] = {
