@@ -556,6 +556,7 @@ def _read_without_waiting() -> dict[str, str]:
 
 
 @in_flight_after_the_step
+@pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_readers_that_do_not_wait_get_no_old_values(world: Worlds) -> None:
     for found in world(2).run(_read_without_waiting):
         assert not [reader for reader, outcome in found.items() if outcome.startswith("wrong")], found

@@ -415,6 +415,8 @@ CALLED_BY_PROGRAMS = {
     patches.SOURCE_OF_SLICES,
     patches.SET_BATCH_SIZE,
     patches.SET_MICRO_BATCH_SIZE,
+    patches.COALESCE_ONCE,
+    patches.REDUCE_COALESCED,
     patches.FUSED_CLIP,
 }
 """The rows of names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""

@@ -16,7 +16,7 @@ from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
-pytestmark = pytest.mark.backends("gloo", "strict")
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 
 class Parts(nn.Module):
