@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
+from packaging.version import Version
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
@@ -161,6 +162,8 @@ FURTHER = [
 def test_training_equals_one_process(
     world: Worlds, layers: str, options: dict[str, Any], config: dict[str, Any]
 ) -> None:
+    if "torch_autocast" in config and Version(torch.__version__) < Version("2.9"):
+        pytest.skip("this torch cannot differentiate mse_loss under autocast in fp16 on a CPU")
     world(4).run(_train, layers, options, config)
 
 
