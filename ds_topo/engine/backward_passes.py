@@ -224,7 +224,7 @@ def _replaces_gradients(engine: DeepSpeedEngine) -> bool:
 
 
 class _OutputOfEngine(torch.autograd.Function):
-    """The same memory as a tensor that is no view: torch keeps its hooks if a program changes it in place."""
+    """Return a tensor with the same memory that is no view, so that torch keeps its hooks if it is changed in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -235,20 +235,16 @@ class _OutputOfEngine(torch.autograd.Function):
         return gradient
 
 
-class _OverlappingOutputOfEngine(torch.autograd.Function):
-    """A view of a tensor whose memory another output has too: torch refuses to change it in place."""
+class _OverlappingOutputOfEngine(_OutputOfEngine):
+    """Return a view, which torch refuses to change in place, of a tensor whose memory another output has, too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
 
 class _InputOfEngine(_OverlappingOutputOfEngine):
-    """The same for an input, which the program has too: a module that changes it in place gets ``input.clone()``."""
+    """Return a view of an input, which torch refuses to change in place: the program has its memory, too."""
 
 
 def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -> Any:

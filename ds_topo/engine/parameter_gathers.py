@@ -121,11 +121,11 @@ class _RegionOfParameters:
     group: FlatGroup
     region: Region
     seats: Sequence[Seat] = ()
-    """Its parameters, since they were laid out."""
+    """The parameters of the region, since they were laid out."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Its parameters."""
+        """Return the parameters of the region."""
         return [self.group.parameters[member] for member in self.region.members]
 
 

@@ -180,7 +180,7 @@ class WrittenWeights:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter belongs: the address of the memory of its flat tensor, its offset there, and its shape."""
+    """The place of a parameter: the address of its flat tensor's memory, its offset there, and its shape."""
 
     name: str
     parameter: nn.Parameter
