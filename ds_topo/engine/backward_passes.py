@@ -13,8 +13,9 @@ such as hidden states, or for two engines one after the other. Here several outp
 memory, through which a gradient enters the engine once, and it is multiplied again where it leaves through an input to
 an earlier engine. No one of them is a view that a program may change in place, as torch then drops hooks of the view.
 
-*Reducing.* ZeRO 1 and 2 keep the result of one backward pass of the last micro-batch. There a second one before the
-step is refused.
+*Reducing.* In the last micro-batch, ZeRO 1 and 2 keep the gradients of one backward pass, and ZeRO 3 adds those of a
+second one even if the program has discarded the first. So a second one before the step is refused, except after a
+``zero_grad`` that discards all gradients of the step.
 """
 
 from __future__ import annotations
@@ -201,12 +202,10 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     Whole gradients are averages then, of which the average is the same. Sums are not, nor are averages of experts.
     """
     optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return False
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) or engine.zero_optimization_partition_weights():
+        return False  # ZeRO 3 could, but does not notice that a program sets parameter.grad to None
     if isinstance(optimizer, BF16_Optimizer) and not optimizer.fp32_groups_gradients_flat:
         return False  # a GradientReducer has sent them to their owners
-    if engine.zero_optimization_partition_weights():
-        return False  # programs that discard gradients by parameter.grad = None would not be noticed
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
 
 
