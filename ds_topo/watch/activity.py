@@ -333,10 +333,14 @@ def _role_of(file: str, function: str) -> tuple[str, str]:
     return ("own" if _is_own(file) else "library"), function
 
 
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+"""The folder of this package. A checkout, and so the examples in it, may be in a folder of the same name."""
+
+
 def _is_own(file: str) -> bool:
     """Return whether a file belongs to the user's program, not to a library or ds_topo."""
-    return not file.startswith("<") and not any(
-        part in file for part in ("site-packages/", "/lib/python", "/ds_topo/", "dist-packages/")
+    return not file.startswith(("<", _PACKAGE)) and not any(
+        part in file for part in ("site-packages/", "/lib/python", "dist-packages/")
     )
 
 

@@ -65,6 +65,20 @@ def _waits() -> list[Activity]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("file", "is_own"),
+    [
+        ("/home/me/ds_topo/examples/train_gpt.py", True),
+        (activity.__file__, False),
+        ("/usr/lib/python3.11/threading.py", False),
+        ("/home/me/.venv/lib/python3.11/site-packages/torch/nn/modules/module.py", False),
+        ("<string>", False),
+    ],
+)
+def test_files_of_the_program_are_told_from_libraries(file: str, is_own: bool) -> None:
+    assert activity._is_own(file) is is_own
+
+
 def test_a_waiting_rank_reports_call_group_and_duration(world: Worlds) -> None:
     seen = world(4).run(_waits)
     last = seen[2][-1]
