@@ -8,7 +8,6 @@ count moves to a multiple of the new number. A change within a step is refused.
 from __future__ import annotations
 
 import operator
-from functools import partial
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -28,29 +27,6 @@ def _in_this_step(engine: DeepSpeedEngine, steps: int) -> int:
     return int(engine.micro_steps % steps)
 
 
-def _settle(known: list[int], engine: DeepSpeedEngine) -> None:
-    """Move the count of micro-batches if their number in a step has changed since the last call."""
-    steps = engine.gradient_accumulation_steps()
-    if steps == known[0]:
-        return
-    done = _in_this_step(engine, known[0])
-    if done:
-        raise EngineOptionError(
-            f"gradient_accumulation_steps has become {steps} after {done} of the {known[0]} "
-            f"micro-batches of a step, whose gradients are divided by {known[0]}: change it after "
-            "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
-        )
-    if engine.managed_gradient_accumulation():
-        engine.micro_steps = engine.micro_steps // known[0] * steps
-    known[0] = steps
-
-
-def _with_settled_number(known: list[int], method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    if engine.training:
-        _settle(known, engine)
-    return method(engine, *args, **options)
-
-
 def _is_count(value: object) -> bool:
     try:
         return not isinstance(value, bool) and operator.index(value) > 0  # type: ignore[arg-type]
@@ -58,22 +34,54 @@ def _is_count(value: object) -> bool:
         return False
 
 
-def _set_batch_size(known: list[int], set_size: Any, engine: DeepSpeedEngine, train_batch_size: int) -> None:
-    micro, samples = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size
-    if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
-        raise EngineOptionError(
-            f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples in "
-            f"a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * known[0]}"
-        )
-    done = _in_this_step(engine, known[0])
-    if done and train_batch_size != engine.train_batch_size():
-        raise EngineOptionError(
-            f"set_train_batch_size({train_batch_size}) after {done} of the {known[0]} "
-            f"micro-batches of a step, whose gradients are divided by {known[0]}: call it after engine.step() has "
-            "ended the step"
-        )
-    set_size(engine, train_batch_size)
-    _settle(known, engine)
+class _MicroBatches:
+    """The number of micro-batches in a step of one engine.
+
+    Args:
+        number: the number now.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def settle(self, engine: DeepSpeedEngine) -> None:
+        """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
+        number, former = engine.gradient_accumulation_steps(), self._number
+        if number == former:
+            return
+        done = _in_this_step(engine, former)
+        if done:
+            raise EngineOptionError(
+                f"gradient_accumulation_steps has become {number} after {done} of the {former} micro-batches of a "
+                f"step, whose gradients are divided by {former}: change it after "
+                "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
+            )
+        if engine.managed_gradient_accumulation():
+            engine.micro_steps = engine.micro_steps // former * number
+        self._number = number
+
+    def settled(self, method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``forward`` and ``backward``."""
+        if engine.training:
+            self.settle(engine)
+        return method(engine, *args, **options)
+
+    def set_batch_size(self, set_size: Any, engine: DeepSpeedEngine, train_batch_size: int) -> None:
+        """Replace ``set_train_batch_size``."""
+        micro, samples, number = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, self._number
+        if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
+            raise EngineOptionError(
+                f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples "
+                f"in a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * number}"
+            )
+        done = _in_this_step(engine, number)
+        if done and train_batch_size != engine.train_batch_size():
+            raise EngineOptionError(
+                f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "
+                f"gradients are divided by {number}: call it after engine.step() has ended the step"
+            )
+        set_size(engine, train_batch_size)
+        self.settle(engine)
 
 
 @around
@@ -106,12 +114,12 @@ def with_own_number(train_batch: Any, engine: PipelineEngine, *args: Any, **opti
 
 def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     """Return the patches of an engine."""
-    known = [engine.gradient_accumulation_steps()]
-    settled, of_batches = around(partial(_with_settled_number, known)), around(partial(_set_batch_size, known))
+    micro_batches = _MicroBatches(engine.gradient_accumulation_steps())
     rows: list[tuple[Patch, Make]] = [
-        (patches.SET_BATCH_SIZE, of_batches),
+        (patches.SET_BATCH_SIZE, around(micro_batches.set_batch_size)),
         (patches.SET_MICRO_BATCH_SIZE, _set_micro_batch_size),
     ]
     if isinstance(engine, PipelineEngine):
         return rows
+    settled = around(micro_batches.settled)
     return [*rows, (patches.FORWARD_ON_GRID, settled), (patches.BACKWARD_ON_GRID, settled)]

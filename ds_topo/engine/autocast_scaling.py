@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -55,6 +56,7 @@ class AutocastScaler:
         """None until the gradients of this step have been divided."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the scale."""
         return loss * self.value
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -63,10 +65,9 @@ class AutocastScaler:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         gradients = [each.grad for each in parameters if each.grad is not None]
-        for gradient in gradients:
-            gradient.div_(self.value)
-        found = torch.zeros((), device=parameters[0].device if parameters else None)
+        found = torch.zeros((), device=get_accelerator().current_device_name())
         if gradients:
+            torch._foreach_mul_(gradients, 1 / self.value)
             found += ~get_total_norm(gradients, torch.inf).isfinite()
         for group in (self._grid.get_model_parallel_group(), self._grid.get_data_parallel_group()):
             if dist.get_world_size(group) > 1:

@@ -19,10 +19,9 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import cycle, islice, repeat
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -267,61 +266,8 @@ def _fewest(left: int, grid: MpuGrid, *flags: bool) -> tuple[int, int, list[bool
 
 _COMPARED = 2
 """The number of micro-batches of a plain engine, or steps of a pipeline, that are compared."""
-_calls: WeakKeyDictionary[DeepSpeedEngine, int] = WeakKeyDictionary()
-_read: WeakKeyDictionary[PipelineEngine, list[tuple[int, int]]] = WeakKeyDictionary()
-"""The digests of inputs and labels that this rank has read in this step."""
-
-
-@around
-def with_same_samples(forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    """Compare the arguments of slices before ``forward`` of a plain engine, in the first micro-batches."""
-    grid = engine.mpu
-    # A pipeline engine calls forward with activations, and later stages of other engines get parts of activations.
-    is_due = not isinstance(engine, PipelineEngine) and engine.training and _is_due(engine, grid)
-    if is_due and grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
-        slices = (MODEL,)  # only these: other replicas may run more or fewer micro-batches
-        _require_equal([digest((args, options), zeros_count=True)], grid, slices, slices)
-    return forward(engine, *args, **options)
-
-
-@around
-def remember_samples(next_batch: Any, engine: PipelineEngine) -> Any:
-    """Keep the digests of what ``_next_batch`` returns, which ``with_same_batches`` compares."""
-    batch = next_batch(engine)
-    if engine in _read:
-        inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
-        _read[engine].append((digest(inputs), digest(labels)))
-    return batch
-
-
-@around
-def with_same_batches(train_batch: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-    """Compare the samples that stages and slices have read, after ``train_batch`` of each of the first steps."""
-    grid = engine.grid
-    if not _is_due(engine, grid) or grid.get_model_parallel_world_size() == 1:
-        return train_batch(engine, *args, **options)
-    _read[engine] = []
-    try:
-        result = train_batch(engine, *args, **options)
-    finally:
-        read = _read.pop(engine)
-    if not (engine.is_first_stage() or engine.is_last_stage()):
-        read = []
-    read = (read + [(0, 0)] * engine.micro_batches)[: engine.micro_batches]
-    inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
-    everyone = grid.topology().axes
-    # Stages are compared by labels: the last stage does not use inputs, and the first may change them at random.
-    _require_equal(labels, grid, (PIPE, MODEL), everyone)
-    if grid.get_axis_size(MODEL) > 1:
-        _require_equal(inputs, grid, (MODEL,), everyone)
-    return result
-
-
-def _is_due(engine: DeepSpeedEngine, grid: MpuGrid) -> bool:
-    if not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
-        return False
-    _calls[engine] = _calls.get(engine, 0) + 1
-    return True
+_TELLING = 8
+"""The number of elements from which on equal tensors are no coincidence."""
 
 
 def _require_equal(
@@ -350,21 +296,78 @@ def _require_equal(
 
 
 class FirstSamples:
-    """The samples that one engine reads before its first step: the replicas' should differ, and have the config's size.
+    """The samples that an engine reads first: its peers must read the same ones, and its replicas should not.
 
     Args:
-        grid: the engine's grid, whose ``check_samples`` switches the warnings off.
+        grid: the engine's grid, whose ``check_samples`` switches errors and warnings off.
         micro_batch: the number of samples of a batch, by the config.
     """
 
     def __init__(self, grid: MpuGrid, micro_batch: int) -> None:
         self._grid, self._micro_batch = grid, micro_batch
-        self._digests: list[int] = []
+        self._seen = 0
+        """The number of micro-batches of a plain engine, or steps of a pipeline, that peers have compared."""
+        self._in_step: list[tuple[int, int]] | None = None
+        """The digests of inputs and labels that this rank has read, in a step that peers compare."""
+        self._digests: list[tuple[int, ...]] = []
+        """The digests of what was read before the first step; empty tuples for what tells nothing, such as ones."""
         self._is_over = False
 
-    def note(self, samples: Any) -> None:
-        """Take a digest of a batch; 0 if it is too simple to tell whose it is, such as ones."""
-        if self._is_over or len(self._digests) == _COMPARED or not self._grid.check_samples:
+    def forward(self, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``forward`` of a plain engine, before which slices compare the arguments."""
+        grid = self._grid
+        if engine.training and self._is_due():
+            read = (digest((args, options), zeros_count=True),)
+            # Later stages of a program's own pipeline get parts of activations.
+            if grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
+                _require_equal([*read], grid, (MODEL,), (MODEL,))  # other replicas may run more or fewer micro-batches
+            self._note((args, options), read)
+        return forward(engine, *args, **options)
+
+    def next_batch(self, next_batch: Any, engine: PipelineEngine) -> Any:
+        """Replace ``_next_batch`` of a pipeline engine, which takes digests of what it returns."""
+        batch = next_batch(engine)
+        is_noted = engine.training and self._grid.check_samples and len(self._digests) < _COMPARED
+        if self._in_step is not None or (is_noted and not self._is_over):
+            inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+            read = digest(inputs), digest(labels)
+            if self._in_step is not None:
+                self._in_step.append(read)
+            if is_noted:
+                self._note(batch, read)
+        return batch
+
+    def train_batch(self, train_batch: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
+        """Replace ``train_batch``, after which stages and slices compare what they have read, in the first steps."""
+        grid = engine.grid
+        if not self._is_due() or grid.get_model_parallel_world_size() == 1:
+            return train_batch(engine, *args, **options)
+        read: list[tuple[int, int]] = []
+        self._in_step = read
+        try:
+            result = train_batch(engine, *args, **options)
+        finally:
+            self._in_step = None
+        if not (engine.is_first_stage() or engine.is_last_stage()):
+            read = []
+        read = (read + [(0, 0)] * engine.micro_batches)[: engine.micro_batches]
+        inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
+        everyone = grid.topology().axes
+        # Stages are compared by labels: the last stage does not use inputs, and the first may change them at random.
+        _require_equal(labels, grid, (PIPE, MODEL), everyone)
+        if grid.get_axis_size(MODEL) > 1:
+            _require_equal(inputs, grid, (MODEL,), everyone)
+        return result
+
+    def _is_due(self) -> bool:
+        if not self._grid.check_samples or self._seen == _COMPARED:
+            return False
+        self._seen += 1
+        return True
+
+    def _note(self, samples: Any, read: tuple[int, ...]) -> None:
+        """Keep the digests of a batch for :meth:`compare`."""
+        if self._is_over:
             return
         tensors = list(_tensors(samples))
         if not self._digests and self._grid.grid_rank == 0:
@@ -372,7 +375,7 @@ class FirstSamples:
         is_telling = any(
             tensor.numel() >= _TELLING and bool((tensor != tensor.reshape(-1)[0]).any()) for tensor in tensors
         )
-        self._digests.append(digest(tensors, zeros_count=True) if is_telling else 0)
+        self._digests.append(read if is_telling else ())
 
     def _warn_of_size(self, tensors: Sequence[torch.Tensor]) -> None:
         shapes = [list(tensor.shape) for tensor in tensors if tensor.dim()]
@@ -413,27 +416,8 @@ class FirstSamples:
             )
 
 
-_TELLING = 8
-"""The number of elements from which on equal tensors are no coincidence."""
-
-
-def note_forward(first: FirstSamples, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    """Replace ``forward`` of a plain engine: it takes digests of the first samples."""
-    if engine.training:
-        first.note((args, options))
-    return forward(engine, *args, **options)
-
-
-def note_batch(first: FirstSamples, next_batch: Any, engine: PipelineEngine) -> Any:
-    """Replace ``_next_batch`` of a pipeline engine: it takes digests of the first samples."""
-    batch = next_batch(engine)
-    if engine.training:
-        first.note(batch)
-    return batch
-
-
 def rows_of_first_samples(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patches of an engine that notice what it reads before its first step."""
+    """Return the patches of an engine that compare what its ranks read first."""
 
     @around
     def compare_and_step(take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
@@ -441,10 +425,14 @@ def rows_of_first_samples(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         take_step(engine, *args)
 
     first = FirstSamples(engine.mpu, engine.train_micro_batch_size_per_gpu())
-    note_read = (patches.FIRST_FORWARD, around(partial(note_forward, first)))
+    rows: list[tuple[Patch, Make]] = [(patches.MODEL_STEP, compare_and_step)]
     if isinstance(engine, PipelineEngine):
-        note_read = (patches.FIRST_BATCH, around(partial(note_batch, first)))
-    return [note_read, (patches.MODEL_STEP, compare_and_step)]
+        return [
+            *rows,
+            (patches.NEXT_BATCH, around(first.next_batch)),
+            (patches.TRAIN_BATCH_ON_GRID, around(first.train_batch)),
+        ]
+    return [*rows, (patches.FORWARD_ON_GRID, around(first.forward))]
 
 
 def digest(samples: Any, zeros_count: bool = False) -> int:

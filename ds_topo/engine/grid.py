@@ -48,7 +48,7 @@ from ds_topo.engine import (
 )
 from ds_topo.engine.accumulation import with_own_number
 from ds_topo.engine.autocast_scaling import share_scale
-from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
+from ds_topo.engine.batches import with_enough_micro_batches
 from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.replicas import compare_slices
 from ds_topo.errors import ExpertGroupError, warn
@@ -248,7 +248,7 @@ def _patch_engine(engine: DeepSpeedEngine) -> None:
     rows += accumulation.rows_of_engines(engine)
     rows += [] if is_pipeline else backward_passes.rows_of_engines(engine)
     rows += unused_parameters.rows_of_engines(engine)  # around the others, which read gradients
-    rows += [] if is_pipeline else _AROUND_PLAIN_ENGINES
+    rows += _AROUND_PIPELINES if is_pipeline else _AROUND_PLAIN_ENGINES
     for target in (engine, engine.optimizer):
         if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
             _patch(target, rows, engine.mpu)
@@ -415,7 +415,6 @@ _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
-    (patches.FORWARD_ON_GRID, with_same_samples),
     (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
     (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
     (patches.AUTOSP_BACKEND, autoparallel.with_groups_of_grid),
@@ -424,19 +423,16 @@ _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
 _AROUND_PLAIN_ENGINES = tuple(
     map(_with_own_mpu, (patches.FORWARD_ON_GRID, patches.BACKWARD_ON_GRID, patches.STEP_ON_GRID))
 )
+_AROUND_PIPELINES = tuple(map(_with_own_mpu, (patches.TRAIN_BATCH_ON_GRID, patches.EVAL_BATCH_ON_GRID)))
 """They are bound last: an error of any other replacement reaches all ranks, too."""
 _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     _with_own_mpu(patches.SAVE_CHECKPOINT, saved_as_a_whole),
     _with_own_mpu(patches.LOAD_CHECKPOINT, loaded_whole),
     (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
-    (patches.NEXT_BATCH, remember_samples),
     (patches.LOADER_OF_SHARES, shares.loader_of_shares),
     (patches.OWN_SAMPLES, shares.iterating_over_share),
-    _with_own_mpu(
-        patches.TRAIN_BATCH_ON_GRID,
-        lambda train: with_own_number(with_same_batches(with_enough_micro_batches(train))),
-    ),
-    _with_own_mpu(patches.EVAL_BATCH_ON_GRID, with_enough_micro_batches),
+    (patches.TRAIN_BATCH_ON_GRID, lambda train: with_own_number(with_enough_micro_batches(train))),
+    (patches.EVAL_BATCH_ON_GRID, with_enough_micro_batches),
     (patches.CHECKED_SENDS, activations.with_checked_sends),
     (patches.BUFFERS_BY_TYPE, activations.allocated_by_type),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),

@@ -162,19 +162,11 @@ ACCUMULATE_OFFLOADED, STEP_ON_USED_PARTITIONS = patches_of("""
       independent_gradient_partition_epilogue: The same. Comparisons are read here, where it waits for the device.
         Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
 """)
-FIRST_FORWARD, MODEL_STEP, FIRST_BATCH = patches_of("""
-    while: the grid of the engine exists, for warnings of the first step
-    deepspeed.runtime.engine.DeepSpeedEngine
-      forward: The same. Before the first step it takes digests of the samples.
-        Replicas that read the same samples train as one, without an error.
+(MODEL_STEP,) = patches_of("""
     while: the grid of the engine exists, for warnings of the first step and of steps of the optimizer
     deepspeed.runtime.engine.DeepSpeedEngine
-      _take_model_step: The same. The first one compares these digests. Then a step of the optimizer is a program's.
-        optimizer.step() without engine.step() counts no micro-batches, so gradients may not be reduced.
-    while: the grid of the engine exists, for warnings of the first step
-    deepspeed.runtime.pipe.engine.PipelineEngine
-      _next_batch: The same. Before the first step it takes digests of the samples.
-        Replicas that read the same samples train as one, without an error.
+      _take_model_step: The same. The first one compares the samples of replicas. It tells its steps from others.
+        Equal samples give equal gradients. optimizer.step() without engine.step() counts no micro-batches.
 """)
 (STEP_ON_WRITTEN,) = patches_of("""
     while: the grid of an engine with master weights exists
