@@ -63,7 +63,7 @@ from ds_topo.errors import (
     printable,
     warn,
 )
-from ds_topo.ledger import around, ledger
+from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.watch import guard
 
@@ -536,23 +536,31 @@ class _Choice:
 # -- DeepSpeed's method ------------------------------------------------------------------------------------------------
 
 
-@around
-def loaded_whole(load_checkpoint: Any, engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any) -> Any:
-    """Replace ``DeepSpeedEngine.load_checkpoint`` on engines of a grid, with DeepSpeed's arguments and results.
+def load_as_a_whole(
+    load_checkpoint: Any, engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any
+) -> Any:
+    """Load an engine of a grid, with the arguments and results of ``DeepSpeedEngine.load_checkpoint``.
 
     Without a tag and without any checkpoint it warns and returns nothing, as DeepSpeed's own method does.
+
+    Args:
+        load_checkpoint: DeepSpeed's method, bound to the engine.
+        engine: the engine.
+        load_dir: the folder of checkpoints.
+        arguments: further arguments of the method.
+        options: more of them.
     """
-    given = options_of(load_checkpoint, engine, load_dir, *arguments, **options)
+    given = options_of(load_checkpoint, load_dir, *arguments, **options)
     if not is_ours(engine) or engine.use_node_local_storage():
-        return load_checkpoint(engine, load_dir, **given)
+        return load_checkpoint(load_dir, **given)
     if engine.load_universal_checkpoint():
         with reading_checkpoint(check_folder(load_dir, "load_dir")):
-            return load_checkpoint(engine, load_dir, **given)
+            return load_checkpoint(load_dir, **given)
     try:
         path, state = load(engine, load_dir, restore_random_states=False, **given)
     except MissingCheckpointError:
         if given.get("tag") is not None:
             raise
-        return load_checkpoint(engine, load_dir, **given)
+        return load_checkpoint(load_dir, **given)
     folder = Path(path)
     return engine._get_ckpt_name(str(folder.parent), folder.name), state

@@ -39,7 +39,7 @@ from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, bui
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.errors import CheckpointError, abridged, warn
-from ds_topo.ledger import around, ledger
+from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.watch import guard
@@ -533,27 +533,34 @@ def is_ours(engine: DeepSpeedEngine) -> bool:
 
 
 def options_of(method: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Return the options of a call of an engine's method, by name, without the engine and the folder."""
+    """Return the options of a call of an engine's bound method, by name, without the folder."""
     bound = inspect.signature(method).bind(*arguments, **options).arguments
-    return dict(list(bound.items())[2:])
+    return dict(list(bound.items())[1:])
 
 
-@around
-def saved_as_a_whole(
+def save_as_a_whole(
     save_checkpoint: Any, engine: DeepSpeedEngine, save_dir: Any, *arguments: Any, **options: Any
 ) -> Any:
-    """Replace ``DeepSpeedEngine.save_checkpoint`` on engines of a grid, with DeepSpeed's arguments and result."""
-    given = options_of(save_checkpoint, engine, save_dir, *arguments, **options)
+    """Save an engine of a grid, with the arguments and the result of ``DeepSpeedEngine.save_checkpoint``.
+
+    Args:
+        save_checkpoint: DeepSpeed's method, bound to the engine.
+        engine: the engine.
+        save_dir: the folder of checkpoints.
+        arguments: further arguments of the method.
+        options: more of them.
+    """
+    given = options_of(save_checkpoint, save_dir, *arguments, **options)
     if given.get("client_state", {}) is None:
         del given["client_state"]
     if not is_ours(engine):
-        return save_checkpoint(engine, save_dir, **given)
+        return save_checkpoint(save_dir, **given)
     if reason := why_not_ours(engine):
         warn(
             f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
             "damaged checkpoint that 'latest' names"
         )
-        return save_checkpoint(engine, save_dir, **given)
+        return save_checkpoint(save_dir, **given)
     save(engine, save_dir, keep_random_states=False, **given)
     return True
 

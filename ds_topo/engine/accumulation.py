@@ -8,14 +8,11 @@ count moves to a multiple of the new number. A change within a step is refused.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.errors import EngineOptionError, abridged
-from ds_topo.ledger import Make, Patch, around
-from ds_topo.mpu import patches
 
 
 def _in_this_step(engine: DeepSpeedEngine, steps: int) -> int:
@@ -34,7 +31,7 @@ def _is_count(value: object) -> bool:
         return False
 
 
-class _MicroBatches:
+class MicroBatches:
     """The number of micro-batches in a step of one engine.
 
     Args:
@@ -60,14 +57,8 @@ class _MicroBatches:
             engine.micro_steps = engine.micro_steps // former * number
         self._number = number
 
-    def settled(self, method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``forward`` and ``backward``."""
-        if engine.training:
-            self.settle(engine)
-        return method(engine, *args, **options)
-
-    def set_batch_size(self, set_size: Any, engine: DeepSpeedEngine, train_batch_size: int) -> None:
-        """Replace ``set_train_batch_size``."""
+    def check_batch_size(self, engine: DeepSpeedEngine, train_batch_size: int) -> None:
+        """Refuse an argument of ``set_train_batch_size``, or a call within a step."""
         micro, samples, number = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, self._number
         if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
             raise EngineOptionError(
@@ -80,12 +71,10 @@ class _MicroBatches:
                 f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "
                 f"gradients are divided by {number}: call it after engine.step() has ended the step"
             )
-        set_size(engine, train_batch_size)
-        self.settle(engine)
 
 
-@around
-def _set_micro_batch_size(set_size: Any, engine: DeepSpeedEngine, micro_batch_size: int) -> None:
+def check_micro_batch_size(engine: DeepSpeedEngine, micro_batch_size: int) -> None:
+    """Refuse an argument of ``set_train_micro_batch_size`` that the loader of ``training_data`` does not follow."""
     if not _is_count(micro_batch_size):
         raise EngineOptionError(
             f"set_train_micro_batch_size({abridged(micro_batch_size)}): give a number of samples, at least 1"
@@ -97,29 +86,13 @@ def _set_micro_batch_size(set_size: Any, engine: DeepSpeedEngine, micro_batch_si
             f"of {engine.train_micro_batch_size_per_gpu()} samples. Omit training_data= and read batches of the new "
             f"size from a loader of your own, such as engine.deepspeed_io(dataset, batch_size={micro_batch_size})"
         )
-    set_size(engine, micro_batch_size)
 
 
-@around
-def with_own_number(train_batch: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-    """Refuse ``train_batch`` of a pipeline whose numbers of micro-batches to run and to divide by differ."""
+def check_number(engine: PipelineEngine) -> None:
+    """Refuse a step of a pipeline whose numbers of micro-batches to run and to divide by differ."""
     if engine.micro_batches != engine.gradient_accumulation_steps():
         raise EngineOptionError(
             f"the pipeline runs {engine.micro_batches} micro-batches in a step, but gradient_accumulation_steps is "
             f"{engine.gradient_accumulation_steps()}, by which gradients are divided: call "
             "engine.set_train_batch_size(samples), which sets both"
         )
-    return train_batch(engine, *args, **options)
-
-
-def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patches of an engine."""
-    micro_batches = _MicroBatches(engine.gradient_accumulation_steps())
-    rows: list[tuple[Patch, Make]] = [
-        (patches.SET_BATCH_SIZE, around(micro_batches.set_batch_size)),
-        (patches.SET_MICRO_BATCH_SIZE, _set_micro_batch_size),
-    ]
-    if isinstance(engine, PipelineEngine):
-        return rows
-    settled = around(micro_batches.settled)
-    return [*rows, (patches.FORWARD_ON_GRID, settled), (patches.BACKWARD_ON_GRID, settled)]

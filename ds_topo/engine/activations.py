@@ -20,7 +20,6 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.errors import EngineOptionError
-from ds_topo.ledger import around
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""
@@ -113,10 +112,8 @@ def _text(shapes: Shapes) -> str:
     return " and ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in shapes) or "no tensors"
 
 
-@around
-def allocated_by_type(allocate: Any, engine: PipelineEngine, index: int, shape: Any, dtype: torch.dtype) -> Any:
-    """Replace ``_allocate_or_extend_buffers``, which returns a buffer of another type if it is large enough."""
+def drop_buffer_of_other_type(engine: PipelineEngine, index: int, dtype: torch.dtype) -> None:
+    """Make ``_allocate_or_extend_buffers`` allocate a buffer: it would return one of another type if large enough."""
     buffers = engine._grad_layer_buf
     if len(buffers) > index and buffers[index].dtype != dtype:
         buffers[index] = torch.empty(0, dtype=dtype, device=engine.device)
-    return allocate(engine, index, shape, dtype)

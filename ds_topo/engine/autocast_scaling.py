@@ -19,8 +19,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn.utils import get_total_norm
 
-from ds_topo.ledger import always, ledger
-from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 
 FIRST_SCALE, STEPS_TO_GROW, FACTOR, LOWEST_SCALE = 2.0**16, 2000, 2.0, 2.0**-14
@@ -32,8 +30,7 @@ def share_scale(engine: DeepSpeedEngine) -> None:
     """Replace the scaler of an engine that uses ``torch_autocast`` in fp16."""
     optimizer = engine.optimizer
     if engine.torch_autocast_z0_gradscaler is not None:
-        scaler = AutocastScaler(engine.mpu)
-        engine.mpu.on_destroy(ledger.bind(patches.LOSS_SCALER, always(scaler), engine))
+        engine.torch_autocast_z0_gradscaler = AutocastScaler(engine.mpu)
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
         if optimizer.torch_autocast_gradscaler is None:
             return

@@ -197,22 +197,15 @@ def get_tensor_model_parallel_src_rank() -> int:
     return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))
 
 
-@around
-def keeping_grid(configure_states: Any, engine: DeepSpeedEngine, model: Any) -> None:
-    """Keep the engine's mpu in ``_configure_tensor_parallel_states``, which replaces it by DeepSpeed's module."""
-    grid = engine.mpu
-    configure_states(engine, model)
-    engine.mpu = grid
-
-
-@around
-def saving_whole_weights(save_model: Any, engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
+@contextmanager
+def saving_whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
     """Save whole weights in ``save_16bit_model``, which with AutoTP and ZeRO 0 to 2 writes the slice of rank 0 alone.
 
     The file then has the names of ``module_state_dict()``, with the values that all slices have together.
     """
     if engine.autotp_size() <= 1 or engine.zero_optimization_partition_weights():
-        return save_model(engine, *arguments, **options)
+        yield
+        return
     whole = engine._consolidated_16bit_state_dict() or {}  # on rank 0
 
     @around
@@ -220,7 +213,7 @@ def saving_whole_weights(save_model: Any, engine: DeepSpeedEngine, *arguments: A
         return {name: whole.get(name, value) for name, value in state_dict(*given, **more).items()}
 
     with ledger.bound(patches.MODULE_STATES, with_whole, engine):
-        return save_model(engine, *arguments, **options)
+        yield
 
 
 @around
@@ -254,20 +247,21 @@ def _plan_of(config: DeepSpeedConfig, grid: MpuGrid) -> ExpertPlan:
     return ExpertPlan(grid.topology(), size, use_data_before_expert=is_data_first)
 
 
-@around
-def over_groups_of_grid(configure: Any, engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
-    """Create the grid's groups before ``_configure_expert_parallel``.
+@contextmanager
+def over_groups_of_grid(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Create the grid's groups before ``_configure_expert_parallel``, and hide the grid from it.
 
     DeepSpeed refuses an mpu with slices there, because AutoTP replaces it only later. All sizes are in the config.
     """
     if not engine._config.expert_parallel_config.enabled:
-        return configure(engine, *arguments, **options)
+        yield
+        return
     grid = engine.mpu
     plan = _plan_of(engine._config, grid)
     create_expert_groups(grid, plan.expert_parallel_size, use_data_before_expert=plan.use_data_before_expert)
     engine.mpu = None
     try:
-        return configure(engine, *arguments, **options)
+        yield
     finally:
         engine.mpu = grid
 
@@ -298,10 +292,8 @@ def average_over_seq(engine: DeepSpeedEngine) -> None:
             setattr(reduces, _SEQUENCE_SIZE, 1)
 
 
-@around
-def with_groups_of_grid(get_backend: Any, engine: DeepSpeedEngine, compile_kwargs: dict[str, Any]) -> Any:
-    """Use the grid's groups, and this rank's index along ``seq``, in the graphs of ``get_autosp_backend``."""
-    backend = get_backend(engine, compile_kwargs)
+def with_groups_of_grid(engine: DeepSpeedEngine, backend: Any) -> Any:
+    """Return a backend of AutoSP whose graphs use the grid's groups, and this rank's index along ``seq``."""
     if backend is None or SEQ not in engine.mpu.topology().axes:
         return backend
     _enter_groups(engine.mpu)

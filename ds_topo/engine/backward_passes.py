@@ -37,8 +37,6 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.torch import is_functorch_transforming
 
-from ds_topo.ledger import Make, Patch, around
-from ds_topo.mpu import patches
 from ds_topo.torch_names import current_backward, is_whole_backward
 
 
@@ -59,7 +57,7 @@ def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
     return any(count_used_parameters_in_backward([each]) for each in trained)
 
 
-class _Passes:
+class BackwardPasses:
     """The backward passes of an engine's step."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -69,14 +67,11 @@ class _Passes:
         self._is_penalized = False
         """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned."""
 
-    def step(self, step: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``engine.step``, after which a step starts unless more micro-batches follow."""
-        is_last = engine.is_gradient_accumulation_boundary()
-        result = step(engine, *args, **options)
+    def end_micro_batch(self, is_last: bool) -> None:
+        """Start another step unless more micro-batches follow."""
         self._is_penalized = False
         if is_last:
             self._are_reduced = False
-        return result
 
     @property
     def _replaces(self) -> bool:
@@ -86,15 +81,15 @@ class _Passes:
 
     # -- forward
 
-    def forward(self, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``engine.forward``, whose outputs divide gradients."""
-        if not torch.is_grad_enabled() or is_functorch_transforming():
-            return forward(engine, *args, **options)
-        if engine.gradient_accumulation_steps() > 1:
-            restored = partial(_restored, engine)
-            args, options = _changed(args, restored), _changed(options, restored)
-        outputs = forward(engine, *args, **options)
-        return _with_entries(outputs, partial(self._enter, engine, []))
+    def of_inputs(self, engine: DeepSpeedEngine, inputs: Any) -> Any:
+        """Return the inputs of a forward pass so that outputs of other engines among them are not divided again."""
+        if not _has_graph() or engine.gradient_accumulation_steps() == 1:
+            return inputs
+        return _changed(inputs, partial(_restored, engine))
+
+    def of_outputs(self, engine: DeepSpeedEngine, outputs: Any) -> Any:
+        """Return the outputs of a forward pass, by which gradients enter the engine and are divided."""
+        return _with_entries(outputs, partial(self._enter, engine, [])) if _has_graph() else outputs
 
     def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming():
@@ -128,56 +123,47 @@ class _Passes:
 
     # -- backward
 
-    def backward(self, backward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``engine.backward``."""
-        self._require_none(engine)
-        return backward(engine, *args, **options)
+    def must_be_prepared(self, engine: DeepSpeedEngine) -> bool:
+        """Tell whether the running backward pass brings gradients to the engine and has not been prepared yet.
 
-    def prepare(self, prepare: Any, engine: DeepSpeedEngine) -> None:
-        """Replace ``_backward_prologue``."""
+        Raises:
+            RuntimeError: the step cannot take its gradients.
+        """
         optimizer = engine.optimizer
         if is_functorch_transforming() or not _reaches_parameters(engine):
-            return
+            return False
         if not isinstance(optimizer, ZeROOptimizer):
-            prepare(engine)
-        elif not _is_prepared(optimizer):
-            if not engine._running_engine_backward:
-                self._require_none(engine)
-                self._require_scaled()
-            if not optimizer._backward_active_depth and optimizer._backward_seen_this_step:
-                optimizer.clear_backward_seen_flag()  # as a forward pass does
-            prepare(engine)
+            return True
+        if _is_prepared(optimizer):
+            return False
+        if not engine._running_engine_backward:
+            self.require_none_reduced(engine)
+            self._require_scaled()
+        if not optimizer._backward_active_depth and optimizer._backward_seen_this_step:
+            optimizer.clear_backward_seen_flag()  # as a forward pass does
+        return True
 
-    def end_backward(self, end_backward: Any, engine: DeepSpeedEngine) -> None:
-        """Replace ``_backward_epilogue``, which reduces gradients."""
-        end_backward(engine)
+    def end_backward(self, engine: DeepSpeedEngine) -> None:
+        """Note whether the gradients of the step are reduced now."""
         self._is_penalized = False
         if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
             self._are_reduced = not _takes_further_gradients(engine)
 
     @contextmanager
-    def coalesce(self, coalesce: Any, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Replace ``coalesce_grad_reduction``, at whose end gradients are reduced, in any micro-batch."""
-        self._require_none(engine)
-        with coalesce(engine):
-            try:
-                yield
-            finally:
-                self._are_reduced = not _takes_further_gradients(engine)
+    def coalesced(self, engine: DeepSpeedEngine) -> Iterator[None]:
+        """Note that gradients are reduced at the end of ``coalesce_grad_reduction``, in any micro-batch."""
+        self.require_none_reduced(engine)
+        try:
+            yield
+        finally:
+            self._are_reduced = not _takes_further_gradients(engine)
 
-    def discard(self, zero_grad: Any, engine: DeepSpeedEngine) -> None:
-        """Replace ``engine.zero_grad``, after which the step may have another backward pass."""
-        zero_grad(engine)
-        if engine.zero_optimization_partition_weights():
-            engine.optimizer.zero_grad()
+    def discard(self) -> None:
+        """Note that the program has discarded gradients, after which the step may have another backward pass."""
         self._are_reduced = self._are_reduced and not self._replaces
 
-    def discard_in_optimizer(self, zero_grad: Any, optimizer: ZeROOptimizer, *args: Any, **options: Any) -> None:
-        """Replace ``zero_grad`` of ZeRO's optimizer, by which programs discard gradients, too."""
-        zero_grad(optimizer, *args, **options)
-        self._are_reduced = self._are_reduced and not self._replaces
-
-    def _require_none(self, engine: DeepSpeedEngine) -> None:
+    def require_none_reduced(self, engine: DeepSpeedEngine) -> None:
+        """Refuse a backward pass if the gradients of the step are reduced, and cannot take others."""
         if self._are_reduced:
             discarding = "; to discard the first gradients, call engine.zero_grad()"
             raise RuntimeError(
@@ -194,6 +180,10 @@ class _Passes:
                 "gradient_accumulation_steps above 1: a gradient in the loss is divided by that number in engine."
                 "backward(loss) only; call that"
             )
+
+
+def _has_graph() -> bool:
+    return torch.is_grad_enabled() and not is_functorch_transforming()
 
 
 def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
@@ -341,20 +331,3 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         else:
             copied[key] = each
     return copied
-
-
-def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patches of a plain engine."""
-    passes = _Passes(engine)
-    of_engine, *of_optimizers = patches.ZERO_GRAD_OF_STEP
-    return [
-        (patches.FORWARD_ON_GRID, around(passes.forward)),
-        (patches.BACKWARD_PROLOGUE, around(passes.prepare)),
-        (patches.GRADIENT_OF_OUTPUT, around(lambda divide, engine, gradient: gradient)),
-        (patches.BACKWARD_ON_GRID, around(passes.backward)),
-        (patches.BACKWARD_EPILOGUE, around(passes.end_backward)),
-        (patches.STEP_ON_GRID, around(passes.step)),
-        (patches.COALESCE_ONCE, around(passes.coalesce)),
-        (of_engine, around(passes.discard)),
-        *((row, around(passes.discard_in_optimizer)) for row in of_optimizers),
-    ]

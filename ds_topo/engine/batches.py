@@ -19,6 +19,7 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice, repeat
 from typing import Any
 from weakref import WeakSet
@@ -27,14 +28,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.dataloader import RepeatingLoader
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
-from ds_topo.ledger import Make, Patch, around
-from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
 from ds_topo.topology.axes import MODEL, PIPE
@@ -125,10 +123,16 @@ def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
     return iterator._dataset_kind == _DatasetKind.Map and all(name.startswith("torch.utils.data.") for name in modules)
 
 
-@around
-def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-    """Start ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
-    given = inspect.signature(method).bind(engine, *args, **options)
+def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
+    """Call ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none.
+
+    Args:
+        method: DeepSpeed's method, bound to the engine.
+        engine: the engine.
+        args: arguments of the method.
+        options: more of them.
+    """
+    given = inspect.signature(method).bind(*args, **options)
     if engine.grid.world_size == 1:
         return method(*given.args, **given.kwargs)
     wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
@@ -313,20 +317,19 @@ class FirstSamples:
         """The digests of what was read before the first step; empty tuples for what tells nothing, such as ones."""
         self._is_over = False
 
-    def forward(self, forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``forward`` of a plain engine, before which slices compare the arguments."""
+    def look_at_inputs(self, inputs: Any) -> None:
+        """Compare the inputs of a forward pass of a plain engine between slices, in the first micro-batches."""
         grid = self._grid
-        if engine.training and self._is_due():
-            read = (digest((args, options), zeros_count=True),)
-            # Later stages of a program's own pipeline get parts of activations.
-            if grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
-                _require_equal([*read], grid, (MODEL,), (MODEL,))  # other replicas may run more or fewer micro-batches
-            self._note((args, options), read)
-        return forward(engine, *args, **options)
+        if not self._is_due():
+            return
+        read = (digest(inputs, zeros_count=True),)
+        # Later stages of a program's own pipeline get parts of activations.
+        if grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
+            _require_equal([*read], grid, (MODEL,), (MODEL,))  # other replicas may run more or fewer micro-batches
+        self._note(inputs, read)
 
-    def next_batch(self, next_batch: Any, engine: PipelineEngine) -> Any:
-        """Replace ``_next_batch`` of a pipeline engine, which takes digests of what it returns."""
-        batch = next_batch(engine)
+    def look_at_batch(self, engine: PipelineEngine, batch: Any) -> None:
+        """Take digests of a micro-batch that a pipeline engine has read, in the first steps."""
         is_noted = engine.training and self._grid.check_samples and len(self._digests) < _COMPARED
         if self._in_step is not None or (is_noted and not self._is_over):
             inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
@@ -335,17 +338,18 @@ class FirstSamples:
                 self._in_step.append(read)
             if is_noted:
                 self._note(batch, read)
-        return batch
 
-    def train_batch(self, train_batch: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-        """Replace ``train_batch``, after which stages and slices compare what they have read, in the first steps."""
+    @contextmanager
+    def compared(self, engine: PipelineEngine) -> Iterator[None]:
+        """Compare what stages and slices have read in a step of a pipeline, in the first steps."""
         grid = engine.grid
         if not self._is_due() or grid.get_model_parallel_world_size() == 1:
-            return train_batch(engine, *args, **options)
+            yield
+            return
         read: list[tuple[int, int]] = []
         self._in_step = read
         try:
-            result = train_batch(engine, *args, **options)
+            yield
         finally:
             self._in_step = None
         if not (engine.is_first_stage() or engine.is_last_stage()):
@@ -357,7 +361,6 @@ class FirstSamples:
         _require_equal(labels, grid, (PIPE, MODEL), everyone)
         if grid.get_axis_size(MODEL) > 1:
             _require_equal(inputs, grid, (MODEL,), everyone)
-        return result
 
     def _is_due(self) -> bool:
         if not self._grid.check_samples or self._seen == _COMPARED:
@@ -414,25 +417,6 @@ class FirstSamples:
                 "grid.data_loader(dataset), or give each grid.get_sample_rank() other samples; if they are meant to be "
                 "equal, set grid.check_samples = False"
             )
-
-
-def rows_of_first_samples(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patches of an engine that compare what its ranks read first."""
-
-    @around
-    def compare_and_step(take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
-        first.compare()
-        take_step(engine, *args)
-
-    first = FirstSamples(engine.mpu, engine.train_micro_batch_size_per_gpu())
-    rows: list[tuple[Patch, Make]] = [(patches.MODEL_STEP, compare_and_step)]
-    if isinstance(engine, PipelineEngine):
-        return [
-            *rows,
-            (patches.NEXT_BATCH, around(first.next_batch)),
-            (patches.TRAIN_BATCH_ON_GRID, around(first.train_batch)),
-        ]
-    return [*rows, (patches.FORWARD_ON_GRID, around(first.forward))]
 
 
 def digest(samples: Any, zeros_count: bool = False) -> int:

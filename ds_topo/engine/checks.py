@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any
@@ -25,7 +25,6 @@ from deepspeed.runtime.pipe import dualpipev
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +36,6 @@ from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.engine.shares import check_sampling
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
-from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
@@ -46,8 +44,7 @@ from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes, partition_axes, zero_partition_ranks
 
 
-@around
-def with_checks(do_sanity_check: Any, engine: DeepSpeedEngine) -> None:
+def check_with_all_ranks(engine: DeepSpeedEngine, do_sanity_check: Callable[[], None]) -> None:
     """Check options and inputs before ``DeepSpeedEngine._do_sanity_check``, and compare the results of all ranks."""
     config, grid = engine._config, engine.mpu
     everyone = grid.get_ranks(axes_of_engine(grid, isinstance(engine, PipelineEngine)))
@@ -58,7 +55,7 @@ def with_checks(do_sanity_check: Any, engine: DeepSpeedEngine) -> None:
             check_engine_inputs(engine, grid)
             if isinstance(engine, dualpipev.DualPipeVEngine):
                 check_dualpipe(engine, grid)
-            do_sanity_check(engine)
+            do_sanity_check()
         except EngineOptionError as error:
             raise _with_mechanisms(error, config, grid) from None
         lines += _settings(engine)
@@ -294,19 +291,6 @@ def _check_hybrid_engine(options: HybridEngineConfig, grid: MpuGrid) -> None:
             f"ranks over a group of {slices}: give the topology a model axis of {size} and no pipe axis, or set "
             "inference_tp_size to 1"
         )
-
-
-@around
-def with_sum_over_seq(average: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, *arguments: Any) -> list[torch.Tensor]:
-    """Scale the averages of ZeRO-3 by the degree of ``seq``, so that they are sums over ``seq``.
-
-    Every other stage sums gradients over ``seq`` and averages them over ``data``. ZeRO-3 does the same except where it
-    uses reduce-scatter, which divides by all ranks: with ``reduce_scatter`` true (the default), without
-    ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``.
-    """
-    partitions: list[torch.Tensor] = average(optimizer, *arguments)
-    factor = optimizer.sequence_parallel_size
-    return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
 
 
 _readers: list[str] = []
@@ -575,11 +559,12 @@ class DirectSteps:
             setattr(optimizer, _HOOK, hook)
             self._grid.on_destroy(hook.remove)
 
-    def take_step(self, take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
-        """Replace ``_take_model_step``: steps of the optimizer are the engine's until it returns."""
+    @contextmanager
+    def of_engine(self) -> Iterator[None]:
+        """Take steps of the optimizer for the engine's inside the context."""
         self._is_of_engine = True
         try:
-            take_step(engine, *args)
+            yield
         finally:
             self._is_of_engine = False
 

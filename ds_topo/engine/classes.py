@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from types import FunctionType
 from typing import Any
 
 
@@ -23,18 +24,59 @@ class Mixin:
     """Methods of mixins with larger numbers run first, and call those of the others by ``super()``."""
     suffix = ""
     """What is appended to the name of the object's class."""
+    state = ""
+    """The name of the object's attribute that these methods use; it goes with the mixin."""
+
+    def __init_subclass__(cls) -> None:
+        """Let public methods work after their mixin was taken away: a program may have kept one, to wrap it."""
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, _while_adopted(cls, method))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
+        make, arguments, content, *others = super().__reduce_ex__(protocol)
+        states = {mixin.state for mixin in mixins_of(self)}
+        arguments = tuple(stock_class(self) if each is type(self) else each for each in arguments)
+        if isinstance(content, dict):
+            content = {name: value for name, value in content.items() if name not in states}
+        return make, arguments, content, *others
+
+
+def _while_adopted(mixin: type[Mixin], method: FunctionType) -> Any:
+    @wraps(method)
+    def called(self: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(self, mixin):
+            return method(self, *arguments, **options)
+        return getattr(type(self), method.__name__)(self, *arguments, **options)
+
+    return called
 
 
 def stock_class(target: object) -> type:
     """Return the class that an object had before it got mixins."""
     kind = type(target)
-    return kind.__bases__[-1] if kind in _made_classes else kind
+    return kind.__bases__[-1] if _IS_MADE in vars(kind) else kind
 
 
 def mixins_of(target: object) -> tuple[type[Mixin], ...]:
     """Return the mixins of an object, outermost first."""
     kind = type(target)
-    return kind.__bases__[:-1] if kind in _made_classes else ()
+    return kind.__bases__[:-1] if _IS_MADE in vars(kind) else ()
+
+
+def overridden_by(mixin: type[Mixin]) -> dict[str, Any]:
+    """Return what a mixin overrides of DeepSpeed, by name."""
+    found: dict[str, Any] = {}
+    for kind in reversed(mixin.__mro__):
+        if issubclass(kind, Mixin) and kind is not Mixin:
+            found |= {name: value for name, value in vars(kind).items() if name in _names_of_stock(mixin)}
+    return found
+
+
+def _names_of_stock(mixin: type[Mixin]) -> set[str]:
+    stock = [kind for kind in mixin.__mro__ if not issubclass(kind, Mixin) and kind is not object]
+    return {name for kind in stock for name in vars(kind)} - {"__module__", "__doc__"}
 
 
 def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
@@ -63,6 +105,7 @@ def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
         living = reference()
         if living is not None and mixin in (present := mixins_of(living)):
             _set(living, tuple(each for each in present if each is not mixin))
+            vars(living).pop(mixin.state, None)
 
     return release
 
@@ -73,12 +116,11 @@ def _set(target: Any, mixins: tuple[type[Mixin], ...]) -> None:
     target.__class__ = _made(stock, in_order) if in_order else stock
 
 
-_made_classes: set[type] = set()
+_IS_MADE = "ds_topo_is_made"
+"""An attribute of the classes that :func:`adopt` makes."""
 
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
     name = stock.__name__ + "".join(mixin.suffix for mixin in reversed(mixins))
-    made = type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__})
-    _made_classes.add(made)
-    return made
+    return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True})

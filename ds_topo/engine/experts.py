@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,8 +81,8 @@ def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@around
-def saved_by_slice(save: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+@contextmanager
+def saving_by_slice(engine: DeepSpeedEngine) -> Iterator[None]:
     """Let each slice write the files that it will load, in ``_save_moe_checkpoint``.
 
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
@@ -90,13 +92,15 @@ def saved_by_slice(save: Any, engine: DeepSpeedEngine, *args: Any, **options: An
     automatic = engine._config.expert_parallel_config
     if not automatic.enabled:
         with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
-            return save(engine, *args, **options)
+            yield
+        return
     own = registry.find(name_of_size(automatic.autoep_size))
     is_folded = engine.autotp_size() > 1 and not engine.zero_optimization_partition_weights()
     if not is_folded or own is None or own.writes_checkpoint:
-        return save(engine, *args, **options)
+        yield
+        return
     with ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size)):
-        return save(engine, *args, **options)
+        yield
 
 
 @around

@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -49,8 +48,6 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.errors import EngineOptionError, listed
-from ds_topo.ledger import Make, Patch, around, ledger
-from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import SHARD
@@ -109,12 +106,13 @@ class _OverPartitions(MpuGrid):
         return self.get_partition_group()
 
 
-@around
-def partitioned_over_shard(configure: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
-    """Use the group along ``shard`` in the methods with which an engine builds an optimizer that partitions."""
+@contextmanager
+def partitioned_over_shard(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Use the group along ``shard`` while an engine builds an optimizer that partitions."""
     grid = engine.mpu
     if not has_shard(grid):
-        return configure(engine, optimizer)
+        yield
+        return
     _tell_of_links(grid)
     whole = engine.seq_data_parallel_group
     partitions_parameters = engine.zero_optimization_partition_weights()
@@ -124,7 +122,7 @@ def partitioned_over_shard(configure: Any, engine: DeepSpeedEngine, optimizer: A
     try:
         if partitions_parameters:
             engine.mpu = _OverPartitions.over(grid)
-        return configure(engine, optimizer)
+        yield
     finally:
         engine.seq_data_parallel_group, engine.mpu = whole, grid
 
@@ -142,59 +140,58 @@ def save_each_partition_once(engine: DeepSpeedEngine) -> None:
 
 
 @contextmanager
-def _file_of_replica(
-    engine: DeepSpeedEngine, copies: Copies, patch: Patch, make: Make, owner: object
-) -> Iterator[None]:
-    """Name the file of this rank's partitions by its number among all replicas; bind a patch on later copies.
+def file_of_replica(engine: DeepSpeedEngine, copies: Copies) -> Iterator[None]:
+    """Name the file of this rank's partitions by its number among all replicas.
 
     Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
     partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
     """
     optimizer = engine.optimizer
     partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
-    is_later = dist.get_rank(copies.group) > 0
+    _in_own_file.update((engine, optimizer))
     try:
-        with ledger.bound(patch, make, owner) if is_later else nullcontext():
-            yield
+        yield
     finally:
         optimizer.dp_process_group = partitions
+        _in_own_file.difference_update((engine, optimizer))
 
 
-def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *arguments: Any) -> None:
-    """Replace ``_save_zero_checkpoint``: later copies save the partitions of experts alone."""
-    optimizer = engine.optimizer
-
-    @around
-    def states_of_experts(state_dict: Any) -> dict[str, Any]:
-        found: dict[str, Any] = state_dict()
-        masters = list(found[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
-        for group in _dense_groups(optimizer):
-            masters[group] = torch.empty(0)
-            found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
-        return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
-
-    row = next(row for row in patches.STATES_TO_SAVE if row.owner is type(optimizer))
-    with _file_of_replica(engine, copies, row, states_of_experts, optimizer):
-        save(engine, *arguments)
+_in_own_file: WeakSet[Any] = WeakSet()
+"""The engines of which each replica is saving or loading a file of its own, and their optimizers."""
 
 
-def load_partitions(copies: Copies, load: Any, engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
-    """Replace ``_load_zero_checkpoint``: later copies read the first one's file, too."""
+def is_later_copy(saved: object, copies: Copies) -> bool:
+    """Tell whether this rank saves or loads the partitions of experts alone, of an engine or its optimizer."""
+    return saved in _in_own_file and dist.get_rank(copies.group) > 0
 
-    @around
-    def read_own_and_first(read: Any, names: list[str]) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = read(names)
-        own = states[dist.get_rank(copies.whole)]
-        first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
-        content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
-        of_dense = content[BASE_OPTIMIZER_STATE]["state"]
-        for group in _dense_groups(engine.optimizer):
-            own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
-            own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
-        return states
 
-    with _file_of_replica(engine, copies, patches.STATES_TO_LOAD, read_own_and_first, engine):
-        return load(engine, *arguments, **options)
+def states_of_experts(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of an optimizer without its partitions of dense parameters."""
+    masters = list(states[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
+    for group in _dense_groups(optimizer):
+        masters[group] = torch.empty(0)
+        states[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
+    return {**states, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
+
+
+def add_states_of_dense(
+    engine: DeepSpeedEngine, copies: Copies, states: list[dict[str, Any]], names: list[str]
+) -> None:
+    """Add the partitions of dense parameters to this rank's states, from the file of their first copy.
+
+    Args:
+        engine: the engine that loads.
+        copies: the ranks with copies of this rank's partition.
+        states: the states in the files of all replicas.
+        names: the paths of these files.
+    """
+    own = states[dist.get_rank(copies.whole)]
+    first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
+    content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
+    of_dense = content[BASE_OPTIMIZER_STATE]["state"]
+    for group in _dense_groups(engine.optimizer):
+        own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+        own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
 
 
 def _dense_groups(optimizer: Any) -> list[int]:
@@ -228,22 +225,22 @@ def _tell_of_links(grid: MpuGrid) -> None:
 # -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
 
 
-def sum_and_step(copies: Copies, step: Any, optimizer: DeepSpeedZeroOptimizer, closure: object = None) -> Any:
-    """Replace ``DeepSpeedZeroOptimizer.step``, to sum the gradients of this rank's partition first.
+def sum_over_copies(copies: Copies, optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Sum the gradients of this rank's partition over its copies, before the step of ZeRO 1 or 2.
 
     DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
     """
-    if optimizer not in reduced_elsewhere:
+    if optimizer in reduced_elsewhere:
+        return
+    if optimizer.cpu_offload:
+        get_accelerator().synchronize()  # gradients may still be on their way to host memory
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        scale = 1 / copies.number if optimizer.gradient_average else 1.0
+        among = None if any(map(is_moe_param, parameters)) else copies.group
         if optimizer.cpu_offload:
-            get_accelerator().synchronize()  # gradients may still be on their way to host memory
-        for group, parameters in enumerate(optimizer.bit16_groups):
-            scale = 1 / copies.number if optimizer.gradient_average else 1.0
-            among = None if any(map(is_moe_param, parameters)) else copies.group
-            if optimizer.cpu_offload:
-                _sum_offloaded(optimizer, group, among, scale)
-            elif gradients := optimizer.averaged_gradients.get(group):
-                _Sum(gradients, among, scale, gradients[0].dtype).wait()
-    return step(optimizer, closure)
+            _sum_offloaded(optimizer, group, among, scale)
+        elif gradients := optimizer.averaged_gradients.get(group):
+            _Sum(gradients, among, scale, gradients[0].dtype).wait()
 
 
 def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
@@ -258,11 +255,8 @@ def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: Process
         optimizer.norm_for_param_grads[number] = gradients[start : start + numel].norm()
 
 
-def overflows_anywhere(
-    copies: Copies, has_overflow: Any, optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any
-) -> bool:
-    """Replace ``DeepSpeedZeroOptimizer.has_overflow``: experts may overflow on any replica."""
-    found = bool(has_overflow(optimizer, *arguments, **options))
+def overflows_anywhere(copies: Copies, optimizer: DeepSpeedZeroOptimizer, found: bool) -> bool:
+    """Tell whether gradients overflow on any replica, if they do here or not: experts may do so on others alone."""
     if not optimizer.has_moe_layers:
         return found
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
@@ -311,19 +305,19 @@ identity of their parameter, and sums in flight."""
 
 def partition_and_sum(
     copies: Copies,
-    partition_gradients: Any,
+    partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
     optimizer: DeepSpeedZeroOptimizer_Stage3,
     parameters: list[Any],
     partitions: list[torch.Tensor],
 ) -> Any:
-    """Replace ``partition_grads``, which ZeRO 3 calls for each bucket that it has reduce-scattered.
+    """Call ``partition_grads`` of ZeRO 3; in the last micro-batch, also start the sum of a bucket over the copies.
 
-    In the last micro-batch it starts the sum over the copies. An offloaded optimizer gets the gradients after that.
+    An offloaded optimizer gets the gradients after that.
     """
     ends_step = optimizer.is_gradient_accumulation_boundary()
     optimizer.set_gradient_accumulation_boundary(ends_step and not optimizer.offload_optimizer)
     try:
-        buffers = partition_gradients(optimizer, parameters, partitions)
+        buffers = partition_gradients(parameters, partitions)
     finally:
         optimizer.set_gradient_accumulation_boundary(ends_step)
     kept, in_flight = _steps.setdefault(optimizer, ({}, []))
@@ -338,9 +332,8 @@ def partition_and_sum(
     return buffers
 
 
-def end_and_wait(copies: Copies, end_backward: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Replace ``independent_gradient_partition_epilogue``, which ends the reduction of ZeRO 3."""
-    end_backward(optimizer)
+def wait_for_sums(copies: Copies, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Wait for the sums of all buckets over the copies, at the end of ZeRO 3's reduction."""
     if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
         return
     kept, in_flight = _steps.pop(optimizer)
@@ -354,24 +347,3 @@ def end_and_wait(copies: Copies, end_backward: Any, optimizer: DeepSpeedZeroOpti
         stream.synchronize()
     if optimizer.offload_optimizer:
         optimizer._finalize_offload_gradient_accumulation()
-
-
-OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = tuple(
-    (row, partitioned_over_shard) for row in patches.CONFIGURE_PARTITIONS
-)
-
-
-def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patches of an engine that partitions over ``shard``, and of its optimizer; none without copies."""
-    copies = copies_of(engine.mpu)
-    if copies is None:
-        return []
-    replacements: dict[Patch, Callable[..., Any]] = {
-        patches.STEP_ON_SUMS: sum_and_step,
-        patches.PARTITION_GRADIENTS: partition_and_sum,
-        patches.END_OF_REDUCTION: end_and_wait,
-        patches.OVERFLOW_OF_COPIES: overflows_anywhere,
-    }
-    if engine.has_moe_layers:
-        replacements |= {patches.SAVE_PARTITIONS: save_partitions, patches.LOAD_PARTITIONS: load_partitions}
-    return [(row, around(partial(replacement, copies))) for row, replacement in replacements.items()]

@@ -17,7 +17,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo.checkpoint.manifest import PLACEHOLDERS
-from ds_topo.ledger import around
 from ds_topo.topology.axes import PIPE
 
 
@@ -42,17 +41,17 @@ class Connected(torch.autograd.Function):
         return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
 
 
-@around
-def with_placeholders(configure: Any, engine: PipelineEngine, optimizer: Any, parameters: list[Any]) -> None:
+def with_placeholders(engine: PipelineEngine, optimizer: Any, parameters: list[Any]) -> list[Any]:
     """Give groups of the optimizer of a pipeline's stage a trainable parameter where needed, before it is built."""
-    if isinstance(engine, PipelineEngine) and engine.mpu.get_axis_size(PIPE) > 1:
-        are_counted = engine.client_lr_scheduler is not None
-        parameters = fill_groups(engine.module, optimizer, parameters, engine.device, some=are_counted)
-        made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())
-        if made:
-            engine.mpu.on_destroy(engine.module.register_forward_hook(_connect).remove)
-        engine.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
-    configure(engine, optimizer, parameters)
+    if engine.mpu.get_axis_size(PIPE) == 1:
+        return parameters
+    are_counted = engine.client_lr_scheduler is not None
+    parameters = fill_groups(engine.module, optimizer, parameters, engine.device, some=are_counted)
+    made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())
+    if made:
+        engine.mpu.on_destroy(engine.module.register_forward_hook(_connect).remove)
+    engine.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
+    return parameters
 
 
 def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device: Any, *, some: bool) -> list[Any]:

@@ -55,8 +55,6 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
-from ds_topo.ledger import Make, Patch, always, around, ledger
-from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
@@ -92,22 +90,6 @@ def mark_tensor_parallel_gradients(module: nn.Module) -> Callable[[], None]:
 def _mark(parameter: torch.Tensor) -> None:
     if parameter.grad is not None:  # ZeRO has taken it already
         parameter.grad.model_parallel = True  # type: ignore[attr-defined]
-
-
-@around
-def _with_a_zero(get_gradients: Any, optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
-    found = get_gradients(optimizer, for_clipping)
-    if for_clipping:
-        return found
-    counted, of_experts = found
-    return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
-
-
-@around
-def _as_norm_over_grid(get_gradients: Any, optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
-    if for_clipping:
-        return get_gradients(optimizer, for_clipping)
-    return norm_as_gradients(bf16_gradient_norm(optimizer, optimizer.mpu), optimizer.mpu)
 
 
 def norm_as_gradients(norm: torch.Tensor, grid: MpuGrid) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
@@ -319,58 +301,24 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
     return _total_norm([_norm_of(parameter.grad) for parameter in trained if _counts_here(parameter, grid)], grid)
 
 
-def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
-    parameters, limit = engine.module.parameters(), engine.gradient_clipping()
-    engine._global_grad_norm = clip_grad_norm_(parameters, limit, engine.mpu)
+def clip_fp32_gradients(engine: DeepSpeedEngine, with_experts: bool) -> None:
+    """Clip the gradients of an engine in fp32 without ZeRO, and keep their norm; collective over the grid."""
+    parameters, limit, grid = engine.module.parameters(), engine.gradient_clipping(), engine.mpu
+    if with_experts or grid.get_axis_size(PIPE) > 1 or isinstance(engine, PipelineEngine):
+        engine._global_grad_norm = clip_grad_norm_(parameters, limit, grid)
+    else:
+        engine._global_grad_norm = clip_as_deepspeed(parameters, limit, mpu=grid)
 
 
-def _clip_and_keep_norm(engine: DeepSpeedEngine) -> None:
-    limit = engine.gradient_clipping()
-    engine._global_grad_norm = clip_as_deepspeed(engine.module.parameters(), limit, mpu=engine.mpu)
-
-
-@around
-def _by_norm_over_grid(
-    clip: Any, optimizer: FP16_UnfusedOptimizer, total_norm: object, apply_scale: bool = True
-) -> Any:
-    optimizer._global_grad_norm = float(unfused_gradient_norm(optimizer, optimizer.mpu))
-    return clip(optimizer, optimizer._global_grad_norm, apply_scale)
-
-
-@around
-def _fused_by_norm_over_grid(
-    clip: Any, optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], total_norm: object, *options: Any
-) -> Any:
-    norm = float(fused_gradient_norm(optimizer, flat_gradients, optimizer.mpu))
-    optimizer._global_grad_norm = norm / optimizer.loss_scale_config.cur_scale
-    return clip(optimizer, flat_gradients, norm, *options)
-
-
-_OF_ZERO: tuple[Patch, Make] = (
-    patches.ZERO_NORM,
-    always(lambda optimizer, norm_type=2: zero_gradient_norm(optimizer, optimizer.mpu)),
-)
-
-
-def corrections(engine: DeepSpeedEngine, with_experts: bool) -> list[tuple[Patch, Make]]:
-    """Return the patches that correct the norms of an engine and its optimizer; log the effects on losses."""
+def prepare_losses(engine: DeepSpeedEngine) -> None:
+    """Let an engine multiply losses by the loss scale where its optimizer divides by it; log the effects on losses."""
     _scale_losses(engine)
     if isinstance(engine, PipelineEngine):
         _log_clipping(engine)
-    has_stages = engine.mpu.get_axis_size(PIPE) > 1 or isinstance(engine, PipelineEngine)
-    rows: list[tuple[Patch, Make]] = [
-        (patches.BF16_GRADIENTS, _as_norm_over_grid if with_experts else _with_a_zero),
-        (patches.CLIP_FP32, always(_clip_fp32_gradients if with_experts or has_stages else _clip_and_keep_norm)),
-    ]
-    if with_experts:
-        rows.append((patches.FUSED_CLIP, _fused_by_norm_over_grid))
-    if with_experts or engine.mpu.get_model_parallel_world_size() > 1:
-        rows.append((patches.UNFUSED_CLIP, _by_norm_over_grid))
-    return [*rows, _OF_ZERO] if with_experts else rows
 
 
-def of_unequal_stages(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patch that a pipeline needs if its stages have different numbers of parameter groups; collective.
+def stages_differ(engine: DeepSpeedEngine) -> bool:
+    """Tell whether the stages of a pipeline have different numbers of parameter groups; collective.
 
     DeepSpeed removes the groups of which a stage has no parameter, and reduces the norm once for each that remains.
 
@@ -378,14 +326,13 @@ def of_unequal_stages(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         EngineOptionError: raised on every rank; this optimizer's norm would hang in the first step.
     """
     counts = gathered(len(getattr(engine.optimizer, "param_groups", ())), engine.mpu.get_pipe_parallel_group())
-    if len({*counts}) == 1:
-        return []
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+    are_different = len({*counts}) > 1
+    if are_different and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         raise EngineOptionError(
             f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer would "
             "hang in the first step; use ZeRO stage 1, or give every stage a parameter of each group"
         )
-    return [_OF_ZERO]
+    return are_different
 
 
 class _LossScaler:
@@ -425,8 +372,7 @@ def _scale_losses(engine: DeepSpeedEngine) -> None:
         ranks=[0],
         level=logging.WARNING,
     )
-    scaler = _LossScaler(engine.optimizer.loss_scale_config)
-    engine.mpu.on_destroy(ledger.bind(patches.LOSS_SCALER, always(scaler), engine))
+    engine.torch_autocast_z0_gradscaler = _LossScaler(engine.optimizer.loss_scale_config)
 
 
 def _log_clipping(engine: DeepSpeedEngine) -> None:

@@ -33,6 +33,7 @@ from torch import nn
 
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine import parameter_gathers
+from ds_topo.engine.classes import stock_class
 from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
 from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
@@ -295,7 +296,7 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
 
     def _bind_names(self) -> None:
         _set(self._addresses(), self.optimizer, self._bindings)
-        rows = [row for row in patches.METHODS_OF_PARTITIONS if row.owner is type(self.optimizer)]
+        rows = [row for row in patches.METHODS_OF_PARTITIONS if row.owner is stock_class(self.optimizer)]
         makes = (around(self._save), around(self._load), always(self._refresh))
         for row, make in zip(rows, makes, strict=True):
             self._bindings.callback(ledger.bind(row, make, self.optimizer))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -272,9 +273,16 @@ def _in_slices(
 
 @around
 def _gathering_in_slices(method: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-    of_zero, of_bf16 = patches.GATHERS
-    with ledger.bound(of_zero, _in_slices), ledger.bound(of_bf16, _in_slices):
+    with gathering_in_slices():
         return method(optimizer, *arguments, **options)
 
 
 OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = tuple((row, _gathering_in_slices) for row in patches.GATHERING_METHODS)
+
+
+@contextmanager
+def gathering_in_slices() -> Iterator[None]:
+    """Send updated parameters point to point on gloo, in methods of DeepSpeed's optimizers that gather them."""
+    of_zero, of_bf16 = patches.GATHERS
+    with ledger.bound(of_zero, _in_slices), ledger.bound(of_bf16, _in_slices):
+        yield

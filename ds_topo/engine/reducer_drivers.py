@@ -24,6 +24,7 @@ from torch import nn
 from typing_extensions import Self, Unpack
 
 from ds_topo.engine import autoparallel
+from ds_topo.engine.classes import Mixin, adopt
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.ledger import Patch, after, ledger
@@ -123,6 +124,8 @@ class EngineDriver(StepDriver):
         self._bindings = ExitStack()
         self._is_backward_of_output = False
         """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
+        self.reducer: BucketReducer
+        """The reducer that the engine drives; set in :meth:`bind`."""
 
     @property
     def group(self) -> ProcessGroup:
@@ -154,33 +157,71 @@ class EngineDriver(StepDriver):
         return options
 
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
-        """Patch the engine so that it drives this reducer until it is detached."""
+        """Give the engine the class of engines that drive a reducer, until it is detached."""
+        self.reducer = reducer
         self._gradients.bind(self._bindings)
         owner, reduction = self._gradients.reduction
-
-        def end_with_engine() -> None:
-            self._gradients.end_with_engine()
-            reducer.detach()
-
-        def require_reduced() -> None:
-            if reducer.is_in_step:
-                raise RuntimeError(
-                    f"the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
-                    f"{reduction}; detach() the reducer, or use a release that README.md names"
-                )
-
-        self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
-        self._replace(patches.DESTROY_ENGINE, after(end_with_engine))
-        self._replace(patches.COALESCE, lambda _: _refuse_coalescing)
-        self._replace(patches.TAKE_STEP, after(require_reduced))
+        if owner is not self.engine:
+            self._replace(reduction, lambda _: lambda *_, **__: self.reduce(), owner)
         for row in patches.ZERO_GRADS:
-            for thrower in (self.engine, self.engine.optimizer):
-                if isinstance(row.owner, type) and isinstance(thrower, row.owner):
-                    self._replace(row, after(reducer.forget_unreduced), thrower)
-        self._watch_for_exceptions(reducer)
+            thrower = self.engine.optimizer
+            if isinstance(row.owner, type) and isinstance(thrower, row.owner):
+                self._replace(row, after(reducer.forget_unreduced), thrower)
+        self.engine.reducer_driver = self
+        self._bindings.callback(adopt(self.engine, self.mixin))
         if options.overlap_parameters and self._gradients.partitions:
             self._gradients.parameters.start_overlapping(self.engine.module)
-            self._replace(patches.COMPILE, after(self._gather_in_step))
+
+    # -- the engine's calls
+
+    @property
+    def mixin(self) -> type[Mixin]:
+        """The class with the engine's methods that drive the reducer."""
+        return ReducedPlainEngine
+
+    @property
+    def reduces_in_engine(self) -> bool:
+        """True if the engine, and not its optimizer, reduces gradients at the end of a backward pass."""
+        return self._gradients.reduction[0] is self.engine
+
+    def reduce(self) -> None:
+        """Wait for the reducer, in place of the engine's own reduction at the end of the last micro-batch."""
+        self.reducer.complete()
+        self._gradients.mark_reduced()
+
+    def require_reduced(self) -> None:
+        """Refuse a step on gradients of this rank alone."""
+        if self.reducer.is_in_step:
+            raise RuntimeError(
+                "the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
+                f"{self._gradients.reduction[1]}; detach() the reducer, or use a release that README.md names"
+            )
+
+    def begin_backward(self) -> None:
+        """Note that the gradients that follow are of this engine's output."""
+        self._is_backward_of_output = not self.engine._running_engine_backward
+
+    def end_backward(self) -> None:
+        """Note that this engine's backward pass is over."""
+        self._is_backward_of_output = False
+
+    def give_up_unfinished(self) -> None:
+        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
+        self.end_backward()
+        self.reducer.give_up_unfinished()
+
+    def end_with_engine(self) -> None:
+        """Detach the reducer before the engine is destroyed."""
+        self._gradients.end_with_engine()
+        self.reducer.detach()
+
+    def gather_in_step(self) -> None:
+        """Let parameters arrive in the step from now on, because compiled code does not wait for them."""
+        if self._gradients.parameters.overlaps:
+            warn(
+                "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on"
+            )
+            self._gradients.parameters.stop_overlapping()
 
     # -- the reducer's questions
 
@@ -226,31 +267,6 @@ class EngineDriver(StepDriver):
 
     # -- differences between plain engines and pipelines
 
-    def _reduce_with(self, reducer: BucketReducer) -> Callable[..., None]:
-        def reduce(*_: object, **__: object) -> None:
-            """Replace the engine's own reduction, at the end of the last micro-batch's backward."""
-            reducer.complete()
-            self._gradients.mark_reduced()
-
-        return reduce
-
-    def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
-        """Discard an unfinished step before a forward pass, because an exception has ended it."""
-
-        def begin_backward() -> None:
-            self._is_backward_of_output = not self.engine._running_engine_backward
-
-        def end_backward() -> None:
-            self._is_backward_of_output = False
-
-        def begin_forward() -> None:
-            end_backward()
-            reducer.give_up_unfinished()
-
-        self._replace(patches.OWN_BACKWARD, after(begin_backward))
-        self._replace(patches.OWN_STEP, after(end_backward))
-        self._replace(patches.FORWARD, after(begin_forward))
-
     def _samples(self, replicas: int) -> int:
         """Return the number of replicas that work on different samples."""
         return int(replicas // self.engine.sequence_parallel_size)
@@ -268,10 +284,6 @@ class EngineDriver(StepDriver):
             return ReductionOptions(**self._wanted).bucket_sizes(suitable)
         except (TypeError, ValueError):
             return ReductionOptions().bucket_sizes(suitable)
-
-    def _gather_in_step(self) -> None:
-        warn("overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on")
-        self._gradients.parameters.stop_overlapping()
 
     def _replace(self, patch: Patch, make: Callable[[Any], Any], owner: object | None = None) -> None:
         self._bindings.callback(ledger.bind(patch, make, owner or self.engine))
@@ -294,6 +306,7 @@ class PipelineDriver(EngineDriver):
         """The phase of the last backward pass; always 0, except with DualPipeV."""
         self.backward_ns = 0
         """The duration of the last backward pass."""
+        self._instructions: dict[type, Any] | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -301,30 +314,42 @@ class PipelineDriver(EngineDriver):
         group: ProcessGroup = self.engine.mpu.get_data_parallel_group()
         return group
 
-    def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
-        """Patch the instructions of the schedule so that they drive this reducer, too."""
-        super().bind(reducer, options)
+    @property
+    def mixin(self) -> type[Mixin]:
+        """The class with the engine's methods that drive the reducer."""
+        return ReducedPipelineEngine
 
-        def with_ours(instructions: dict[type, Any]) -> dict[type, Any]:
-            backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
+    def reduce(self) -> None:
+        """Note that gradients are reduced: the reducer has completed where the schedule reduces tied layers."""
+        self._gradients.mark_reduced()
 
-            def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
-                self._phase = arguments.get("phase", 0)
-                self._passes[self._phase] += 1
-                started = time.perf_counter_ns()
-                backward(engine, **arguments)
-                self.backward_ns = time.perf_counter_ns() - started
-                reducer.launch_deferred()
+    def give_up_unfinished(self) -> None:
+        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
+        self._passes = [0, 0]
+        self.reducer.give_up_unfinished()
 
-            def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
-                self._passes = [0, 0]
-                reducer.complete()
-                self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
+    def driving(self, instructions: dict[type, Any]) -> dict[type, Any]:
+        """Return the instructions of a schedule, of which two also call the reducer."""
+        if self._instructions is not None:
+            return self._instructions
+        backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
-            ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
-            return {**instructions, **ours}
+        def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
+            self._phase = arguments.get("phase", 0)
+            self._passes[self._phase] += 1
+            started = time.perf_counter_ns()
+            backward(engine, **arguments)
+            self.backward_ns = time.perf_counter_ns() - started
+            self.reducer.launch_deferred()
 
-        self._replace(patches.INSTRUCTIONS, with_ours)
+        def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
+            self._passes = [0, 0]
+            self.reducer.complete()
+            self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
+
+        ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
+        self._instructions = {**instructions, **ours}
+        return self._instructions
 
     def is_last_backward(self) -> bool:
         """Tell whether this is the last backward pass of the schedule, or of a phase of it."""
@@ -343,23 +368,97 @@ class PipelineDriver(EngineDriver):
         communication = [timing.communication_ns for timing in timings if timing.ended_ns]
         return bool(communication) and (stage + 1) * median(communication) < stage * self.backward_ns
 
-    def _reduce_with(self, reducer: BucketReducer) -> Callable[..., None]:
-        return lambda *_, **__: self._gradients.mark_reduced()
-
-    def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
-        def start_anew() -> None:
-            self._passes = [0, 0]
-            reducer.give_up_unfinished()
-
-        self._replace(patches.EXECUTE_SCHEDULE, after(start_anew))
-
     def _samples(self, replicas: int) -> int:
         return replicas
 
 
-@contextmanager
-def _refuse_coalescing() -> Iterator[None]:
-    raise RuntimeError(
-        "coalesce_grad_reduction() with a GradientReducer attached: detach() it first, or use gradient accumulation"
-    )
-    yield
+# -- the engine's methods ---------------------------------------------------------------------------------------------
+
+
+class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
+    """The methods that all engines with a reducer share, on a grid or without one."""
+
+    outermost, suffix, state = 1, "Reduced", "reducer_driver"
+    reducer_driver: EngineDriver
+
+    def buffered_allreduce_fallback(self, *arguments: Any, **options: Any) -> None:
+        """Wait for the reducer.
+
+        At stage 0 and with ``BF16_Optimizer`` DeepSpeed reduces gradients here, after the last backward pass.
+        """
+        if self.reducer_driver.reduces_in_engine:
+            self.reducer_driver.reduce()
+        else:
+            super().buffered_allreduce_fallback(*arguments, **options)
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        """Require that the reducer has finished.
+
+        A release whose engine no longer calls what the reducer replaces would step on this rank's own gradients.
+        """
+        self.reducer_driver.require_reduced()
+        super()._take_model_step(*arguments)
+
+    def zero_grad(self) -> None:
+        """Discard also what the reducer has accumulated."""
+        self.reducer_driver.reducer.forget_unreduced()
+        super().zero_grad()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Refuse it: DeepSpeed would reduce again what the reducer has reduced."""
+        raise RuntimeError(
+            "coalesce_grad_reduction() with a GradientReducer attached: detach() it first, or use gradient accumulation"
+        )
+        yield
+
+    def compile(self, *arguments: Any, **options: Any) -> Any:
+        """Let parameters arrive in the step: compiled code reads memory without asking whether they have arrived."""
+        self.reducer_driver.gather_in_step()
+        return super().compile(*arguments, **options)
+
+    def destroy(self) -> None:
+        """Detach the reducer first, which ends with its engine."""
+        self.reducer_driver.end_with_engine()
+        self.destroy()
+
+
+class ReducedPlainEngine(ReducedEngine):
+    """An engine with a reducer that is no pipeline."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
+        self.reducer_driver.give_up_unfinished()
+        return super().forward(*inputs, **named)
+
+    def _backward_prologue(self) -> None:
+        """Note that the gradients that follow are of this engine's output.
+
+        Gradients of another engine's loss through this module belong to no step of this engine.
+        """
+        self.reducer_driver.begin_backward()
+        super()._backward_prologue()
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Note that this engine's backward pass is over."""
+        self.reducer_driver.end_backward()
+        return super().step(*arguments, **options)
+
+
+class ReducedPipelineEngine(ReducedEngine, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine with a reducer."""
+
+    reducer_driver: PipelineDriver
+
+    @property
+    def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
+        """The same map with ``BackwardPass`` and ``ReduceTiedGrads`` that also call the reducer.
+
+        Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.
+        """
+        return self.reducer_driver.driving(super()._INSTRUCTION_MAP)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
+        self.reducer_driver.give_up_unfinished()
+        super()._exec_schedule(pipe_schedule)

@@ -18,8 +18,8 @@ step. In all cases it is read before weights change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -32,52 +32,41 @@ from torch import nn
 from ds_topo.backends import SideStream, current_device, traits_of
 from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import DisagreementError
-from ds_topo.ledger import Make, Patch, around
-from ds_topo.mpu import patches
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.torch_names import devices_of, job_timeout
 
 
-def rows_of_reductions(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patches of an engine's optimizer; none if it reduces whole gradients in one order, or alone."""
+def compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
+    """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
     optimizer = engine.optimizer
     is_zero_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
-    if not is_zero_3 and not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return []
-    group = optimizer.dp_process_group
-    if has_shard(engine.mpu) and engine.has_moe_layers:  # experts are partitioned over all replicas
-        group = engine.mpu.get_data_parallel_group()
+    if not is_zero_3 and not (isinstance(optimizer, DeepSpeedZeroOptimizer) and _reduces_during_backward(optimizer)):
+        return None
+    group = _group_of(engine)
     if dist.get_world_size(group) == 1:
-        return []
-    if not is_zero_3 and not (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow):
-        return [(patches.REDUCE_IN_ORDER, with_zeros_for_missing), (patches.REDUCE_COALESCED, with_zeros_at_flush)]
-    compared = ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
-    replacements: dict[Patch, Callable[..., Any]] = {
-        patches.REDUCE_BUCKET: compare_bucket,
-        patches.STEP_AFTER_COMPARISON: read_before_step,
-        patches.REDUCE_PARTITIONED_BUCKET: compare_partitioned_bucket,
-        patches.REDUCE_LAST_BUCKETS: read_at_end,
-    }
-    rows = [(row, around(partial(replacement, compared))) for row, replacement in replacements.items()]
-    return rows if is_zero_3 else [*rows, (patches.REDUCE_COALESCED, with_zeros_at_flush)]
+        return None
+    return ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
 
 
-@around
-def with_zeros_for_missing(reduce_gradients: Any, optimizer: DeepSpeedZeroOptimizer, *args: Any, **options: Any) -> Any:
-    """Replace ``reduce_gradients`` of ZeRO 1: a parameter without a gradient on this rank has a gradient of zeros."""
-    _fill_missing(optimizer)
-    return reduce_gradients(optimizer, *args, **options)
+def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
+    if has_shard(engine.mpu) and engine.has_moe_layers:  # experts are partitioned over all replicas
+        return engine.mpu.get_data_parallel_group()
+    group: ProcessGroup = engine.optimizer.dp_process_group
+    return group
 
 
-@around
-def with_zeros_at_flush(flush: Any, engine: DeepSpeedEngine, optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Replace ``_flush_coalesced_reduction_zero12``, which reduces all gradients in the order of the parameters."""
-    _fill_missing(optimizer)
-    flush(engine, optimizer)
+def adds_zeros(engine: DeepSpeedEngine) -> bool:
+    """Tell whether gradients of zeros are added for missing ones where ZeRO 1 or 2 reduces all of them at once."""
+    optimizer = engine.optimizer
+    return isinstance(optimizer, DeepSpeedZeroOptimizer) and dist.get_world_size(_group_of(engine)) > 1
 
 
-def _fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
+def _reduces_during_backward(optimizer: DeepSpeedZeroOptimizer) -> bool:
+    return bool(optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
+
+
+def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Set missing gradients to zeros, as which the optimizer reads them anyway where no rank has one."""
     name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
     for parameters in optimizer.bit16_groups:
@@ -190,22 +179,21 @@ class ComparedBuckets:
         )
 
 
-def compare_bucket(
-    compared: ComparedBuckets, reduce: Any, optimizer: DeepSpeedZeroOptimizer, comm_dtype: torch.dtype | None = None
-) -> Any:
-    """Replace ``reduce_ipg_grads`` of ZeRO 1 and 2, which reduces one bucket, or all at the end of backward."""
+def compare_buckets(
+    compared: ComparedBuckets, optimizer: DeepSpeedZeroOptimizer, comm_dtype: torch.dtype | None
+) -> None:
+    """Compare the bucket of one data type that ZeRO 1 or 2 reduces next, or all of them at the end of backward."""
     compared.waits_for_device = comm_dtype is None and optimizer.overlap_comm
     buckets = optimizer.ipg_buckets
     for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:
         places = buckets[dtype].params
         compared.compare(places, [optimizer.bit16_groups[group][index] for group, index, _ in places])
-    return reduce(optimizer, comm_dtype=comm_dtype)
 
 
 def compare_partitioned_bucket(
-    compared: ComparedBuckets, reduce: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, comm_dtype: torch.dtype
-) -> Any:
-    """Replace ``__reduce_and_partition_ipg_grads`` of ZeRO 3. It sorts a bucket, unless it reduces it as a whole.
+    compared: ComparedBuckets, optimizer: DeepSpeedZeroOptimizer_Stage3, comm_dtype: torch.dtype
+) -> None:
+    """Compare the bucket that ZeRO 3 reduces next. ZeRO 3 sorts a bucket, unless it reduces it as a whole.
 
     With the last bucket, ranks also compare in which order they have gathered parameters.
     """
@@ -226,22 +214,6 @@ def compare_partitioned_bucket(
         external = compared.external_parameters()
         content += [-1, *(module.ds_id for module in gathered), -1, *(parameter.ds_id for parameter in external)]
     compared.compare(content, parameters, gathered, external, facts)
-    return reduce(optimizer, comm_dtype)
 
 
 _GATHERED, _ORDER = "_PartitionedParameterCoordinator__step_id", "_PartitionedParameterCoordinator__submodule_order"
-
-
-def read_at_end(compared: ComparedBuckets, end_backward: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> Any:
-    """Replace ``independent_gradient_partition_epilogue`` of ZeRO 3, which reduces the last buckets and waits."""
-    compared.waits_for_device = True
-    try:
-        return end_backward(optimizer)
-    finally:
-        compared.waits_for_device = False
-
-
-def read_before_step(compared: ComparedBuckets, step: Any, optimizer: Any, closure: object = None) -> Any:
-    """Replace ``step`` of ZeRO 1 and 2: no weight changes before all comparisons are read."""
-    compared.read()
-    return step(optimizer, closure)

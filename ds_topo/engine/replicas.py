@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -30,10 +28,9 @@ from torch import nn
 
 from ds_topo.backends import device_in_use
 from ds_topo.checkpoint.engine_facts import inner_optimizer
+from ds_topo.engine.classes import Mixin, adopt, mixins_of
 from ds_topo.engine.one_layout import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
-from ds_topo.ledger import after, ledger
-from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
@@ -171,15 +168,14 @@ class ReplicaCheck:
 
     def __init__(self, engine: DeepSpeedEngine, every: int, slices: bool) -> None:
         self._engine, self._every, self._slices = engine, every, slices
-        self._bindings = ExitStack()
-        self._is_removed = False
-        row = patches.TRAIN_BATCH if isinstance(engine, PipelineEngine) else patches.STEP
-        if every and getattr(vars(engine).get(row.name), "compares_replicas", False):
+        self._release: Callable[[], None] = lambda: None
+        mixin = ComparedPipelineEngine if isinstance(engine, PipelineEngine) else ComparedEngine
+        if every and mixin in mixins_of(engine):
             raise RuntimeError("this engine already compares its replicas every few steps: remove() that check first")
         self.now()
         if every:
-            self._bindings.callback(ledger.bind(row, self._comparing, engine))
-            self._bindings.callback(ledger.bind(patches.DESTROY_ENGINE, after(self.remove), engine))
+            engine.replica_check = self
+            self._release = adopt(engine, mixin)
 
     def now(self) -> None:
         """Compare; collective over the engine's ranks."""
@@ -193,21 +189,51 @@ class ReplicaCheck:
 
     def remove(self) -> None:
         """Stop comparing. Idempotent."""
-        self._is_removed = True
-        self._bindings.close()
+        self._release()
 
-    def _comparing(self, take_step: Any) -> Any:
-        @wraps(take_step)
-        def step(*arguments: Any, **options: Any) -> Any:
-            before = self._engine.global_steps
-            result = take_step(*arguments, **options)
-            is_due = self._engine.global_steps > before and self._engine.global_steps % self._every == 0
-            if is_due and not self._is_removed:  # a program's own wrapper may keep this function after remove()
-                self.now()
-            return result
+    def after_step(self, before: int) -> None:
+        """Compare if a step was taken since the engine had taken ``before`` steps, every few steps."""
+        taken = self._engine.global_steps
+        if taken > before and taken % self._every == 0:
+            self.now()
 
-        step.compares_replicas = True  # type: ignore[attr-defined]
-        return step
+
+class ComparedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
+    """A plain engine whose replicas are compared every few steps, which finds the step after which they differ."""
+
+    outermost, suffix, state = 2, "Compared", "replica_check"
+    replica_check: ReplicaCheck
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Compare replicas after the step."""
+        before = self.global_steps
+        result = super().step(*arguments, **options)
+        self.replica_check.after_step(before)
+        return result
+
+    def destroy(self) -> None:
+        """Stop comparing first."""
+        self.replica_check.remove()
+        self.destroy()
+
+
+class ComparedPipelineEngine(Mixin, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine whose replicas are compared every few steps."""
+
+    outermost, suffix, state = 2, "Compared", "replica_check"
+    replica_check: ReplicaCheck
+
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Compare replicas after the step."""
+        before = self.global_steps
+        result = super().train_batch(*arguments, **options)
+        self.replica_check.after_step(before)
+        return result
+
+    def destroy(self) -> None:
+        """Stop comparing first."""
+        self.replica_check.remove()
+        self.destroy()
 
 
 # -- tensors that must be alike ---------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import EngineOptionError
-from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import PIPE, SEQ
@@ -43,29 +42,16 @@ class SamplerOfShares(DeepSpeedDataSampler):  # type: ignore[misc]
         return round(self.data_parallel_rank * share), round((self.data_parallel_rank + 1) * share)
 
 
-@around
-def loader_of_shares(deepspeed_io: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    """Replace ``deepspeed_io``, which builds a data loader."""
-    grid = engine.mpu
-    with _counting_shares(engine):
-        loader = deepspeed_io(engine, *args, **options)
+def deal_to_all_readers(engine: DeepSpeedEngine, loader: Any) -> None:
+    """Let the sampler for data efficiency of a loader send samples to all ranks that read them, if it has one."""
     sampler = loader.data_sampler
     if type(sampler) is DeepSpeedDataSampler and reads_samples(engine):
         sampler.__class__ = SamplerOfShares
-        sampler.data_parallel_group = _group_of_readers(engine, grid)
-    return loader
-
-
-@around
-def iterating_over_share(build_data_iter: Any, engine: PipelineEngine, dataset: Any) -> None:
-    """Replace ``_build_data_iter``, with which a pipeline engine reads ``training_data``."""
-    if reads_samples(engine):  # others must not take part in the sampler's collectives
-        with _counting_shares(engine):
-            build_data_iter(engine, dataset)
+        sampler.data_parallel_group = _group_of_readers(engine, engine.mpu)
 
 
 @contextmanager
-def _counting_shares(engine: DeepSpeedEngine) -> Iterator[None]:
+def counting_shares(engine: DeepSpeedEngine) -> Iterator[None]:
     """Let the mpu and the attributes of an engine count shares of samples; those of pipelines count replicas."""
     grid, replicas = engine.mpu, engine.dp_world_size
     engine.mpu, engine.dp_world_size = MpuGrid.over(grid), grid.get_sample_world_size()

@@ -21,24 +21,22 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_topo.ledger import Make, Patch, around
-from ds_topo.mpu import patches
+from ds_topo.engine.classes import stock_class
 
 # -- ZeRO 1 and 2 with an offloaded optimizer -------------------------------------------------------------------------
 
 
-@around
-def _added_to_this_step(accumulate: Any, optimizer: DeepSpeedZeroOptimizer, parameter: torch.nn.Parameter) -> Any:
+def clear_earlier_offloaded(optimizer: DeepSpeedZeroOptimizer, parameter: torch.nn.Parameter) -> None:
+    """Clear the memory of a parameter's gradient before its first one of a step is added."""
     number = optimizer.get_param_id(parameter)
     if optimizer.micro_step_id > 0 and number not in optimizer._offload_accumulated_param_ids:
         earlier = optimizer.accumulated_grads_in_cpu.get(number)
         if earlier is not None:
             earlier.zero_()
-    return accumulate(optimizer, parameter)
 
 
-@around
-def _with_all_offloaded(step: Any, optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any) -> Any:
+def hand_over_missing_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Hand gradients that the last micro-batch left out over to the optimizer, before its step."""
     used = optimizer._offload_accumulated_param_ids
     handed_over = optimizer.norm_for_param_grads
     if used or handed_over:  # else a compiled graph has reduced the gradients
@@ -54,7 +52,6 @@ def _with_all_offloaded(step: Any, optimizer: DeepSpeedZeroOptimizer, *arguments
         if missing & used:
             optimizer._offload_accumulated_param_ids = missing & used
             optimizer._finalize_cpu_offload_gradient_accumulation()
-    return step(optimizer, *arguments, **options)
 
 
 # -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
@@ -64,22 +61,16 @@ def _clear(optimizer: DeepSpeedZeroOptimizer_Stage3, parameter: Any) -> None:
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id].zero_()
 
 
-@around
-def _partitioned_in_this_step(
-    partition_gradients: Any,
-    optimizer: DeepSpeedZeroOptimizer_Stage3,
-    parameters: list[Any],
-    partitions: list[torch.Tensor],
-) -> Any:
+def clear_earlier_partitions(optimizer: DeepSpeedZeroOptimizer_Stage3, parameters: list[Any]) -> None:
+    """Clear the memory of parameters' gradients before their first ones of a step are added."""
     if optimizer.micro_step_id > 0:
         for parameter in parameters:
             if parameter.ds_id not in optimizer._offload_boundary_param_ids:
                 _clear(optimizer, parameter)
-    return partition_gradients(optimizer, parameters, partitions)
 
 
-@around
-def _with_all_partitions(step: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, *arguments: Any, **options: Any) -> Any:
+def hand_over_missing_partitions(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Clear the gradients of unused parameters, and hand them over to an offloaded optimizer, before its step."""
     used = optimizer._offload_boundary_param_ids
     if used:  # else a compiled graph has reduced the gradients
         trained = [each for each in chain.from_iterable(optimizer.fp16_groups) if each.requires_grad]
@@ -92,20 +83,10 @@ def _with_all_partitions(step: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, *a
             if missing:
                 optimizer._offload_boundary_param_ids = missing
                 optimizer._finalize_offload_gradient_accumulation()
-    return step(optimizer, *arguments, **options)
 
 
-def rows_of_engines(engine: Any) -> list[tuple[Patch, Make]]:
-    """Return the patches of an engine's optimizer; none for optimizers that clear their gradients."""
-    optimizer = engine.optimizer
-    if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
-        return [
-            (patches.PARTITION_GRADIENTS, _partitioned_in_this_step),
-            (patches.STEP_ON_USED_PARTITIONS, _with_all_partitions),
-        ]
-    if type(optimizer) is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow:
-        return [
-            (patches.ACCUMULATE_OFFLOADED, _added_to_this_step),
-            (patches.STEP_ON_SUMS, _with_all_offloaded),
-        ]
-    return []
+def keeps_gradients(optimizer: Any) -> bool:
+    """Tell whether an optimizer keeps gradients in memory that it never clears."""
+    kind = stock_class(optimizer)
+    is_offloaded = kind is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow
+    return kind is DeepSpeedZeroOptimizer_Stage3 or bool(is_offloaded)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -31,10 +30,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_topo.engine.classes import stock_class
 from ds_topo.engine.optimizer_gradients import OwnSlices
 from ds_topo.errors import listed, warn
-from ds_topo.ledger import Make, Patch, around
-from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 
 _Parts: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
@@ -48,18 +46,11 @@ _AT_A_TIME = 1 << 24
 """The number of elements that are copied at once, which limits the memory of a copy."""
 
 
-def rows_of_weights(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
-    """Return the patch of an engine that has master weights; none if another thread writes them."""
-    if type(engine.optimizer) not in _PARTS or getattr(engine.optimizer, "zenflow", False):
-        return []
-    written = WrittenWeights(engine.module, engine.optimizer, engine.mpu)
-    return [(patches.STEP_ON_WRITTEN, around(partial(_step_on_written, written)))]
-
-
-def _step_on_written(written: WrittenWeights, take_step: Any, engine: DeepSpeedEngine, *args: Any) -> None:
-    if written.grid.check_weights:
-        written.keep()
-    take_step(engine, *args)
+def written_weights_of(engine: DeepSpeedEngine) -> WrittenWeights | None:
+    """Return the search for an engine that has master weights; None if it has none, or another thread writes them."""
+    if stock_class(engine.optimizer) not in _PARTS or getattr(engine.optimizer, "zenflow", False):
+        return None
+    return WrittenWeights(engine.module, engine.optimizer, engine.mpu)
 
 
 class WrittenWeights:
@@ -72,7 +63,7 @@ class WrittenWeights:
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, grid: MpuGrid) -> None:
-        self.grid = grid
+        self._grid = grid
         self._optimizer = optimizer
         self._named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._parameters = [each for _, each in self._named]
@@ -86,6 +77,8 @@ class WrittenWeights:
 
     def keep(self) -> None:
         """Copy written weights to the master weights, and warn about them; local to this rank."""
+        if not self._grid.check_weights:
+            return
         parts = self._parts()  # first of all, because it waits for parameters in flight
         versions, names = self._current_versions(), []
         if versions != self._versions:
@@ -113,7 +106,7 @@ class WrittenWeights:
         """Return pairs of the same elements, of this rank's parameters and of its master weights."""
         return [
             (own.detach(), master.detach())
-            for own, master in _PARTS[type(self._optimizer)](self._optimizer)
+            for own, master in _PARTS[stock_class(self._optimizer)](self._optimizer)
             if own is not None and master is not None and own.shape == master.shape and own.numel()  # not on NVMe
         ]
 

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import PipelineParallelGrid, groups
-from ds_topo.engine.experts import saved_by_slice
+from ds_topo.engine.experts import saving_by_slice
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from tests.support.fake_world import fake_world
 
@@ -88,7 +87,7 @@ def test_sizes_that_optimizer_files_cannot_express_are_refused() -> None:
             groups.create_expert_groups(grid, size)
         engine = SimpleNamespace(mpu=grid, zero_optimization=lambda: False)
         with pytest.raises(ExpertGroupError, match=r"sizes \[2\] do not divide the greatest, 3.*ZeRO stage 1"):
-            saved_by_slice(DeepSpeedEngine._save_moe_checkpoint)(engine, "folder", "tag")
+            saving_by_slice(engine).__enter__()
 
 
 def test_a_rank_joins_only_its_own_groups() -> None:

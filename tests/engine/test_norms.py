@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
+from ds_topo.engine.optimizers_on_grid import BF16OnGrid
 from ds_topo.errors import ExpertGroupError
-from ds_topo.mpu import patches
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -74,10 +74,6 @@ def _values(stages: int, slices: int, places: int, sliced: bool) -> list[float]:
     return values
 
 
-def _small_engine(grid: PipelineParallelGrid) -> Any:
-    return SimpleNamespace(mpu=grid, fp16_enabled=lambda: False)
-
-
 def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(topology) as grid:
@@ -91,9 +87,11 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
             flat = [torch.cat([one.grad for one in group]) for group in optimizer.fp16_groups]
             assert float(norms.fused_gradient_norm(optimizer, flat, grid)) == pytest.approx(expected, rel=1e-6)
             gradients = [[one.grad for one in group] for group in optimizer.fp16_groups]
-            in_fp32 = SimpleNamespace(bf16_groups=optimizer.fp16_groups, fp32_groups_gradients=gradients, mpu=grid)
-            of_all = dict(norms.corrections(_small_engine(grid), with_experts=True))[patches.BF16_GRADIENTS]
-            found, of_experts = of_all(None)(in_fp32)
+            parts = SimpleNamespace(corrects_norm=True, has_experts=True)
+            in_fp32 = SimpleNamespace(
+                bf16_groups=optimizer.fp16_groups, fp32_groups_gradients=gradients, mpu=grid, on_grid=parts
+            )
+            found, of_experts = BF16OnGrid.get_grads_for_norm.__wrapped__(in_fp32)
             norm = get_global_norm_of_tensors(found, mpu=grid)
             assert (float(norm), of_experts) == (pytest.approx(expected, rel=1e-6), {})
             for order in ORDERS[1:]:
@@ -170,11 +168,6 @@ def test_marks_skip_frozen_parameters_and_missing_gradients() -> None:
 
 
 # -- marks and norms of a single rank --------------------------------------------------------------------------------
-
-
-def make(change: Any, original: Any) -> Any:
-    """Return the replacement of one of DeepSpeed's functions."""
-    return dict((*norms.OF_OPTIMIZERS, *norms.WITH_EXPERTS))[change](original)
 
 
 def test_norm_without_gradients_is_zero_and_small_gradients_are_not_clipped() -> None:

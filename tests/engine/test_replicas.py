@@ -257,16 +257,15 @@ def _beside_a_reducer() -> None:
     with PipelineParallelGrid("data=2") as grid:
         for reducer_goes_first in (True, False):
             engine, *_ = initialize(model=torch.nn.Linear(4, 2), mpu=grid, config=small_engines.settings())
-            step, take_step = vars(engine)["step"], vars(engine)["_take_model_step"]
+            of_grid = type(engine)
             ends = [GradientReducer.attach(engine).detach, check_replicas(engine, every=1).remove]
             for end in ends if reducer_goes_first else ends[::-1]:
                 end()
-            assert "destroy" not in vars(engine)
-            assert vars(engine)["step"] is step, "the grid's"
-            assert vars(engine)["_take_model_step"] is take_step, "the grid's"
+            assert type(engine) is of_grid
             check_replicas(engine, every=1)
+            assert type(engine) is not of_grid
             engine.destroy()
-            assert vars(engine)["step"] is step, "the check ends with the engine"
+            assert type(engine) is of_grid, "the check ends with the engine"
             destroy_engine(engine)
 
 

@@ -1,0 +1,113 @@
+"""Keep track of the one mpu that DeepSpeed's functions query, so that engines of several grids work side by side.
+
+DeepSpeed keeps one mpu for all engines of a process, in ``deepspeed.utils.groups``: that of the engine that was built
+last. The methods of an engine on a grid make its own mpu the current one, and restore the former one at their end. So
+does a backward pass, from its start to its end, because a program may start it by ``loss.backward()``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
+
+from ds_topo.engine.experts import slices_of_experts
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.topology.axes import MODEL
+
+_NAMES = (
+    "mpu",
+    "expert_tensor_parallel_world_size",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+)
+"""The names of ``deepspeed.utils.groups`` that belong to one mpu."""
+
+
+class CurrentMpu:
+    """The current mpu of the process."""
+
+    def __init__(self) -> None:
+        self._in_backward: list[weakref.ref[DeepSpeedEngine]] = []
+        """The engines whose backward pass is running; the last one began last."""
+        self._before_backward: dict[str, Any] | None = None
+        """What was current before the first of them began; None while there is none."""
+
+    def set(self, mpu: Any) -> dict[str, Any]:
+        """Make an mpu the current one; return what was current, for :meth:`restore`."""
+        before = {name: getattr(deepspeed_groups, name) for name in _NAMES}
+        values = {"mpu": mpu}
+        if isinstance(mpu, MpuGrid) or isinstance(before["mpu"], MpuGrid):
+            slices = data = None  # AutoTP creates groups of its own, unless it finds some
+            if isinstance(mpu, MpuGrid) and mpu.get_axis_size(MODEL) > 1:
+                slices, data = mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()
+            values = dict(zip(_NAMES, (mpu, slices_of_experts(mpu), slices, slices, data), strict=True))
+        self.restore(values)
+        return before
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Make current what :meth:`set` has returned."""
+        vars(deepspeed_groups).update(values)
+
+    def forget(self, grid: MpuGrid) -> None:
+        """Reset the current mpu if it is this grid, so that no later engine without an mpu finds it."""
+        if isinstance(deepspeed_groups.mpu, MpuGrid) and grid.shares_groups_with(deepspeed_groups.mpu):
+            self.set(None)
+
+    @contextmanager
+    def during(self, mpu: MpuGrid) -> Iterator[None]:
+        """Make an mpu the current one during a call of an engine, which also ends interrupted backward passes."""
+        self._end_all()
+        before = self.set(mpu)
+        try:
+            yield
+        finally:
+            self._in_backward.clear()
+            self._before_backward = None
+            self.restore(before)
+
+    def begin_backward(self, engine: DeepSpeedEngine) -> None:
+        """Make the mpu of an engine the current one until :meth:`end_backward`."""
+        before = self.set(engine.mpu)
+        if not self._in_backward:
+            self._before_backward = before
+        if engine not in [each() for each in self._in_backward]:
+            self._in_backward.append(weakref.ref(engine))
+
+    def end_backward(self, engine: DeepSpeedEngine) -> None:
+        """Make the mpu of another engine of the same backward pass the current one, or what was current before it."""
+        living = [each for each in self._in_backward if each() is not None]
+        self._in_backward = [each for each in living if each() is not engine]
+        last = self._in_backward[-1]() if self._in_backward else None
+        if last is not None:
+            self.set(last.mpu)
+        elif living:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        if self._before_backward is not None:
+            self.restore(self._before_backward)
+        self._in_backward.clear()
+        self._before_backward = None
+
+    def is_needed_by_others(self, before: dict[str, Any]) -> bool:
+        """Tell whether there may be an engine without a grid, whose methods would find a grid that stays current.
+
+        Garbage collection must not decide this, because ranks collect at different times: an engine without an mpu
+        counts from its construction, which clones the world's group, until the end of the world.
+
+        Args:
+            before: what was current before the last engine was built.
+        """
+        former = before["mpu"]
+        has_other_mpu = former is not None and not isinstance(former, MpuGrid)
+        return has_other_mpu or deepspeed_groups._WORLD_GROUP is not None
+
+
+current = CurrentMpu()
+"""The one of this process."""

@@ -1,0 +1,452 @@
+"""The classes of DeepSpeed's engines on a grid: every method that differs from DeepSpeed's, in order, and why.
+
+An engine whose mpu is a grid gets its class before its constructor runs (:mod:`ds_topo.engine.classes`), and its own
+one back when the grid is destroyed. What a method adds is written down here once, in the order in which it happens; the
+modules that it calls hold one concept each. Its optimizer gets a class, too (:mod:`ds_topo.engine.optimizers_on_grid`).
+
+A :class:`~ds_topo.GradientReducer` and ``check_replicas`` add classes of their own, also to engines without a grid.
+Their methods run around those here: those of ``check_replicas`` outside, then those of the reducer, then these. What
+``ds-topo verify`` records is the innermost, in DeepSpeed's own methods.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_topo.checkpoint.loading import load_as_a_whole
+from ds_topo.checkpoint.saving import save_as_a_whole
+from ds_topo.engine import (
+    accumulation,
+    activations,
+    autoparallel,
+    checks,
+    experts,
+    hybrid_sharding,
+    norms,
+    reduction_order,
+    shares,
+)
+from ds_topo.engine.accumulation import MicroBatches
+from ds_topo.engine.autocast_scaling import share_scale
+from ds_topo.engine.backward_passes import BackwardPasses
+from ds_topo.engine.batches import FirstSamples, run_with_enough
+from ds_topo.engine.classes import Mixin, adopt
+from ds_topo.engine.current_mpu import current
+from ds_topo.engine.idle_stages import with_placeholders
+from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid
+from ds_topo.engine.replicas import compare_slices
+from ds_topo.engine.written_weights import written_weights_of
+from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.watch import guard, job_watch
+
+STEPS_BETWEEN = 100
+"""The number of steps between two comparisons of the ranks' progress, while a watch is on."""
+
+
+class EngineParts:
+    """What the methods of an engine on a grid use, from the end of ``DeepSpeedEngine``'s constructor on."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        grid: MpuGrid = engine.mpu
+        self.has_experts = bool(registry.of(grid))
+        self.copies = hybrid_sharding.copies_of(grid)
+        """The ranks with copies of this rank's partition; None if there are no others."""
+        self.written = written_weights_of(engine)
+        """The search for weights that the program writes; None if there are no master weights."""
+        self.samples = FirstSamples(grid, engine.train_micro_batch_size_per_gpu())
+        """The comparison of what ranks read first."""
+        self.direct_steps = checks.DirectSteps(engine)
+        """Notices steps of the optimizer that the program takes itself."""
+        stages_differ = False
+        if self.has_experts:
+            experts.check_engine_with_experts(engine)
+        elif isinstance(engine, PipelineEngine):
+            stages_differ = norms.stages_differ(engine)
+        self.stock_scaler = engine.torch_autocast_z0_gradscaler
+        """DeepSpeed's own loss scaler without ZeRO, if any."""
+        share_scale(engine)
+        self.corrects_norms = grid.settle_norms()
+        if self.corrects_norms:
+            norms.prepare_losses(engine)
+        self.micro_batches = MicroBatches(engine.gradient_accumulation_steps())
+        """The number of micro-batches in a step."""
+        self.passes = BackwardPasses(engine)
+        """The backward passes of a step; a pipeline runs them itself."""
+        self.adds_zeros = reduction_order.adds_zeros(engine)
+        self.instructions: dict[type, Any] | None = None
+        """The instructions of a pipeline's schedule."""
+        self.release_optimizer = put_optimizer_on_grid(
+            engine,
+            None if isinstance(engine, PipelineEngine) else self.passes,
+            has_experts=self.has_experts,
+            corrects_norms=self.corrects_norms,
+            stages_differ=stages_differ,
+        )
+
+
+class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
+    """The methods that all kinds of engines on a grid share."""
+
+    suffix, state = "OnGrid", "on_grid"
+    mpu: MpuGrid
+    on_grid: EngineParts
+
+    @contextmanager
+    def _in_call(self, name: str) -> Iterator[None]:
+        """Run a call of the program.
+
+        If one rank alone raises in it, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
+        otherwise it is that of the engine that was built last.
+        """
+        with guard.over(name, self.mpu.members, self.global_steps), current.during(self.mpu):
+            yield
+
+    # -- construction
+
+    def _do_sanity_check(self) -> None:
+        """Check options and inputs first; all ranks compare the results.
+
+        hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
+        """
+        checks.check_with_all_ranks(self, super()._do_sanity_check)
+
+    def _configure_expert_parallel(self, *arguments: Any, **options: Any) -> Any:
+        """Create the expert groups of the grid first.
+
+        AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them.
+        """
+        with autoparallel.over_groups_of_grid(self):
+            return super()._configure_expert_parallel(*arguments, **options)
+
+    def _configure_tensor_parallel_states(self, model: Any) -> None:
+        """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine."""
+        grid = self.mpu
+        super()._configure_tensor_parallel_states(model)
+        self.mpu = grid
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """Compare the models of replicas first, and create expert groups on all stages.
+
+        DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
+        """
+        checks.agree_on_model(self, model, self.mpu)
+        checks.create_missing_expert_groups(self, model, self.mpu)
+        current.set(self.mpu)  # again, because experts may have got groups since
+        super()._configure_distributed_model(model)
+        compare_slices(self, model)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas."""
+        with hybrid_sharding.partitioned_over_shard(self):
+            return super()._configure_zero_optimizer(optimizer)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas."""
+        with hybrid_sharding.partitioned_over_shard(self):
+            return super()._configure_bf16_optimizer(optimizer)
+
+    def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
+        """Build a data loader for this rank's share of samples.
+
+        DeepSpeed divides samples by a group that counts peers along ``seq``. Its sampler for data efficiency sends them
+        from rank 0 to a group that may lack it.
+        """
+        with shares.counting_shares(self):
+            loader = super().deepspeed_io(*arguments, **options)
+        shares.deal_to_all_readers(self, loader)
+        return loader
+
+    # -- a step
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refuse sizes that do not fit; the count of micro-batches starts with the next step.
+
+        In DeepSpeed a step ends where the count of all micro-batches is a multiple of the new number.
+        """
+        self.on_grid.micro_batches.check_batch_size(self, train_batch_size)
+        super().set_train_batch_size(train_batch_size)
+        self.on_grid.micro_batches.settle(self)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refuse it with a loader of ``training_data``, which keeps its size."""
+        accumulation.check_micro_batch_size(self, micro_batch_size)
+        super().set_train_micro_batch_size(micro_batch_size)
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        """Compare the samples of replicas once, and keep weights that the program has written.
+
+        Equal samples give equal gradients. The optimizer overwrites parameters by its own copy, so what was written
+        since the last step would be lost.
+        """
+        parts = self.on_grid
+        with parts.direct_steps.of_engine():
+            parts.samples.compare()
+            if parts.written is not None:
+                parts.written.keep()
+            super()._take_model_step(*arguments)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over the grid, and keep it.
+
+        DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
+        """
+        if self.on_grid.corrects_norms:
+            norms.clip_fp32_gradients(self, self.on_grid.has_experts)
+        else:
+            super().clip_fp32_gradients()
+
+    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
+        """Add gradients of zeros where this rank has none.
+
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
+        """
+        if self.on_grid.adds_zeros:
+            reduction_order.fill_missing(optimizer)
+        super()._flush_coalesced_reduction_zero12(optimizer)
+
+    # -- checkpoints
+
+    def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Save by :func:`ds_topo.checkpoint.save`.
+
+        DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
+        """
+        with self._in_call("save_checkpoint"):
+            return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
+
+    def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Load by :func:`ds_topo.checkpoint.load`.
+
+        DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
+        """
+        with self._in_call("load_checkpoint"):
+            return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
+
+    def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
+        """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
+        with autoparallel.saving_whole_weights(self):
+            return super().save_16bit_model(*arguments, **options)
+
+    def _save_zero_checkpoint(self, *arguments: Any) -> None:
+        """With experts and an axis ``shard``, save a file of each replica.
+
+        Experts have other partitions than dense parameters, which several replicas share.
+        """
+        with self._in_file_of_replica():
+            super()._save_zero_checkpoint(*arguments)
+
+    def _load_zero_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """With experts and an axis ``shard``, load the file of each replica."""
+        with self._in_file_of_replica():
+            return super()._load_zero_checkpoint(*arguments, **options)
+
+    def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
+        """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
+        states = super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
+        copies = self.on_grid.copies
+        if copies is not None and hybrid_sharding.is_later_copy(self, copies):
+            hybrid_sharding.add_states_of_dense(self, copies, states, zero_ckpt_names)
+        return states
+
+    @contextmanager
+    def _in_file_of_replica(self) -> Iterator[None]:
+        if self.on_grid.copies is None or not self.has_moe_layers:
+            yield
+            return
+        with hybrid_sharding.file_of_replica(self, self.on_grid.copies):
+            yield
+
+    def _save_moe_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Let each slice write the files of experts that it will load.
+
+        File names contain the writer's model parallel rank, so replicas on other slices would find no file.
+        """
+        if not self.on_grid.has_experts:
+            super()._save_moe_checkpoint(*arguments, **options)
+            return
+        with experts.saving_by_slice(self):
+            super()._save_moe_checkpoint(*arguments, **options)
+
+
+class PlainEngineOnGrid(EngineOnGrid):
+    """An engine that is no pipeline, on a grid."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Compare the first samples of slices, and return outputs by which gradients enter the engine once."""
+        with self._in_call("forward"):
+            parts = self.on_grid
+            inputs, named = parts.passes.of_inputs(self, inputs), parts.passes.of_inputs(self, named)
+            if self.training:
+                parts.micro_batches.settle(self)
+                parts.samples.look_at_inputs((inputs, named))
+            outputs = super().forward(*inputs, **named)
+            return parts.passes.of_outputs(self, outputs)
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        """Refuse gradients that the step cannot take any more."""
+        with self._in_call("backward"):
+            self.on_grid.passes.require_none_reduced(self)
+            if self.training:
+                self.on_grid.micro_batches.settle(self)
+            return super().backward(*arguments, **options)
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Compare the steps of replicas now and then while a watch is on."""
+        with self._in_call("step"):
+            is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
+            result = super().step(*arguments, **options)
+            taken = self.global_steps
+            has_reducer = getattr(self, "gradient_reducer", None) is not None  # which compares steps itself
+            if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
+                job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
+            self.on_grid.passes.end_micro_batch(is_last)
+            return result
+
+    def zero_grad(self) -> None:
+        """Discard the partitions of ZeRO 3, too. The step may then have another backward pass.
+
+        ZeRO keeps the gradients of a second backward pass alone, or adds them to discarded ones, which is refused.
+        """
+        super().zero_grad()
+        if self.zero_optimization_partition_weights():
+            self.optimizer.zero_grad()
+        self.on_grid.passes.discard()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone."""
+        with self.on_grid.passes.coalesced(self), super().coalesce_grad_reduction():
+            yield
+
+    # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
+
+    def _backward_prologue(self) -> None:
+        """Prepare once in each backward pass; the engine's own mpu is current from here."""
+        if not self.on_grid.passes.must_be_prepared(self):
+            return
+        current.begin_backward(self)
+        try:
+            super()._backward_prologue()
+        except BaseException:
+            current.end_backward(self)
+            raise
+
+    def _backward_epilogue(self) -> None:
+        """Note that gradients are reduced; the engine's own mpu is current until here."""
+        current.set(self.mpu)
+        try:
+            super()._backward_epilogue()
+        finally:
+            current.end_backward(self)
+        self.on_grid.passes.end_backward(self)
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient itself: hooks of the outputs divide it.
+
+        An output that depends on another output, or on one of another engine, would be divided twice.
+        """
+        return grad
+
+    def get_autosp_backend(self, compile_kwargs: dict[str, Any]) -> Any:
+        """Use the groups along ``seq``, and the index along ``seq``: AutoSP joins neighboring ranks."""
+        return autoparallel.with_groups_of_grid(self, super().get_autosp_backend(compile_kwargs))
+
+
+class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine, on a grid."""
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Add a placeholder to each group without a trainable parameter.
+
+        A stage without trainable parameters, or without those of a group, fails alone.
+        """
+        super()._configure_optimizer(client_optimizer, with_placeholders(self, client_optimizer, model_parameters))
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        """Read this rank's share of samples, on stages that read samples.
+
+        The mpu of a pipeline counts peers along ``seq``, which would read different samples.
+        """
+        if shares.reads_samples(self):  # others must not take part in the sampler's collectives
+            with shares.counting_shares(self):
+                super()._build_data_iter(dataset)
+
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Start on all ranks or on none, and compare the first samples of stages and slices.
+
+        If one rank runs out of samples within a step, the others wait for its activations without end.
+        """
+        with self._in_call("train_batch"), self.on_grid.samples.compared(self):
+            accumulation.check_number(self)
+            return run_with_enough(super().train_batch, self, *arguments, **options)
+
+    def eval_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Start on all ranks or on none."""
+        with self._in_call("eval_batch"):
+            return run_with_enough(super().eval_batch, self, *arguments, **options)
+
+    def _next_batch(self) -> Any:
+        """Take a digest of the first batches: peers read samples independently, and must read the same."""
+        batch = super()._next_batch()
+        self.on_grid.samples.look_at_batch(self, batch)
+        return batch
+
+    @property
+    def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
+        """The same map with a ``SendActivation`` that raises if shapes differ from those that it has announced.
+
+        The next stage has allocated its buffers for these. It would use old rows of a larger one.
+        """
+        if self.on_grid.instructions is None:
+            self.on_grid.instructions = activations.with_checked_sends(super()._INSTRUCTION_MAP)
+        return self.on_grid.instructions
+
+    def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Any:
+        """Replace a buffer of another type: DeepSpeed returns a buffer of any type that is large enough."""
+        activations.drop_buffer_of_other_type(self, idx, dtype)
+        return super()._allocate_or_extend_buffers(idx, shape, dtype)
+
+
+def put_engine_on_grid(engine: DeepSpeedEngine) -> Callable[[], None]:
+    """Give an engine the class of its kind, before its constructor runs; return the function that gives it its own."""
+    release = adopt(engine, PipelineEngineOnGrid if isinstance(engine, PipelineEngine) else PlainEngineOnGrid)
+    reference = weakref.ref(engine)
+
+    def release_all() -> None:
+        living = reference()
+        parts: EngineParts | None = None if living is None else vars(living).get("on_grid")
+        if living is not None and parts is not None:
+            living.torch_autocast_z0_gradscaler = parts.stock_scaler
+            parts.release_optimizer()
+        release()
+
+    return release_all
+
+
+def complete(engine: DeepSpeedEngine) -> None:
+    """Prepare the methods of an engine on a grid, at the end of ``DeepSpeedEngine``'s constructor; collective."""
+    shares.deal_dynamic_batches(engine)
+    hybrid_sharding.save_each_partition_once(engine)
+    if isinstance(engine, PipelineEngine):
+        _time_backward_once(engine)
+    if autoparallel.uses_autosp(engine._config):
+        autoparallel.average_over_seq(engine)
+    engine.on_grid = EngineParts(engine)
+
+
+def _time_backward_once(engine: PipelineEngine) -> None:
+    """Leave the timers of the backward pass to the pipeline on all stages but the last, whose engine has the loss.
+
+    The pipeline starts and stops them there itself, and DeepSpeed's hooks on outputs would start them a second time.
+    """
+    if not engine.is_last_stage() and not isinstance(engine, DualPipeVEngine):
+        engine.engine_timers.backward_timers.clear()
+        engine.engine_timers.backward_inner_timers.clear()

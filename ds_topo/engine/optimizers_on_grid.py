@@ -1,0 +1,320 @@
+"""The classes of DeepSpeed's optimizers in an engine on a grid: every method that differs from DeepSpeed's, and why.
+
+There is one mixin for each kind of optimizer. :func:`put_optimizer_on_grid` chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ds_topo.engine import hybrid_sharding, norms, reduction_order, unused_parameters
+from ds_topo.engine.backward_passes import BackwardPasses
+from ds_topo.engine.classes import Mixin, adopt
+from ds_topo.engine.hybrid_sharding import copies_of
+from ds_topo.engine.parameter_gathers import gathering_in_slices
+from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.zero.exchange import Copies
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """What the methods of an optimizer on a grid use."""
+
+    copies: Copies | None
+    """The ranks with copies of this rank's partition; None if there are no others."""
+    compared: ComparedBuckets | None
+    """The comparison of the gradients that are reduced; None if their order does not matter."""
+    passes: BackwardPasses | None
+    """The backward passes of the engine's step; None in a pipeline, which runs them itself."""
+    adds_zeros: bool
+    """True if gradients of zeros are added for parameters that this rank does not use."""
+    keeps_gradients: bool
+    """True if the optimizer keeps gradients in memory that it never clears."""
+    corrects_norm: bool
+    """True if the optimizer's own norm would be wrong."""
+    has_experts: bool
+
+
+def put_optimizer_on_grid(
+    engine: DeepSpeedEngine,
+    passes: BackwardPasses | None,
+    *,
+    has_experts: bool,
+    corrects_norms: bool,
+    stages_differ: bool,
+) -> Callable[[], object]:
+    """Give the optimizer of an engine the class of its kind; return the function that gives it its own back.
+
+    Args:
+        engine: the engine, whose mpu is a grid.
+        passes: the backward passes of its step.
+        has_experts: expert groups exist on the grid.
+        corrects_norms: the grid corrects norms.
+        stages_differ: the stages of a pipeline have different numbers of parameter groups.
+    """
+    optimizer = engine.optimizer
+    mixin = next((mixin for kind, mixin in _MIXINS.items() if isinstance(optimizer, kind)), None)
+    if mixin is None:
+        return lambda: None
+    corrects = corrects_norms and has_experts
+    if mixin is ZeroOnGrid:
+        corrects = corrects or stages_differ
+    elif mixin is UnfusedOnGrid:
+        corrects = corrects_norms and (has_experts or engine.mpu.get_model_parallel_world_size() > 1)
+    elif mixin is BF16OnGrid:
+        corrects = corrects_norms
+    compared = compared_buckets_of(engine)
+    optimizer.on_grid = OptimizerParts(
+        copies=copies_of(engine.mpu),
+        compared=compared,
+        passes=passes,
+        adds_zeros=reduction_order.adds_zeros(engine),
+        keeps_gradients=unused_parameters.keeps_gradients(optimizer),
+        corrects_norm=corrects,
+        has_experts=has_experts,
+    )
+    return adopt(optimizer, mixin)
+
+
+class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2, in an engine on a grid."""
+
+    suffix, state = "OnGrid", "on_grid"
+    on_grid: OptimizerParts
+    mpu: MpuGrid
+
+    def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
+        """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them.
+
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
+        """
+        if self.on_grid.adds_zeros and self.on_grid.compared is None:
+            reduction_order.fill_missing(self)
+        return super().reduce_gradients(*arguments, **options)
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
+        """Compare the bucket's parameters between the ranks first.
+
+        Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
+        """
+        if self.on_grid.compared is not None:
+            reduction_order.compare_buckets(self.on_grid.compared, self, comm_dtype)
+        return super().reduce_ipg_grads(comm_dtype=comm_dtype)
+
+    def async_accumulate_grad_in_cpu_via_gpu(self, param: torch.nn.Parameter) -> Any:
+        """Clear the memory of a gradient first, once per step.
+
+        It still has the gradient of an earlier step if a micro-batch does not use the parameter.
+        """
+        if self.on_grid.keeps_gradients:
+            unused_parameters.clear_earlier_offloaded(self, param)
+        return super().async_accumulate_grad_in_cpu_via_gpu(param)
+
+    def step(self, closure: object = None) -> Any:
+        """Step after gradients left out were handed over, comparisons were read, and copies were summed.
+
+        DeepSpeed hands only gradients of the last micro-batch to an offloaded optimizer. It does not sum over the ranks
+        that hold the same partition. It gathers parameters by collectives that use a link in one direction at a time.
+        """
+        parts = self.on_grid
+        if parts.keeps_gradients:
+            unused_parameters.hand_over_missing_offloaded(self)
+        if parts.compared is not None:
+            parts.compared.read()
+        if parts.copies is not None:
+            hybrid_sharding.sum_over_copies(parts.copies, self)
+        with gathering_in_slices():
+            return super().step(closure)
+
+    def update_lp_params(self) -> Any:
+        """Gather updated parameters as in :meth:`step`."""
+        with gathering_in_slices():
+            return super().update_lp_params()
+
+    def has_overflow(self, *arguments: Any, **options: Any) -> bool:
+        """Look for overflows on all replicas, because experts may overflow on any of them."""
+        found = bool(super().has_overflow(*arguments, **options))
+        copies = self.on_grid.copies
+        return found if copies is None else hybrid_sharding.overflows_anywhere(copies, self, found)
+
+    def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
+        """Return the norm over the grid.
+
+        DeepSpeed's counts the experts of the first slice only, and hangs where stages differ in parameter groups.
+        """
+        if self.on_grid.corrects_norm:
+            return norms.zero_gradient_norm(self, self.mpu)
+        norm: torch.Tensor = super().scaled_global_norm(norm_type)
+        return norm
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Note that the step may have another backward pass: programs discard gradients by this method, too."""
+        super().zero_grad(*arguments, **options)
+        if self.on_grid.passes is not None:
+            self.on_grid.passes.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
+        return _states_of_replica(self, super().state_dict())
+
+
+class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
+    """``BF16_Optimizer``, which accumulates gradients of bf16 in fp32, in an engine on a grid."""
+
+    suffix, state = "OnGrid", "on_grid"
+    on_grid: OptimizerParts
+    mpu: MpuGrid
+
+    def update_lp_params(self) -> Any:
+        """Gather updated parameters point to point on gloo, whose all_gather uses a link in one direction at a time."""
+        with gathering_in_slices():
+            return super().update_lp_params()
+
+    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
+        """Return our norm as the only gradient with experts; without them, a zero if no gradient counts.
+
+        What slices of an expert replicate would count on each slice. DeepSpeed fails where no gradient counts.
+        """
+        parts = self.on_grid
+        if for_clipping or not parts.corrects_norm:
+            return super().get_grads_for_norm(for_clipping)
+        if parts.has_experts:
+            return norms.norm_as_gradients(norms.bf16_gradient_norm(self, self.mpu), self.mpu)
+        counted, of_experts = super().get_grads_for_norm(for_clipping)
+        return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
+        return _states_of_replica(self, super().state_dict())
+
+
+class FusedOnGrid(Mixin, FP16_Optimizer):  # type: ignore[misc]
+    """``FP16_Optimizer``, of fp16 and bf16 without ZeRO with a fused optimizer, in an engine on a grid."""
+
+    suffix, state = "OnGrid", "on_grid"
+    on_grid: OptimizerParts
+    mpu: MpuGrid
+
+    def unscale_and_clip_grads(self, grad_groups_flat: list[torch.Tensor], total_norm: Any, *options: Any) -> Any:
+        """Clip by the norm over the grid: DeepSpeed's counts what slices of an expert replicate on each slice."""
+        if self.on_grid.corrects_norm:
+            total_norm = float(norms.fused_gradient_norm(self, grad_groups_flat, self.mpu))
+            self._global_grad_norm = total_norm / self.loss_scale_config.cur_scale
+        return super().unscale_and_clip_grads(grad_groups_flat, total_norm, *options)
+
+
+class UnfusedOnGrid(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
+    """``FP16_UnfusedOptimizer``, of fp16 and bf16 without ZeRO, in an engine on a grid."""
+
+    suffix, state = "OnGrid", "on_grid"
+    on_grid: OptimizerParts
+    mpu: MpuGrid
+
+    def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> Any:
+        """Clip by the norm over the grid, on stages or slices and with experts.
+
+        DeepSpeed's norm omits experts. It is that of gradients, which lack the marks of slices and of tied copies.
+        """
+        if self.on_grid.corrects_norm:
+            total_norm = self._global_grad_norm = float(norms.unfused_gradient_norm(self, self.mpu))
+        return super().unscale_and_clip_grads(total_norm, apply_scale)
+
+
+class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """``DeepSpeedZeroOptimizer_Stage3`` in an engine on a grid."""
+
+    suffix, state = "OnGrid", "on_grid"
+    on_grid: OptimizerParts
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self, *arguments: Any) -> list[torch.Tensor]:  # noqa: N802
+        """Scale averages by the degree of ``seq``, so that they are sums over ``seq``.
+
+        Every other stage sums gradients over ``seq`` and averages them over ``data``. ZeRO 3 does the same except where
+        it uses reduce-scatter, which divides by all ranks: with ``reduce_scatter`` true (the default), without
+        ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``.
+        """
+        partitions: list[torch.Tensor] = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(*arguments)
+        factor = self.sequence_parallel_size
+        return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
+
+    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
+        """Compare the bucket's parameters between the ranks first.
+
+        Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
+        """
+        if self.on_grid.compared is not None:
+            reduction_order.compare_partitioned_bucket(self.on_grid.compared, self, comm_dtype)
+        return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """Clear gradients of an earlier step first; with an axis ``shard``, sum the partitions over their copies.
+
+        DeepSpeed adds to gradients of an earlier step if the first micro-batch does not use a parameter. It does not
+        sum over the ranks that hold the same partition.
+        """
+        parts = self.on_grid
+        if parts.keeps_gradients:
+            unused_parameters.clear_earlier_partitions(self, params_to_release)
+        partition = super().partition_grads
+        if parts.copies is None:
+            return partition(params_to_release, grad_partitions)
+        return hybrid_sharding.partition_and_sum(parts.copies, partition, self, params_to_release, grad_partitions)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Read comparisons here, where ZeRO 3 waits for the device.
+
+        With an axis ``shard``, wait for the sums over copies.
+        """
+        parts = self.on_grid
+        if parts.compared is not None:
+            parts.compared.waits_for_device = True
+        try:
+            super().independent_gradient_partition_epilogue()
+            if parts.copies is not None:
+                hybrid_sharding.wait_for_sums(parts.copies, self)
+        finally:
+            if parts.compared is not None:
+                parts.compared.waits_for_device = False
+
+    def step(self, closure: object = None) -> Any:
+        """Clear the gradients of unused parameters first, or hand them over to an offloaded optimizer.
+
+        Their memory still has gradients of an earlier step.
+        """
+        if self.on_grid.keeps_gradients:
+            unused_parameters.hand_over_missing_partitions(self)
+        return super().step(closure)
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Note that the step may have another backward pass: programs discard gradients by this method, too."""
+        super().zero_grad(*arguments, **options)
+        if self.on_grid.passes is not None:
+            self.on_grid.passes.discard()
+
+
+def _states_of_replica(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+    copies = optimizer.on_grid.copies
+    if copies is None or not hybrid_sharding.is_later_copy(optimizer, copies):
+        return states
+    return hybrid_sharding.states_of_experts(optimizer, states)
+
+
+_MIXINS: dict[type, type[Mixin]] = {
+    DeepSpeedZeroOptimizer: ZeroOnGrid,
+    DeepSpeedZeroOptimizer_Stage3: Zero3OnGrid,
+    BF16_Optimizer: BF16OnGrid,
+    FP16_Optimizer: FusedOnGrid,
+    FP16_UnfusedOptimizer: UnfusedOnGrid,
+}
