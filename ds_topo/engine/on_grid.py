@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -362,6 +363,15 @@ class PlainEngineOnGrid(EngineOnGrid):
 
 class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
     """A pipeline engine, on a grid."""
+
+    @property
+    def using_bf16_optimizer(self) -> bool:
+        """True if gradients accumulate in ``BF16_Optimizer``: DeepSpeed compares its class, which is ours on a grid."""
+        return isinstance(self.optimizer, BF16_Optimizer)
+
+    @using_bf16_optimizer.setter
+    def using_bf16_optimizer(self, value: bool) -> None:
+        pass
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Add a placeholder to each group without a trainable parameter.
