@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
 
+from ds_topo.engine.classes import stock_class
+from ds_topo.engine.partitioned_optimizers import ReducedZero
 from ds_topo.errors import EngineOptionError, listed
 from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.mpu import patches
@@ -173,7 +175,7 @@ def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *argumen
             found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
         return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
 
-    row = next(row for row in patches.STATES_TO_SAVE if row.owner is type(optimizer))
+    row = next(row for row in patches.STATES_TO_SAVE if row.owner is stock_class(optimizer))
     with _file_of_replica(engine, copies, row, states_of_experts, optimizer):
         save(engine, *arguments)
 
@@ -233,7 +235,7 @@ def sum_and_step(copies: Copies, step: Any, optimizer: DeepSpeedZeroOptimizer, c
 
     DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
     """
-    if optimizer not in reduced_elsewhere:
+    if not isinstance(optimizer, ReducedZero):
         if optimizer.cpu_offload:
             get_accelerator().synchronize()  # gradients may still be on their way to host memory
         for group, parameters in enumerate(optimizer.bit16_groups):
@@ -268,10 +270,6 @@ def overflows_anywhere(
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
     return bool(flag.item())
-
-
-reduced_elsewhere: WeakSet[Any] = WeakSet()
-"""The optimizers whose gradients a GradientReducer sums, over the copies too."""
 
 
 class _Sum:

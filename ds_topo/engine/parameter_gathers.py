@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,13 @@ class FlatGroup:
     """DeepSpeed's layout."""
     gradients: PartitionedGradients
     """The gradients, in our layout."""
+    layout: PartitionLayout = field(init=False)
+    """The layout in force."""
+    averaged: torch.Tensor | None = field(default=None, init=False)
+    """The averaged gradients of this rank's partition, from backward to the step."""
+
+    def __post_init__(self) -> None:
+        self.layout = self.theirs
 
     @property
     def ours(self) -> PartitionLayout:
@@ -99,14 +106,15 @@ class FlatGroup:
         return [partition[part.address : part.address + part.numel] for part in self.own]
 
     def slices(self) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Return this rank's slices of the parameters, each with its place in the rank's partition."""
-        for region in self.ours.regions:
+        """Return this rank's slices of the parameters, in the layout in force, each with its place in the partition."""
+        for region in self.layout.regions:
             start = region.start + self.gradients.rank * region.slice_numel
             place = slice(region.address, region.address + region.slice_numel)
             yield self.memory[start : start + region.slice_numel], place
 
     def arrange(self, layout: PartitionLayout) -> None:
         """Move the parameters to their places in a layout."""
+        self.layout = layout
         values = [parameter.detach().clone() for parameter in self.parameters]
         self.memory.zero_()
         for parameter, value, offset in zip(self.parameters, values, layout.offsets, strict=True):
@@ -129,12 +137,11 @@ class _RegionOfParameters:
         return [self.group.parameters[member] for member in self.region.members]
 
 
-class PartitionedParameters(list[torch.Tensor]):
-    """The flat tensors of an optimizer in our layout, as DeepSpeed passes them to its gather."""
+class PartitionedParameters:
+    """The parameters of an optimizer in our layout, which are gathered from their owners."""
 
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         self._flats = [group.memory for group in groups]
-        super().__init__(self._flats)
         self._groups = groups
         self._regions = [_RegionOfParameters(group, region) for group in groups for region in group.ours.regions]
         self._in_flight: list[tuple[Arrival, BucketTiming]] = []
@@ -143,14 +150,6 @@ class PartitionedParameters(list[torch.Tensor]):
         self._memory: SharedMemory | None = None
         """Set while parameters may arrive after the step."""
         self._has_warned = False
-
-    def __getitem__(self, index: Any) -> Any:
-        self.wait()
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.wait()
-        return super().__iter__()
 
     @property
     def overlaps(self) -> bool:
@@ -261,9 +260,7 @@ def _in_slices(
 ) -> None:
     """Replace ``all_gather_dp_groups``."""
     pairs = list(zip(groups_flat, dp_process_group, strict=False))
-    if isinstance(groups_flat, PartitionedParameters):
-        groups_flat.gather()
-    elif all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
+    if all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
         for flat, group in pairs:
             exchange_of(group, flat.device).gather_now(flat)
     else:

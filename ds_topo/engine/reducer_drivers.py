@@ -155,8 +155,7 @@ class EngineDriver(StepDriver):
 
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
         """Patch the engine so that it drives this reducer until it is detached."""
-        self._gradients.bind(self._bindings)
-        owner, reduction = self._gradients.reduction
+        self._gradients.bind(self._reduce_with(reducer), reducer.forget_unreduced, self._bindings)
 
         def end_with_engine() -> None:
             self._gradients.end_with_engine()
@@ -166,17 +165,13 @@ class EngineDriver(StepDriver):
             if reducer.is_in_step:
                 raise RuntimeError(
                     f"the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
-                    f"{reduction}; detach() the reducer, or use a release that README.md names"
+                    f"{self._gradients.reduced_by}; detach() the reducer, or use a release that README.md names"
                 )
 
-        self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
         self._replace(patches.DESTROY_ENGINE, after(end_with_engine))
         self._replace(patches.COALESCE, lambda _: _refuse_coalescing)
         self._replace(patches.TAKE_STEP, after(require_reduced))
-        for row in patches.ZERO_GRADS:
-            for thrower in (self.engine, self.engine.optimizer):
-                if isinstance(row.owner, type) and isinstance(thrower, row.owner):
-                    self._replace(row, after(reducer.forget_unreduced), thrower)
+        self._replace(patches.ZERO_GRAD, after(reducer.forget_unreduced))
         self._watch_for_exceptions(reducer)
         if options.overlap_parameters and self._gradients.partitions:
             self._gradients.parameters.start_overlapping(self.engine.module)
@@ -273,8 +268,8 @@ class EngineDriver(StepDriver):
         warn("overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on")
         self._gradients.parameters.stop_overlapping()
 
-    def _replace(self, patch: Patch, make: Callable[[Any], Any], owner: object | None = None) -> None:
-        self._bindings.callback(ledger.bind(patch, make, owner or self.engine))
+    def _replace(self, patch: Patch, make: Callable[[Any], Any]) -> None:
+        self._bindings.callback(ledger.bind(patch, make, self.engine))
 
 
 class PipelineDriver(EngineDriver):

@@ -31,7 +31,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.engine.optimizer_gradients import OwnSlices
+from ds_topo.engine.classes import stock_class
+from ds_topo.engine.partitioned_optimizers import PartitionedOptimizer
 from ds_topo.errors import listed, warn
 from ds_topo.ledger import Make, Patch, around
 from ds_topo.mpu import patches
@@ -50,7 +51,7 @@ _AT_A_TIME = 1 << 24
 
 def rows_of_weights(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     """Return the patch of an engine that has master weights; none if another thread writes them."""
-    if type(engine.optimizer) not in _PARTS or getattr(engine.optimizer, "zenflow", False):
+    if stock_class(engine.optimizer) not in _PARTS or getattr(engine.optimizer, "zenflow", False):
         return []
     written = WrittenWeights(engine.module, engine.optimizer, engine.mpu)
     return [(patches.STEP_ON_WRITTEN, around(partial(_step_on_written, written)))]
@@ -111,9 +112,11 @@ class WrittenWeights:
 
     def _parts(self) -> _Parts:
         """Return pairs of the same elements, of this rank's parameters and of its master weights."""
+        optimizer = self._optimizer
+        is_ours = isinstance(optimizer, PartitionedOptimizer)
         return [
             (own.detach(), master.detach())
-            for own, master in _PARTS[type(self._optimizer)](self._optimizer)
+            for own, master in (optimizer.own_parts() if is_ours else _PARTS[stock_class(optimizer)](optimizer))
             if own is not None and master is not None and own.shape == master.shape and own.numel()  # not on NVMe
         ]
 
@@ -218,15 +221,13 @@ def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> _Pairs:
     for number, (partitions, master) in enumerate(
         zip(optimizer.parallel_partitioned_bit16_groups, masters, strict=True)
     ):
-        own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
-        yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
+        yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
 
 
 def _of_bf16(optimizer: BF16_Optimizer) -> _Pairs:
     masters = optimizer.fp32_groups_flat_partition
     for number, (partitions, master) in enumerate(zip(optimizer.bf16_partitioned_groups, masters, strict=True)):
-        own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
-        yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
+        yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
 
 
 def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Pairs:
