@@ -47,6 +47,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
 
+from ds_topo.engine.partitioned_optimizers import ReducedZero
 from ds_topo.errors import EngineOptionError, listed
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
@@ -230,7 +231,7 @@ def sum_over_copies(copies: Copies, optimizer: DeepSpeedZeroOptimizer) -> None:
 
     DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
     """
-    if optimizer in reduced_elsewhere:
+    if isinstance(optimizer, ReducedZero):
         return
     if optimizer.cpu_offload:
         get_accelerator().synchronize()  # gradients may still be on their way to host memory
@@ -262,10 +263,6 @@ def overflows_anywhere(copies: Copies, optimizer: DeepSpeedZeroOptimizer, found:
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
     return bool(flag.item())
-
-
-reduced_elsewhere: WeakSet[Any] = WeakSet()
-"""The optimizers whose gradients a GradientReducer sums, over the copies too."""
 
 
 class _Sum:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_topo.backends import traits_of
 from ds_topo.errors import warn
-from ds_topo.ledger import Make, Patch, around, ledger
+from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import plan_buckets
@@ -74,6 +74,13 @@ class FlatGroup:
     """DeepSpeed's layout."""
     gradients: PartitionedGradients
     """The gradients, in our layout."""
+    layout: PartitionLayout = field(init=False)
+    """The layout in force."""
+    averaged: torch.Tensor | None = field(default=None, init=False)
+    """The averaged gradients of this rank's partition, from backward to the step."""
+
+    def __post_init__(self) -> None:
+        self.layout = self.theirs
 
     @property
     def ours(self) -> PartitionLayout:
@@ -100,14 +107,15 @@ class FlatGroup:
         return [partition[part.address : part.address + part.numel] for part in self.own]
 
     def slices(self) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Return this rank's slices of the parameters, each with its place in the rank's partition."""
-        for region in self.ours.regions:
+        """Return this rank's slices of the parameters, in the layout in force, each with its place in the partition."""
+        for region in self.layout.regions:
             start = region.start + self.gradients.rank * region.slice_numel
             place = slice(region.address, region.address + region.slice_numel)
             yield self.memory[start : start + region.slice_numel], place
 
     def arrange(self, layout: PartitionLayout) -> None:
         """Move the parameters to their places in a layout."""
+        self.layout = layout
         values = [parameter.detach().clone() for parameter in self.parameters]
         self.memory.zero_()
         for parameter, value, offset in zip(self.parameters, values, layout.offsets, strict=True):
@@ -130,12 +138,11 @@ class _RegionOfParameters:
         return [self.group.parameters[member] for member in self.region.members]
 
 
-class PartitionedParameters(list[torch.Tensor]):
-    """The flat tensors of an optimizer in our layout, as DeepSpeed passes them to its gather."""
+class PartitionedParameters:
+    """The parameters of an optimizer in our layout, which are gathered from their owners."""
 
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         self._flats = [group.memory for group in groups]
-        super().__init__(self._flats)
         self._groups = groups
         self._regions = [_RegionOfParameters(group, region) for group in groups for region in group.ours.regions]
         self._in_flight: list[tuple[Arrival, BucketTiming]] = []
@@ -144,14 +151,6 @@ class PartitionedParameters(list[torch.Tensor]):
         self._memory: SharedMemory | None = None
         """Set while parameters may arrive after the step."""
         self._has_warned = False
-
-    def __getitem__(self, index: Any) -> Any:
-        self.wait()
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.wait()
-        return super().__iter__()
 
     @property
     def overlaps(self) -> bool:
@@ -262,22 +261,11 @@ def _in_slices(
 ) -> None:
     """Replace ``all_gather_dp_groups``."""
     pairs = list(zip(groups_flat, dp_process_group, strict=False))
-    if isinstance(groups_flat, PartitionedParameters):
-        groups_flat.gather()
-    elif all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
+    if all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
         for flat, group in pairs:
             exchange_of(group, flat.device).gather_now(flat)
     else:
         gather(groups_flat, partitioned_param_groups, dp_process_group, *arguments, **options)
-
-
-@around
-def _gathering_in_slices(method: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-    with gathering_in_slices():
-        return method(optimizer, *arguments, **options)
-
-
-OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = tuple((row, _gathering_in_slices) for row in patches.GATHERING_METHODS)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ engine's own reduction by a wait for the reducer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from typing_extensions import Self, Unpack
@@ -27,8 +28,6 @@ from ds_topo.engine import autoparallel
 from ds_topo.engine.classes import Mixin, adopt
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
-from ds_topo.ledger import Patch, after, ledger
-from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
@@ -159,14 +158,7 @@ class EngineDriver(StepDriver):
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
         """Give the engine the class of engines that drive a reducer, until it is detached."""
         self.reducer = reducer
-        self._gradients.bind(self._bindings)
-        owner, reduction = self._gradients.reduction
-        if owner is not self.engine:
-            self._replace(reduction, lambda _: lambda *_, **__: self.reduce(), owner)
-        for row in patches.ZERO_GRADS:
-            thrower = self.engine.optimizer
-            if isinstance(row.owner, type) and isinstance(thrower, row.owner):
-                self._replace(row, after(reducer.forget_unreduced), thrower)
+        self._gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings)
         self.engine.reducer_driver = self
         self._bindings.callback(adopt(self.engine, self.mixin))
         if options.overlap_parameters and self._gradients.partitions:
@@ -182,9 +174,9 @@ class EngineDriver(StepDriver):
     @property
     def reduces_in_engine(self) -> bool:
         """True if the engine, and not its optimizer, reduces gradients at the end of a backward pass."""
-        return self._gradients.reduction[0] is self.engine
+        return not isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer)
 
-    def reduce(self) -> None:
+    def reduce(self, *_: object, **__: object) -> None:
         """Wait for the reducer, in place of the engine's own reduction at the end of the last micro-batch."""
         self.reducer.complete()
         self._gradients.mark_reduced()
@@ -194,7 +186,7 @@ class EngineDriver(StepDriver):
         if self.reducer.is_in_step:
             raise RuntimeError(
                 "the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
-                f"{self._gradients.reduction[1]}; detach() the reducer, or use a release that README.md names"
+                f"{self._gradients.reduced_by}; detach() the reducer, or use a release that README.md names"
             )
 
     def begin_backward(self) -> None:
@@ -285,9 +277,6 @@ class EngineDriver(StepDriver):
         except (TypeError, ValueError):
             return ReductionOptions().bucket_sizes(suitable)
 
-    def _replace(self, patch: Patch, make: Callable[[Any], Any], owner: object | None = None) -> None:
-        self._bindings.callback(ledger.bind(patch, make, owner or self.engine))
-
 
 class PipelineDriver(EngineDriver):
     """The driver of a pipeline engine, whose schedule knows the last micro-batch.
@@ -319,7 +308,7 @@ class PipelineDriver(EngineDriver):
         """The class with the engine's methods that drive the reducer."""
         return ReducedPipelineEngine
 
-    def reduce(self) -> None:
+    def reduce(self, *_: object, **__: object) -> None:
         """Note that gradients are reduced: the reducer has completed where the schedule reduces tied layers."""
         self._gradients.mark_reduced()
 

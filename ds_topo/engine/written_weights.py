@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo.engine.classes import stock_class
-from ds_topo.engine.optimizer_gradients import OwnSlices
+from ds_topo.engine.partitioned_optimizers import PartitionedOptimizer
 from ds_topo.errors import listed, warn
 from ds_topo.mpu.mpu import MpuGrid
 
@@ -104,9 +104,11 @@ class WrittenWeights:
 
     def _parts(self) -> _Parts:
         """Return pairs of the same elements, of this rank's parameters and of its master weights."""
+        optimizer = self._optimizer
+        is_ours = isinstance(optimizer, PartitionedOptimizer)
         return [
             (own.detach(), master.detach())
-            for own, master in _PARTS[stock_class(self._optimizer)](self._optimizer)
+            for own, master in (optimizer.own_parts() if is_ours else _PARTS[stock_class(optimizer)](optimizer))
             if own is not None and master is not None and own.shape == master.shape and own.numel()  # not on NVMe
         ]
 
@@ -211,15 +213,13 @@ def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> _Pairs:
     for number, (partitions, master) in enumerate(
         zip(optimizer.parallel_partitioned_bit16_groups, masters, strict=True)
     ):
-        own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
-        yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
+        yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
 
 
 def _of_bf16(optimizer: BF16_Optimizer) -> _Pairs:
     masters = optimizer.fp32_groups_flat_partition
     for number, (partitions, master) in enumerate(zip(optimizer.bf16_partitioned_groups, masters, strict=True)):
-        own = partitions[dist.get_rank(optimizer.real_dp_process_group[number])]
-        yield from own.parts() if isinstance(own, OwnSlices) else [(own, master)]
+        yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
 
 
 def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Pairs:

@@ -195,7 +195,7 @@ ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, FUSED_CLIP, BF16_GRADIENTS = pa
         What slices of an expert replicate counts on each slice. It fails on slices where no gradient counts.
 """)
 GATHERING_METHODS = patches_of("""
-    while: the grid of the engine exists, or a GradientReducer is attached
+    while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       step: The same with our all_gather_dp_groups in force.
       update_lp_params: The same with our all_gather_dp_groups in force.
@@ -206,7 +206,7 @@ GATHERING_METHODS = patches_of("""
 GATHERS = patches_of("""
     while: one call of the optimizer's step() or update_lp_params()
     deepspeed.runtime.zero.stage_1_and_2 deepspeed.runtime.bf16_optimizer
-      all_gather_dp_groups: A gather that sends slices point to point on gloo, and regions in the reducer's layout.
+      all_gather_dp_groups: A gather that sends slices point to point on gloo.
         gloo's all_gather uses a link in one direction at a time.
 """)
 
@@ -362,72 +362,15 @@ INSTRUCTIONS, EXECUTE_SCHEDULE = patches_of("""
       _exec_schedule: The same after the reducer has discarded a step that an exception has ended.
         An exception in backward leaves a step unfinished, and training may go on with the same engine.
 """)
-ZERO_GRADS = patches_of("""
+ZERO_GRAD, HP_GRADIENT = patches_of("""
     while: a GradientReducer is attached
-    deepspeed.runtime.engine.DeepSpeedEngine deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+    deepspeed.runtime.engine.DeepSpeedEngine
       zero_grad: The same. The reducer also discards what it has accumulated.
-    deepspeed.runtime.bf16_optimizer.BF16_Optimizer
-      clear_hp_grads: The same. The reducer also discards what it has accumulated.
         Gradients of earlier micro-batches are not in parameter.grad.
-""")
-REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOAD_STATES, ZERO_SET_VIEWS = (
-    patches_of("""
-    while: a GradientReducer is attached
-    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
-      reduce_gradients: A wait for the reducer.
-        At stage 1 the optimizer reduces gradients here, after the last backward pass.
-      overlap_comm: False.
-        The epilogue would wait for a stream that runs nothing.
-      process_gradients: A no-op.
-        The hooks of stage 1 would reduce gradients during backward, too.
-      reduce_ipg_grads: A no-op.
-        The epilogue of stage 1 would reduce what its hooks have collected.
-      overlapping_partition_gradients_reduce_epilogue: A wait for the reducer.
-        At stage 2 the optimizer ends its own reduction here, after every backward pass.
-      offload_states: A method that raises RuntimeError.
-        It cuts flat tensors anew, in DeepSpeed's layout.
-      _update_model_bit16_weights: A no-op.
-        It sets each parameter's data to its view, which would show parameters in flight; ours are shown on arrival.
-""")
-)
-BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = patches_of("""
-    while: a GradientReducer is attached
     deepspeed.runtime.bf16_optimizer.BF16_Optimizer
-      _grad_acc_hooks: No hooks.
-        With immediate_grad_update the optimizer's hooks would accumulate each gradient a second time.
-      update_hp_grads: A no-op.
-        After backward it would accumulate the gradients of incomplete buckets a second time.
       _hp_grad: Each parameter's part of the optimizer's buffer, set on the parameter.
         The pipeline engine sums it over the stages of a tied layer.
-      get_grads_for_norm: The norm over the ranks that share gradients.
-        Each of these ranks has only its own partition.
 """)
-METHODS_OF_PARTITIONS = patches_of("""
-    while: a GradientReducer is attached
-    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
-      state_dict: The same for partitions that were moved back to DeepSpeed's layout.
-      load_state_dict: The same in DeepSpeed's layout, from which everything is then moved to the reducer's.
-        Checkpoints are in DeepSpeed's layout.
-      _restore_from_bit16_weights: The same by slices.
-        The reducer cuts every region evenly over the ranks, so that all ranks send and receive all the time.
-""")
-ADDRESSES = patches_of("""
-    while: a GradientReducer is attached
-    deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
-      bit16_groups_flat: The same memory, gathered by regions.
-      parallel_partitioned_bit16_groups: An object that writes this rank's slices.
-      partition_size: The size with the padding of regions.
-      params_in_partition: The parameters of which this rank owns a part.
-      round_robin_bit16_offsets: The offsets of parameters in the reducer's layout.
-    deepspeed.runtime.bf16_optimizer.BF16_Optimizer
-      bf16_groups_flat: The same memory, gathered by regions.
-      bf16_partitioned_groups: An object that writes this rank's slices.
-      fp32_groups_gradient_flat_partition: This rank's slices, moved together.
-      fp32_groups_gradients_flat: An empty list, because no gradient needs to be zeroed there.
-        The reducer cuts every region evenly over the ranks, so that all ranks send and receive all the time.
-""")
-ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_OFFSETS, *_OF_BF16 = ADDRESSES
-BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16
 (COMPILE,) = patches_of("""
     while: overlap_parameters is on
     deepspeed.runtime.engine.DeepSpeedEngine

@@ -391,11 +391,10 @@ def test_everything_is_restored(played: list[tuple[dict[str, dict[str, Any]], An
 
 # -- every replacement is called ------------------------------------------------------------------------------------
 
-NOT_BOUND = {patches.BF16_HOOKS, patches.PAD_CAPACITY}
-"""The rows of hooks, which torch adds and removes."""
+NOT_BOUND = {patches.PAD_CAPACITY}
+"""The row of hooks, which torch adds and removes."""
 CALLED_BY_MISTAKES = {
     patches.COALESCE,
-    patches.OFFLOAD_STATES,
     patches.COMPILE,
 }
 """The rows of replacements that raise; each is tested with its feature."""
@@ -433,11 +432,9 @@ CALLED_BY_VERIFY = {
 }
 """The rows of recorded runs (tests/verification)."""
 VALUES = {
-    patches.ZERO_OVERLAP,
     patches.LOSS_SCALER,
     patches.HP_GRADIENT,
     *patches.LONG_SEQUENCES,
-    *patches.ADDRESSES,
 }
 """Values, and the function that long sequence training calls (tests/programs)."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
-from ds_topo.engine import optimizer_gradients
+from ds_topo.engine import partitioned_optimizers
 from ds_topo.errors import DisagreementError
 from ds_topo.zero import exchange
 from tests.support.exhaustive import mark_exhaustive
@@ -275,7 +275,7 @@ def _attached_and_detached(zero: int, more: dict[str, Any]) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16)])
+@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16), (1, WIDE)])
 @pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_attach_and_detach_between_steps(world: Worlds, zero: int, more: dict[str, Any]) -> None:
     world(2).run(_attached_and_detached, zero, more)
@@ -395,7 +395,7 @@ def _state_on_one_rank() -> str:
     with PipelineParallelGrid("data=2") as grid:
         engine = _engine(grid, 1, reducer=SMALL)
         message = ""
-        with mock.patch.object(optimizer_gradients, "job_timeout", return_value=timedelta(seconds=2)):
+        with mock.patch.object(partitioned_optimizers, "job_timeout", return_value=timedelta(seconds=2)):
             if dist.get_rank() == 0:
                 with pytest.raises(DisagreementError) as caught:
                     engine.optimizer.state_dict()

@@ -1,0 +1,436 @@
+"""Define what DeepSpeed's optimizers do otherwise while a reducer averages their gradients.
+
+An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.engine.classes.adopt`):
+
+    ReducedZero      ZeRO 1 with an optimizer that needs whole matrices: its partition is cut from whole gradients
+    ReducedBF16      ``BF16_Optimizer`` with such an optimizer
+    PartitionedZero  ZeRO 1 and 2 in our layout, with a step of our own
+    PartitionedBF16  ``BF16_Optimizer`` in our layout, with a step of our own
+
+In our layout each flat tensor of parameters is cut into regions, and each region evenly over the ranks
+(:mod:`ds_topo.zero.partitions`). The flat tensors keep their memory, but parameters have other places in it. Master
+weights and optimizer states are moved when the reducer is attached. The steps do DeepSpeed's arithmetic, in its order.
+Checkpoints are in DeepSpeed's layout: states are moved back before they are saved, and moved again after they are
+loaded. So any tool and any engine can read them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+from deepspeed.moe.utils import is_moe_param_group
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import (
+    bwc_tensor_model_parallel_rank,
+    clip_tensors_by_global_norm,
+    get_global_norm_of_tensors,
+    get_norm_with_moe_layers,
+)
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    OPTIMIZER_ALLGATHER_TIMER,
+    OPTIMIZER_GRADIENTS_TIMER,
+    OPTIMIZER_STEP_TIMER,
+    OPTIMIZER_TIMERS,
+    DeepSpeedZeroOptimizer,
+)
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from torch import nn
+
+from ds_topo.engine.classes import Mixin
+from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
+from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.agreement import agree
+from ds_topo.torch_names import job_timeout
+from ds_topo.zero.partitions import moved
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """What an optimizer needs of the reducer that averages its gradients."""
+
+    reduce: Callable[..., None]
+    """Waits for the reducer."""
+    forget: Callable[[], None]
+    """Discards what the reducer has accumulated in earlier micro-batches."""
+    groups: Sequence[FlatGroup]
+    """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
+    parameters: PartitionedParameters
+    """The parameters that arrive from other ranks after a step."""
+
+
+# -- in DeepSpeed's layout --------------------------------------------------------------------------------------------
+
+
+class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """ZeRO 1 or 2 whose gradients a reducer averages."""
+
+    outermost = 1  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
+    suffix, state = "Reduced", "reduction"
+    reduction: Reduction
+
+    def process_gradients(self, param: nn.Parameter, i: int) -> None:
+        """No-op: DeepSpeed's hooks would reduce gradients during backward, too."""
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """No-op: the epilogue of stage 1 would reduce what its hooks have collected."""
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Wait for the reducer. Stage 1 would reduce gradients here, after the last backward pass."""
+        self.reduction.reduce()
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Wait for the reducer. Stage 2 would end its own reduction here, after every backward pass."""
+        self.reduction.reduce()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
+        self.reduction.forget()
+        super().zero_grad(set_to_none)
+
+
+class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
+    """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
+
+    outermost, suffix, state = 1, "Reduced", "reduction"
+    reduction: Reduction
+
+    def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:
+        """No-op: with immediate_grad_update the optimizer's hooks would accumulate each gradient a second time."""
+
+    def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
+        """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
+
+    def clear_hp_grads(self) -> None:
+        """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
+        self.reduction.forget()
+        super().clear_hp_grads()
+
+
+# -- in our layout ----------------------------------------------------------------------------------------------------
+
+
+class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
+    """What both optimizers do in our layout."""
+
+    reduction: Reduction
+    _hp_optimizer_states_linked: bool
+
+    @abstractmethod
+    def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
+        """Return the gradients that DeepSpeed's functions for single parameters read, by group."""
+
+    def take_gradients(self) -> None:
+        """Take this rank's partition of the averaged gradients, after the last micro-batch."""
+        for group in self.reduction.groups:
+            group.averaged = group.gradients.take()
+
+    # -- weights
+
+    def own_parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's slices of the parameters, which have all arrived, each with its master weights."""
+        self.reduction.parameters.wait()
+        for group in self.reduction.groups:
+            for own, place in group.slices():
+                yield own, group.master.data[place]
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Write the master weights to this rank's slices of the parameters, and send these to the other ranks."""
+        for own, master in self.own_parts():
+            own.copy_(master)
+        self.reduction.parameters.gather()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Copy the parameters to the master weights, for ``refresh_fp32_params()`` and checkpoints without these."""
+        for own, master in self.own_parts():
+            master.copy_(own)
+
+    def _flats(self) -> list[torch.Tensor]:
+        """Return the flat tensors, in the layout in force, after all parameters have arrived."""
+        self.reduction.parameters.wait()
+        return [group.memory[: group.layout.numel] for group in self.reduction.groups]
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states in DeepSpeed's layout.
+
+        Collective over the ranks that share the first flat tensor. Ranks that do not come are named.
+        """
+        groups = self.reduction.groups
+        agree(
+            "",
+            sorted(dist.get_process_group_ranks(groups[0].gradients.group)),
+            job_timeout(),
+            subject="optimizer.state_dict(), which all ranks must call together with a GradientReducer attached",
+        )
+        kept = [(group.master.data, self.optimizer.state.get(group.master, {})) for group in groups]
+        try:
+            self._move(to_ours=False)
+            result: dict[str, Any] = super().state_dict()
+            masters = result[SINGLE_PARTITION_OF_FP32_GROUPS]
+            result[SINGLE_PARTITION_OF_FP32_GROUPS] = [master.detach() for master in masters]  # in this layout
+        finally:
+            for group, (master, states) in zip(groups, kept, strict=True):
+                self._put(group.master, master, states)
+        return result
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
+        """Load states in DeepSpeed's layout, from which everything is then moved to ours; collective."""
+        self.leave()
+        try:
+            super().load_state_dict(*arguments, **options)
+        finally:
+            self.enter()
+
+    # -- from one layout to the other
+
+    def enter(self) -> None:
+        """Move parameters, master weights and optimizer states to our layout; collective."""
+        for group in self.reduction.groups:
+            group.arrange(group.ours)
+            _ = group.gradients.exchange  # created here by all ranks together, not during a backward pass
+        self._move(to_ours=True)
+        self._link_own_parts()
+        self._link_states()
+        self.reduction.parameters.renew()
+
+    def leave(self) -> None:
+        """Move parameters, master weights and optimizer states back to DeepSpeed's layout; collective."""
+        self.reduction.parameters.wait()
+        self._move(to_ours=False)
+        for group in self.reduction.groups:
+            group.arrange(group.theirs)
+        self._link_all_hp_params()
+        self._link_states()
+
+    def _move(self, *, to_ours: bool) -> None:
+        """Move the master weights and optimizer states of every group to the other layout; collective."""
+        for group in self.reduction.groups:
+            source, target = (group.theirs, group.ours) if to_ours else (group.ours, group.theirs)
+            states = {
+                name: moved(value, source, target, group.gradients.group)
+                for name, value in sorted(self.optimizer.state.get(group.master, {}).items())
+                if torch.is_tensor(value) and value.shape == group.master.shape
+            }
+            self._put(group.master, moved(group.master.detach(), source, target, group.gradients.group), states)
+
+    def _put(self, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:
+        master.data = data
+        if states:  # a new dictionary: the result of an earlier state_dict() keeps the old one
+            self.optimizer.state[master] = {**self.optimizer.state[master], **states}
+
+    # -- DeepSpeed's functions for single parameters
+
+    def _link_own_parts(self) -> None:
+        """Set the links that ``safe_get_full_fp32_param`` and similar functions follow, as ``link_hp_params`` does."""
+        gradients = self.gradients_by_group()
+        for group in self.reduction.groups:
+            for parameter in group.parameters:
+                parameter._hp_mapping = None  # type: ignore[attr-defined]
+            for place, (part, parameter) in enumerate(zip(group.own, group.owned, strict=True)):
+                parameter._index_in_param_group = place  # type: ignore[attr-defined]
+                parameter._hp_mapping = tensor_fragment(  # type: ignore[attr-defined]
+                    lp_fragment=parameter.detach().flatten()[part.start : part.start + part.numel],
+                    lp_fragment_address=fragment_address(numel=part.numel, start=part.start),
+                    hp_fragment=group.master.detach()[part.address : part.address + part.numel],
+                    hp_fragment_address=fragment_address(numel=part.numel, start=part.address),
+                    gradient_dict=gradients,
+                    offload_gradient_dict=None,
+                    use_offload=False,
+                    param_group_index=group.index,
+                )
+
+    def _link_states(self) -> None:
+        """Link the optimizer states anew if they were linked, and exist."""
+        if self._hp_optimizer_states_linked:
+            self._hp_optimizer_states_linked = False
+            if all(group.master in self.optimizer.state for group in self.reduction.groups):
+                self._lazy_init_hp_params_optimizer_state()
+
+
+class PartitionedZero(PartitionedOptimizer, ReducedZero):
+    """ZeRO 1 or 2 in our layout."""
+
+    @property
+    def bit16_groups_flat(self) -> list[torch.Tensor]:
+        """The flat tensors, after all parameters have arrived."""
+        return self._flats()
+
+    @property
+    def params_in_partition(self) -> list[list[nn.Parameter]]:
+        """The parameters of which this rank owns a part, in the order of ``averaged_gradients``."""
+        return [group.owned for group in self.reduction.groups]
+
+    @property
+    def round_robin_gradients(self) -> bool:
+        """False: regions have the order of the parameters, whatever the config says."""
+        return False
+
+    def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
+        """Return the averaged gradients, which exist from backward to the step."""
+        found: dict[int, list[torch.Tensor]] = self.averaged_gradients
+        return found
+
+    def take_gradients(self) -> None:
+        """Take this rank's partition, also as parts of single parameters, for overflow, norm and programs."""
+        super().take_gradients()
+        for group in self.reduction.groups:
+            assert group.averaged is not None
+            self.averaged_gradients[group.index] = group.fragments_of(group.averaged)
+
+    def step(self, closure: None = None) -> None:
+        """Step on this rank's partitions, and send the updated parameters to the other ranks.
+
+        If a gradient of any rank is not finite, gradients are discarded and the loss scale decreases instead.
+        """
+        norm, scale = self._checked_norm(), self.loss_scale
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            self._skip()
+            return
+        if norm is not None:
+            self._global_grad_norm = norm / scale
+        for group in self.reduction.groups:
+            with self._timed(OPTIMIZER_GRADIENTS_TIMER):
+                self.free_grad_in_param_list(group.parameters)
+                assert group.averaged is not None
+                group.master.grad = group.averaged.to(group.master.dtype)
+                self._drop_gradients(group)
+                self.unscale_and_clip_grads([group.master.grad], norm)
+            with self._timed(OPTIMIZER_STEP_TIMER):
+                self._optimizer_step(group.index)
+                group.master.grad = None  # one group at a time has gradients in the type of master weights
+        with self._timed(OPTIMIZER_ALLGATHER_TIMER):
+            self.update_lp_params()
+        self.timers.log(OPTIMIZER_TIMERS)
+
+    def _checked_norm(self) -> torch.Tensor | None:
+        """Return the norm of scaled gradients, or None without one; find out whether any rank has an overflow."""
+        with_norm = getattr(self, "compute_grad_norm", True)  # DeepSpeed 0.19.6 has no such option
+        self.overflow = False
+        if not with_norm:
+            self._global_grad_norm = None
+        if self.check_grad_overflow:
+            self.check_overflow()
+        if not with_norm or self.overflow:
+            return None
+        norm: torch.Tensor = self.scaled_global_norm()
+        if self.dtype != torch.bfloat16 or self.check_grad_overflow:
+            self.overflow = not 0 <= float(norm) < math.inf  # DeepSpeed's norm of a group may be -1
+        return norm
+
+    def _skip(self) -> None:
+        if getattr(self, "compute_grad_norm", True):
+            self._global_grad_norm = math.inf
+        self.zero_grad(set_to_none=True)
+        for group in self.reduction.groups:
+            self._drop_gradients(group)
+        for name in OPTIMIZER_TIMERS:
+            with self._timed(name):
+                pass
+
+    def _drop_gradients(self, group: FlatGroup) -> None:
+        group.averaged = self.averaged_gradients[group.index] = None
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        self.timers(name).start()
+        yield
+        self.timers(name).stop()
+
+    def offload_states(self, *_: object, **__: object) -> None:
+        """Refuse to offload: it cuts flat tensors anew, in DeepSpeed's layout."""
+        raise RuntimeError(
+            "offload_states() with a GradientReducer attached: detach() it first; its layout of the partition differs"
+        )
+
+
+class PartitionedBF16(PartitionedOptimizer, ReducedBF16):
+    """``BF16_Optimizer``, which accumulates gradients in a second data type, in our layout."""
+
+    @property
+    def bf16_groups_flat(self) -> list[torch.Tensor]:
+        """The flat tensors, after all parameters have arrived."""
+        return self._flats()
+
+    def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
+        """Return the averaged gradients, whose memory lasts."""
+        return {group.index: group.fragments_of(group.gradients.partition) for group in self.reduction.groups}
+
+    def clear_hp_grads(self) -> None:
+        """Discard what the reducer has accumulated; nothing is zeroed, because the next gradients overwrite memory."""
+        self.reduction.forget()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Step on this rank's partitions, and send the updated parameters to the other ranks.
+
+        If a gradient of any rank is not finite, gradients are discarded instead.
+        """
+        self.overflow = False
+        norm = self._global_grad_norm = self._norm()
+        if not 0 <= float(norm) < math.inf:  # DeepSpeed's norm may be -1
+            self.overflow, self._global_grad_norm = True, math.inf
+            self.clear_hp_grads()
+            self.clear_lp_grads()
+            return
+        partitions = [group.gradients.partition for group in self.reduction.groups]
+        if self.clip_grad > 0.0:
+            clip_tensors_by_global_norm(partitions, max_norm=self.clip_grad, global_norm=norm, mpu=self.mpu)
+        for group, partition in zip(self.reduction.groups, partitions, strict=True):
+            group.master.grad = partition.to(group.master.dtype)
+        self.optimizer.step()
+        if self.grad_acc_dtype is not torch.float32:
+            for group in self.reduction.groups:
+                group.master.grad = None
+        self._lazy_init_hp_params_optimizer_state()
+        self.update_lp_params()
+        self.clear_hp_grads()
+
+    def _norm(self) -> Any:
+        """Return the norm of all gradients, by DeepSpeed's functions; collective over the grid, or all replicas."""
+        dense, of_experts = self.get_grads_for_norm()
+        norm = get_global_norm_of_tensors(input_tensors=dense, mpu=self.mpu, norm_type=self.norm_type)
+        if not self.has_moe_layers:
+            return norm
+        return get_norm_with_moe_layers(norm, mpu=self.mpu, expert_tensors=of_experts, norm_type=self.norm_type)
+
+    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
+        """Return the norm as the only gradient, or that of each kind, dense and expert.
+
+        DeepSpeed expects whole gradients on every rank. For clipping, return the partitions themselves. Collective over
+        the grid, or without one over the ranks that share gradients.
+        """
+        groups = self.reduction.groups
+        if for_clipping:
+            return [group.gradients.partition for group in groups]
+        mpu = self.mpu
+        owned = [zip(group.owned, group.fragments_of(group.gradients.partition), strict=True) for group in groups]
+        if isinstance(mpu, MpuGrid) and mpu.correct_norms:
+            return norm_as_gradients(partition_norm(chain.from_iterable(owned), mpu), mpu)
+        is_first = mpu is None or bwc_tensor_model_parallel_rank(mpu=mpu) == 0
+        dense: list[torch.Tensor] = []
+        of_experts: dict[str, list[torch.Tensor]] = {}
+        for group, pairs in zip(groups, owned, strict=True):
+            parts = [part.float() for parameter, part in pairs if counts_on_slice(parameter, is_first)]
+            norms = [torch.linalg.vector_norm(part) for part in parts]
+            device = group.gradients.partition.device
+            square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+            dist.all_reduce(square, group=group.gradients.group)
+            settings = self.optimizer.param_groups[group.index]
+            kind = of_experts.setdefault(settings["name"], []) if is_moe_param_group(settings) else dense
+            kind.append(square.sqrt().reshape(1))
+        return dense or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
