@@ -39,6 +39,7 @@ from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.saved_model import head_of, starred
 from ds_topo.checkpoint.shards import Span, vectors_of
+from ds_topo.classes import stock_class
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes
@@ -78,7 +79,7 @@ def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
         int(engine.mp_world_size),
         int(engine.seq_dp_world_size),
         zero,
-        type(engine.optimizer).__name__ if engine.optimizer is not None else None,
+        stock_class(engine.optimizer).__name__ if engine.optimizer is not None else None,
         "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         isinstance(engine, PipelineEngine),
         tuple(sorted(experts, key=lambda one: one.size)),

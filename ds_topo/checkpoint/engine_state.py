@@ -27,6 +27,7 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.saved_model import expert_of, head_of
 from ds_topo.checkpoint.shards import PartOfTensor, Slice, part_of
+from ds_topo.classes import stock_class
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu.mpu import MpuGrid
 
@@ -105,8 +106,8 @@ def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
         yield from _of_copies(groups, groups)
     else:
         raise CheckpointError(
-            f"{type(optimizer).__name__}: it is unknown where this optimizer keeps master weights and states, so torch "
-            "cannot save them. Use ZeRO 0 to 3, BF16_Optimizer or FP16_Optimizer, or save with checkpoint.save()"
+            f"{stock_class(optimizer).__name__}: it is unknown where this optimizer keeps master weights and states, "
+            "so torch cannot save them. Use ZeRO 0 to 3, BF16_Optimizer or FP16_Optimizer, or save by checkpoint.save()"
         )
 
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.checkpoint.engine_facts import inner_optimizer
+from ds_topo.classes import stock_class
 from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
@@ -671,7 +672,7 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
         f"zero stage={config.zero_config.stage}",
         f"autotp_size={config.tensor_parallel_config.autotp_size}",
         f"autoep_size={config.expert_parallel_config.autoep_size}",
-        f"engine={type(engine).__name__}",
+        f"engine={stock_class(engine).__name__}",
         f"correct norms={engine.mpu.correct_norms}",
         f"micro batches of={getattr(module, 'micro_batches', None)}",
         f"torch {torch.__version__}",

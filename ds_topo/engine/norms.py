@@ -54,6 +54,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ds_topo.classes import stock_class
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
@@ -402,7 +403,7 @@ def check_norm(engine: DeepSpeedEngine) -> None:
     corrected = (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer, *([BF16_Optimizer] if grid.correct_norms else []))
     if isinstance(engine.optimizer, corrected) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
-    optimizer = type(engine.optimizer).__name__
+    optimizer = stock_class(engine.optimizer).__name__
     names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
     own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))
     everyone = gathered(own, grid.get_model_parallel_group())

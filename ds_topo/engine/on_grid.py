@@ -1,6 +1,6 @@
 """The classes of DeepSpeed's engines on a grid: every method that differs from DeepSpeed's, in order, and why.
 
-An engine whose mpu is a grid gets its class before its constructor runs (:mod:`ds_topo.engine.classes`), and its own
+An engine whose mpu is a grid gets its class before its constructor runs (:mod:`ds_topo.classes`), and its own
 one back when the grid is destroyed. What a method adds is written down here once, in the order in which it happens; the
 modules that it calls hold one concept each. Its optimizer gets a class, too (:mod:`ds_topo.engine.optimizers_on_grid`).
 
@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
+from ds_topo.classes import Mixin, adopt
 from ds_topo.engine import (
     accumulation,
     activations,
@@ -39,7 +40,6 @@ from ds_topo.engine.accumulation import MicroBatches
 from ds_topo.engine.autocast_scaling import share_scale
 from ds_topo.engine.backward_passes import BackwardPasses
 from ds_topo.engine.batches import FirstSamples, run_with_enough
-from ds_topo.engine.classes import Mixin, adopt
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid

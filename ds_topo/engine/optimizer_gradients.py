@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo.checkpoint.engine_facts import is_element_by_element
-from ds_topo.engine.classes import Mixin, adopt
+from ds_topo.classes import Mixin, adopt
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedBF16, ReducedZero, Reduction

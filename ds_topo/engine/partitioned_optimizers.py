@@ -1,6 +1,6 @@
 """Define what DeepSpeed's optimizers do otherwise while a reducer averages their gradients.
 
-An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.engine.classes.adopt`):
+An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.classes.adopt`):
 
     ReducedZero      ZeRO 1 with an optimizer that needs whole matrices: its partition is cut from whole gradients
     ReducedBF16      ``BF16_Optimizer`` with such an optimizer
@@ -47,7 +47,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ds_topo.engine.classes import Mixin
+from ds_topo.classes import Mixin
 from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
 from ds_topo.mpu.mpu import MpuGrid

@@ -24,8 +24,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from typing_extensions import Self, Unpack
 
+from ds_topo.classes import Mixin, adopt, stock_class
 from ds_topo.engine import autoparallel
-from ds_topo.engine.classes import Mixin, adopt
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup
@@ -233,7 +233,7 @@ class EngineDriver(StepDriver):
         engine = self.engine
         if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
             return (
-                f"DeepSpeed's {type(engine.optimizer).__name__} trains only what required gradients in "
+                f"DeepSpeed's {stock_class(engine.optimizer).__name__} trains only what required gradients in "
                 "deepspeed.initialize, with or without a reducer; unfreeze before that call, and give parameters that "
                 "are to begin later a learning rate of 0"
             )

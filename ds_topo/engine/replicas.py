@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_topo.backends import device_in_use
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.engine.classes import Mixin, adopt, mixins_of
+from ds_topo.classes import Mixin, adopt, mixins_of
 from ds_topo.engine.one_layout import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.mpu.mpu import MpuGrid

@@ -19,7 +19,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups
-from ds_topo.engine.classes import mixins_of, overridden_by
+from ds_topo.classes import mixins_of, overridden_by
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Patch, ledger
 from ds_topo.mpu import patches

@@ -35,7 +35,8 @@ class Mixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
-        make, arguments, content, *others = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, content, *others = reduced
         states = {mixin.state for mixin in mixins_of(self)}
         arguments = tuple(stock_class(self) if each is type(self) else each for each in arguments)
         if isinstance(content, dict):
