@@ -66,6 +66,34 @@ class Reliance(Row):
     use: str
 
 
+class Absent:
+    """The base of the classes that stand for what the installed release lacks."""
+
+
+def find(path: str) -> Any:
+    """Return a module, class or function by its import path, or an empty class if the installed release lacks it.
+
+    No object is an instance of the empty class. It has the path as its name.
+
+    >>> find("builtins.dict"), name_of(find("torch.absent.Class"))
+    (<class 'dict'>, 'torch.absent.Class')
+    """
+    try:
+        return resolve_name(path)
+    except (ModuleNotFoundError, AttributeError):
+        module, _, name = path.rpartition(".")
+        return type(name, (Absent,), {"__module__": module})
+
+
+def is_absent(value: object) -> bool:
+    """Tell whether :func:`find` has returned an empty class.
+
+    >>> is_absent(find("builtins.dict")), is_absent(find("builtins.absent"))
+    (False, True)
+    """
+    return isinstance(value, type) and issubclass(value, Absent)
+
+
 def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, str, str]]:
     """Yield the fields of the rows of a table, in the order of those of ``Patch``.
 
@@ -97,7 +125,7 @@ def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, s
         elif name == "process-wide because":
             process_wide = value
         else:
-            owners = [resolve_name(path) for path in text.split()]
+            owners = [find(path) for path in text.split()]
     yield from ((*row, "", "", "") for row in waiting)
 
 

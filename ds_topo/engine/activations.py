@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import around
+from ds_topo.mpu.optional_names import DualPipeVEngine
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""

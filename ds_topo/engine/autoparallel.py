@@ -32,8 +32,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject import set_autotp_mode
-from deepspeed.module_inject.auto_ep_config import validate_autoep_config
-from deepspeed.module_inject.auto_ep_folding import FoldingGroupTables
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
@@ -44,6 +42,7 @@ from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import always, around, ledger, patches_of
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.optional_names import FoldingGroupTables, validate_autoep_config
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 

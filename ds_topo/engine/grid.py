@@ -24,7 +24,6 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -55,6 +54,7 @@ from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu.optional_names import DualPipeVEngine
 from ds_topo.mpu.releases import bind_methods
 from ds_topo.mpu.supported import warn_of_newer_releases
 from ds_topo.process_groups.creation import ProcessGroup

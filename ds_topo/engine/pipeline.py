@@ -15,7 +15,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import DualPipeVModule as DeepSpeedDualPipeVModule
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
@@ -29,6 +28,7 @@ from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
+from ds_topo.mpu.optional_names import DualPipeVModule as DeepSpeedDualPipeVModule
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology

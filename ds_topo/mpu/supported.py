@@ -24,7 +24,7 @@ class Supported(NamedTuple):
     newest: Version
 
 
-DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
+DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.18.9"), newest=Version("0.19.8"))
 TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.15"))
 
 
