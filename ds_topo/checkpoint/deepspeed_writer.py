@@ -39,7 +39,7 @@ from ds_topo.checkpoint.shards import FLAT_OPTIMIZER, FlatGroup, PartitionedGrou
 from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.ledger import is_absent
-from ds_topo.mpu.optional_names import map_of_placement, placement_of_experts
+from ds_topo.mpu.differences import map_of_placement, placement_of_experts
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import name_of_size
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import around
-from ds_topo.mpu.optional_names import DualPipeVEngine
+from ds_topo.mpu.differences import DualPipeVEngine
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""

@@ -41,8 +41,8 @@ from ds_topo.engine.one_layout import grid_in_use
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import always, around, ledger, patches_of
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import FoldingGroupTables, validate_autoep_config
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.optional_names import FoldingGroupTables, validate_autoep_config
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 

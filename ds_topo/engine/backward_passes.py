@@ -38,7 +38,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.ledger import Make, Patch, around
 from ds_topo.mpu import patches
-from ds_topo.mpu.optional_names import is_functorch_transforming
+from ds_topo.mpu.differences import is_functorch_transforming
 from ds_topo.torch_names import current_backward, is_whole_backward
 
 

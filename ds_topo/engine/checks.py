@@ -37,8 +37,8 @@ from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs,
 from ds_topo.engine.shares import check_sampling
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.ledger import around
+from ds_topo.mpu.differences import DualPipeVEngine, DualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.optional_names import DualPipeVEngine, DualPipeVModule
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, mechanisms_of

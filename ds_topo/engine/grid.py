@@ -53,8 +53,8 @@ from ds_topo.engine.replicas import compare_slices
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.optional_names import DualPipeVEngine
 from ds_topo.mpu.releases import bind_methods
 from ds_topo.mpu.supported import warn_of_newer_releases
 from ds_topo.process_groups.creation import ProcessGroup

@@ -38,8 +38,9 @@ from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_n
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.ledger import Patch, always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import offsets_in_flat_groups
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.releases import bind_methods
+from ds_topo.mpu.releases import bind_methods, is_due
 from ds_topo.process_groups.agreement import agree
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.torch_names import job_timeout
@@ -47,9 +48,10 @@ from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout, moved
 
 
 def _set(values: Mapping[Patch, object], target: object, bindings: ExitStack) -> None:
-    """Replace names of an object by values until the bindings are closed."""
+    """Replace the names of an object that this release has by values until the bindings are closed."""
     for row, value in values.items():
-        bindings.callback(ledger.bind(row, always(value), target))
+        if is_due(row):
+            bindings.callback(ledger.bind(row, always(value), target))
 
 
 class OptimizerGradients:
@@ -392,7 +394,7 @@ class PartitionedZero(PartitionedOptimizer):
     def _flat_groups(self) -> Iterator[FlatGroup]:
         optimizer = self.optimizer
         for index, parameters in enumerate(optimizer.bit16_groups):
-            in_place = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
+            in_place = optimizer.round_robin_bit16_groups[index], offsets_in_flat_groups(optimizer)[index]
             offset_of = dict(zip(*in_place, strict=True))
             offsets = [offset_of[parameter] for parameter in parameters]
             flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
@@ -518,18 +520,9 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
     if isinstance(engine, PipelineEngine):
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
     is_bf16 = isinstance(optimizer, BF16_Optimizer)
-    if _can_move(optimizer):
+    if is_element_by_element(optimizer.optimizer):  # their arithmetic does not depend on the layout
         return (PartitionedBF16 if is_bf16 else PartitionedZero)(engine, sizes(), tied)
     return BF16Gradients(engine) if is_bf16 else Zero1Gradients(engine)
-
-
-def _can_move(optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer) -> bool:
-    """Return whether the optimizer can run in our layout: its arithmetic does not depend on DeepSpeed's."""
-    if not is_element_by_element(optimizer.optimizer):
-        return False
-    if isinstance(optimizer, BF16_Optimizer):
-        return not optimizer._uses_muon
-    return not any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups)
 
 
 def _refusal(engine: DeepSpeedEngine) -> str | None:

@@ -27,8 +27,8 @@ from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import DualPipeVModule as DeepSpeedDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
-from ds_topo.mpu.optional_names import DualPipeVModule as DeepSpeedDualPipeVModule
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology

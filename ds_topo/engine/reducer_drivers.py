@@ -27,7 +27,7 @@ from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.optional_names import DualPipeVEngine
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions

@@ -26,8 +26,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import around
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.optional_names import DualPipeVEngine
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import PIPE, SEQ
 from ds_topo.topology.rank_tables import RankGroup, sample_axes

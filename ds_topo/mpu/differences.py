@@ -1,0 +1,32 @@
+"""Bridge the differences between the supported releases of DeepSpeed.
+
+Names that some releases lack are imported here, and by all other modules from here. ``ds_topo.ledger.is_absent`` tells
+whether the installed release lacks one. No object is an instance of an absent class.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from ds_topo.ledger import find
+
+DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
+DualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
+FoldingGroupTables = find("deepspeed.module_inject.auto_ep_folding.FoldingGroupTables")
+validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_autoep_config")
+placement_of_experts = find("deepspeed.checkpoint.autoep_affine.legacy_uniform_autoep_placement_descriptor")
+map_of_placement = find("deepspeed.checkpoint.autoep_affine.autoep_placement_to_affine_map")
+is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transforming")
+
+
+def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
+    """Return the offsets of the parameters in each flat tensor of ``DeepSpeedZeroOptimizer``, in its own order.
+
+    Before DeepSpeed 0.19.7 parameters are adjacent, and the optimizer does not store their offsets.
+    """
+    stored: list[list[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)
+    if stored is not None:
+        return stored
+    sizes = [[parameter.numel() for parameter in parameters] for parameters in optimizer.round_robin_bit16_groups]
+    return [list(accumulate(each, initial=0))[:-1] for each in sizes]
