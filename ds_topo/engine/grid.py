@@ -20,13 +20,13 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
-import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo import torch_names
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
 from ds_topo.engine import (
@@ -55,8 +55,8 @@ from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.releases import bind_methods
-from ds_topo.mpu.supported import warn_of_newer_releases
+from ds_topo.mpu.releases import bind_methods, warn_of_newer_releases
+from ds_topo.mpu.supported import ENGINES, require
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
@@ -132,7 +132,7 @@ class PipelineParallelGrid(MpuGrid):
     ) -> None:
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         if torch.distributed.get_rank(process_group) == 0:
-            warn_of_newer_releases(deepspeed.__version__, torch.__version__)
+            warn_of_newer_releases((*patches.ROWS, *torch_names.ROWS))
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, _patching_engines))
@@ -213,6 +213,7 @@ def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
         before = _set_current(mpu)
         undo.callback(_make_current, before)
         if isinstance(mpu, MpuGrid):
+            require(ENGINES)
             with bind_methods(_OF_CONSTRUCTION, engine), autoparallel.tables_of_grid(given.get("config_class"), mpu):
                 construct(engine, *args, **options)
             _patch_engine(engine)

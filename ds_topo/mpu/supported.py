@@ -1,7 +1,7 @@
-"""Name the supported releases of DeepSpeed and torch. Refuse older ones, and warn of newer ones.
+"""Name the supported releases of DeepSpeed and torch. Refuse older ones.
 
-An older release lacks names that ds_topo imports. So its number is checked before anything of DeepSpeed is imported, by
-the ``__init__`` of the packages that need it.
+A release's number is checked before anything of DeepSpeed is imported, by the ``__init__`` of the packages that need
+it. What a supported release lacks is refused when it is used (:func:`require`), and nothing else is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from packaging.version import Version
-
-from ds_topo.errors import warn
 
 
 class Supported(NamedTuple):
@@ -26,6 +24,29 @@ class Supported(NamedTuple):
 
 DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.18.9"), newest=Version("0.19.8"))
 TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.15"))
+
+
+class Feature(NamedTuple):
+    """What ds_topo offers with some of the supported releases of DeepSpeed only."""
+
+    name: str
+    oldest: Version
+    """The oldest release with the feature."""
+    reason: str
+    """A sentence about older releases."""
+    instead: str = ""
+    """What works with older releases, after "or"."""
+
+
+ENGINES = Feature(
+    "an engine with a grid as its mpu",
+    Version("0.19.6"),
+    "Older engines lack methods that ds_topo replaces, scale gradients of pipelines wrongly if they accumulate, and "
+    "fail at ZeRO 1 and 2 with torch 2.13.",
+)
+DUALPIPEV = Feature(
+    "DualPipeVModule", Version("0.19.8"), "Older releases do not have this schedule.", ", or use PipelineModule"
+)
 
 
 def number(release: str) -> Version:
@@ -50,6 +71,16 @@ def refuse_older_releases() -> None:
             )
 
 
+def require(feature: Feature) -> None:
+    """Raise ``RuntimeError`` if the installed release of DeepSpeed lacks a feature."""
+    release = _installed("deepspeed")
+    if release is not None and number(release) < feature.oldest:
+        raise RuntimeError(
+            f"{feature.name} needs DeepSpeed >= {feature.oldest}, but {release} is installed. {feature.reason} "
+            f"Upgrade it: pip install 'deepspeed>={feature.oldest}'{feature.instead}"
+        )
+
+
 def _installed(package: str) -> str | None:
     """Return the release of a package without importing it; None if this is unknown."""
     module = sys.modules.get(package)
@@ -59,14 +90,3 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:  # a folder on PYTHONPATH
         return None
-
-
-@cache
-def warn_of_newer_releases(of_deepspeed: str, of_torch: str) -> None:
-    """Warn once about each installed release that is newer than all tested ones."""
-    for (name, _, newest), release in ((DEEPSPEED, of_deepspeed), (TORCH, of_torch)):
-        if number(release) > newest:
-            warn(
-                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with: compare losses and "
-                "norms of the first steps; python -m ds_topo.engine lists the names it relies on"
-            )
