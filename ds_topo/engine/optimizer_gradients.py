@@ -395,7 +395,8 @@ class PartitionedZero(PartitionedOptimizer):
         optimizer = self.optimizer
         for index, parameters in enumerate(optimizer.bit16_groups):
             in_place = optimizer.round_robin_bit16_groups[index], offsets_in_flat_groups(optimizer)[index]
-            offset_of = dict(zip(*in_place, strict=True))
+            offset_of = {p: offset for p, offset in zip(*in_place, strict=True) if p.numel()}
+            parameters = [parameter for parameter in parameters if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = [offset_of[parameter] for parameter in parameters]
             flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
             dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
@@ -403,7 +404,7 @@ class PartitionedZero(PartitionedOptimizer):
 
     def _addresses(self) -> dict[Patch, object]:
         offsets = [
-            [group.gradients.offsets[parameter] for parameter in in_their_order]
+            [group.gradients.offsets.get(parameter, 0) for parameter in in_their_order]
             for group, in_their_order in zip(self.groups, self.optimizer.round_robin_bit16_groups, strict=True)
         ]
         return {
@@ -443,7 +444,8 @@ class PartitionedBF16(PartitionedOptimizer):
 
     def _flat_groups(self) -> Iterator[FlatGroup]:
         optimizer = self.optimizer
-        for index, parameters in enumerate(optimizer.bf16_groups):
+        for index, whole_group in enumerate(optimizer.bf16_groups):
+            parameters = [parameter for parameter in whole_group if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
             flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
             gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
