@@ -43,6 +43,7 @@ from ds_topo.ledger import always, around, ledger, patches_of
 from ds_topo.mpu import patches
 from ds_topo.mpu.differences import FoldingGroupTables, validate_autoep_config
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.supported import SEQUENCES_ON_CPU, SLICES_OF_PARTITIONED, SLICES_WITH_EXPERTS, require
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 
@@ -102,6 +103,8 @@ def _require_degree(option: str, size: int, grid: MpuGrid) -> None:
 
 
 def _problems_of_experts(config: DeepSpeedConfig, grid: MpuGrid, slices: int) -> Iterator[str]:
+    if slices > 1:
+        require(SLICES_WITH_EXPERTS)
     options, zero, sequences = config.expert_parallel_config, config.zero_config, max(1, grid.topology().get_dim(SEQ))
     if grid.get_axis_size(PIPE) > 1:
         yield (
@@ -161,6 +164,8 @@ def uses_autosp(config: DeepSpeedConfig) -> bool:
 
 def _check_autosp(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
     """Refuse AutoSP where DeepSpeed would not split sequences, or by another number."""
+    if get_accelerator().device_name() == "cpu":
+        require(SEQUENCES_ON_CPU)
     spec, stage, size = grid.topology().spec, config.zero_config.stage, max(1, grid.topology().get_dim(SEQ))
     given = config._param_dict.get(_SEQUENCE_SIZE, size)
     if given != size:
@@ -199,6 +204,8 @@ def get_tensor_model_parallel_src_rank() -> int:
 @around
 def keeping_grid(configure_states: Any, engine: DeepSpeedEngine, model: Any) -> None:
     """Keep the engine's mpu in ``_configure_tensor_parallel_states``, which replaces it by DeepSpeed's module."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        require(SLICES_OF_PARTITIONED)
     grid = engine.mpu
     configure_states(engine, model)
     engine.mpu = grid

@@ -34,8 +34,8 @@ class Feature(NamedTuple):
     """The oldest release with the feature."""
     reason: str
     """A sentence about older releases."""
-    instead: str = ""
-    """What works with older releases, after "or"."""
+    instead: str
+    """What works with older releases, as the end of a sentence."""
 
 
 ENGINES = Feature(
@@ -43,9 +43,28 @@ ENGINES = Feature(
     Version("0.19.6"),
     "Older engines lack methods that ds_topo replaces, scale gradients of pipelines wrongly if they accumulate, and "
     "fail at ZeRO 1 and 2 with torch 2.13.",
+    "or reduce gradients in a loop of your own with a GradientReducer",
 )
 DUALPIPEV = Feature(
-    "DualPipeVModule", Version("0.19.8"), "Older releases do not have this schedule.", ", or use PipelineModule"
+    "DualPipeVModule", Version("0.19.8"), "Older releases do not have this schedule.", "or use PipelineModule"
+)
+SLICES_WITH_EXPERTS = Feature(
+    "expert_parallel (AutoEP) with tensor_parallel (AutoTP)",
+    Version("0.19.8"),
+    "Older releases compute wrong gradients of the layers that AutoTP splits.",
+    "or leave out one of the two sections",
+)
+SLICES_OF_PARTITIONED = Feature(
+    "tensor_parallel (AutoTP) with a model that was built in deepspeed.zero.Init",
+    Version("0.19.8"),
+    "Older releases leave parts of gradients out of the norm that they clip by.",
+    "or build the model outside of zero.Init",
+)
+SEQUENCES_ON_CPU = Feature(
+    "compile.passes 'autosp' (AutoSP) on a CPU",
+    Version("0.19.8"),
+    "Older releases compile an extension for CUDA in the first backward pass.",
+    "or use DistributedAttention",
 )
 
 
@@ -77,7 +96,7 @@ def require(feature: Feature) -> None:
     if release is not None and number(release) < feature.oldest:
         raise RuntimeError(
             f"{feature.name} needs DeepSpeed >= {feature.oldest}, but {release} is installed. {feature.reason} "
-            f"Upgrade it: pip install 'deepspeed>={feature.oldest}'{feature.instead}"
+            f"Upgrade it: pip install 'deepspeed>={feature.oldest}', {feature.instead}"
         )
 
 
