@@ -111,29 +111,29 @@ def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, s
     [(<class 'dict'>, 'keys', 'No keys.', 'Nobody needs them.', 'an example', '', 'all')]
     """
     owners: list[type | ModuleType] = []
-    waiting: list[tuple[type | ModuleType, str, str, str]] = []
+    waiting: list[tuple[tuple[type | ModuleType, str, str], str]] = []
     during = process_wide = ""
     for line in dedent(table).strip().splitlines():
         text = line.strip()
         name, _, value = text.partition(": ")
         if line.startswith("    "):
-            yield from ((*row, text, during, process_wide, releases) for *row, releases in waiting)
+            yield from ((*row, text, during, process_wide, releases) for row, releases in waiting)
             waiting.clear()
         elif line.startswith("  "):
             name, _, releases = name.partition(" ")
-            waiting += [(owner, name, value, releases or "all") for owner in owners]
+            waiting += [((owner, name, value), releases or "all") for owner in owners]
         elif name == "while":
             during, process_wide = value, ""
         elif name == "process-wide because":
             process_wide = value
         else:
             owners = [find(path) for path in text.split()]
-    yield from ((*row, "", "", "", releases) for *row, releases in waiting)
+    yield from ((*row, "", "", "", releases) for row, releases in waiting)
 
 
 def patches_of(table: str) -> tuple[Patch, ...]:
     """Return the patches of a table, see :func:`read_table`."""
-    return tuple(Patch(*row, releases=releases) for *row, releases in read_table(table))
+    return tuple(Patch(*row[:6], releases=row[6]) for row in read_table(table))
 
 
 def always(value: object) -> Make:
