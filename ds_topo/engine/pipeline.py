@@ -29,7 +29,7 @@ from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.differences import DualPipeVModule as DeepSpeedDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
-from ds_topo.mpu.supported import DUALPIPEV, require
+from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
@@ -199,6 +199,8 @@ def checkpoint_all_segments(module: DeepSpeedPipelineModule) -> None:
     without autocast, with other data types.
     """
     if module.activation_checkpoint_func is deepspeed.checkpointing.checkpoint:
+        if module.activation_checkpoint_interval > 0 and get_accelerator().device_name() == "cpu":
+            require(CHECKPOINTS_ON_CPU)
         module.activation_checkpoint_func = _checkpointed
 
 

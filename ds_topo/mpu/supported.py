@@ -66,6 +66,12 @@ SEQUENCES_ON_CPU = Feature(
     "Older releases compile an extension for CUDA in the first backward pass.",
     "or use DistributedAttention",
 )
+CHECKPOINTS_ON_CPU = Feature(
+    "activation checkpointing of a pipeline on a CPU",
+    Version("0.19.8"),
+    "Older releases create a stream, which CPUs do not have.",
+    "or set activation_checkpoint_interval to 0",
+)
 
 
 def number(release: str) -> Version:
