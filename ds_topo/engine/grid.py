@@ -53,10 +53,9 @@ from ds_topo.engine.replicas import compare_slices
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.differences import DualPipeVEngine
+from ds_topo.mpu.differences import DualPipeVEngine, check_release
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.mpu.releases import bind_methods, warn_of_newer_releases
-from ds_topo.mpu.supported import ENGINES, require
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
@@ -213,7 +212,7 @@ def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
         before = _set_current(mpu)
         undo.callback(_make_current, before)
         if isinstance(mpu, MpuGrid):
-            require(ENGINES)
+            check_release(given.get("config_class"))
             with bind_methods(_OF_CONSTRUCTION, engine), autoparallel.tables_of_grid(given.get("config_class"), mpu):
                 construct(engine, *args, **options)
             _patch_engine(engine)

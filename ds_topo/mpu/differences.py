@@ -9,7 +9,10 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from ds_topo.ledger import find
+from ds_topo.mpu.supported import ENGINES, SEPARATE_GRADIENTS_ON_CPU, require
 
 DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
 DualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
@@ -30,3 +33,20 @@ def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
         return stored
     sizes = [[parameter.numel() for parameter in parameters] for parameters in optimizer.round_robin_bit16_groups]
     return [list(accumulate(each, initial=0))[:-1] for each in sizes]
+
+
+def check_release(config: Any) -> None:
+    """Refuse an engine, or options for it, that the installed release cannot train with.
+
+    Raises:
+        RuntimeError: the message has the option, both releases, the reason and what to do.
+    """
+    require(ENGINES)
+    zero = getattr(config, "zero_config", None)  # the engine refuses to be built without a config
+    if (
+        zero is not None
+        and zero.stage in (1, 2)
+        and not zero.contiguous_gradients
+        and get_accelerator().device_name() == "cpu"
+    ):
+        require(SEPARATE_GRADIENTS_ON_CPU)

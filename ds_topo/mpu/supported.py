@@ -72,6 +72,12 @@ CHECKPOINTS_ON_CPU = Feature(
     "Older releases create a stream, which CPUs do not have.",
     "or set activation_checkpoint_interval to 0",
 )
+SEPARATE_GRADIENTS_ON_CPU = Feature(
+    "contiguous_gradients false at ZeRO stage 1 or 2 on a CPU",
+    Version("0.19.8"),
+    "Older releases do not reduce any gradient there.",
+    "or leave contiguous_gradients out",
+)
 
 
 def number(release: str) -> Version:
