@@ -66,12 +66,41 @@ class Reliance(Row):
     use: str
 
 
-def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, str, str]]:
-    """Yield the fields of the rows of a table, in the order of those of ``Patch``.
+class Absent:
+    """The base of the classes that stand for what the installed release lacks."""
+
+
+def find(path: str) -> Any:
+    """Return a module, class or function by its import path, or an empty class if the installed release lacks it.
+
+    No object is an instance of the empty class. It has the path as its name.
+
+    >>> find("builtins.dict"), name_of(find("torch.absent.Class"))
+    (<class 'dict'>, 'torch.absent.Class')
+    """
+    try:
+        return resolve_name(path)
+    except (ModuleNotFoundError, AttributeError):
+        module, _, name = path.rpartition(".")
+        return type(name, (Absent,), {"__module__": module})
+
+
+def is_absent(value: object) -> bool:
+    """Tell whether :func:`find` has returned an empty class.
+
+    >>> is_absent(find("builtins.dict")), is_absent(find("builtins.absent"))
+    (False, True)
+    """
+    return isinstance(value, type) and issubclass(value, Absent)
+
+
+def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, str, str, str]]:
+    """Yield the fields of the rows of a table, in the order of those of ``Patch``, and the releases that need them.
 
     A line without indentation says for how long the patches below it are in force, or why they are process-wide, or has
     the import path of a class or module, or of several that have the same rows. The lines below it say ``name: what it
-    becomes``. The reason is indented below a row, or below the last one of several rows that share it.
+    becomes``, or ``name >=1.2: what it becomes`` if only these releases have the name. The reason is indented below a
+    row, or below the last one of several rows that share it.
 
     >>> [*read_table('''
     ...     while: an example
@@ -79,31 +108,32 @@ def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, s
     ...       keys: No keys.
     ...         Nobody needs them.
     ... ''')]
-    [(<class 'dict'>, 'keys', 'No keys.', 'Nobody needs them.', 'an example', '')]
+    [(<class 'dict'>, 'keys', 'No keys.', 'Nobody needs them.', 'an example', '', 'all')]
     """
     owners: list[type | ModuleType] = []
-    waiting: list[tuple[type | ModuleType, str, str]] = []
+    waiting: list[tuple[tuple[type | ModuleType, str, str], str]] = []
     during = process_wide = ""
     for line in dedent(table).strip().splitlines():
         text = line.strip()
         name, _, value = text.partition(": ")
         if line.startswith("    "):
-            yield from ((*row, text, during, process_wide) for row in waiting)
+            yield from ((*row, text, during, process_wide, releases) for row, releases in waiting)
             waiting.clear()
         elif line.startswith("  "):
-            waiting += [(owner, name, value) for owner in owners]
+            name, _, releases = name.partition(" ")
+            waiting += [((owner, name, value), releases or "all") for owner in owners]
         elif name == "while":
             during, process_wide = value, ""
         elif name == "process-wide because":
             process_wide = value
         else:
-            owners = [resolve_name(path) for path in text.split()]
-    yield from ((*row, "", "", "") for row in waiting)
+            owners = [find(path) for path in text.split()]
+    yield from ((*row, "", "", "", releases) for row, releases in waiting)
 
 
 def patches_of(table: str) -> tuple[Patch, ...]:
     """Return the patches of a table, see :func:`read_table`."""
-    return tuple(Patch(*row) for row in read_table(table))
+    return tuple(Patch(*row[:6], releases=row[6]) for row in read_table(table))
 
 
 def always(value: object) -> Make:

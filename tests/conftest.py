@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,6 +18,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 pytest.register_assert_rewrite("tests.support", "tests.cluster")  # before they are imported
 
+from ds_topo.mpu.supported import DEEPSPEED, number  # noqa: E402
 from tests.support.case_names import case_name  # noqa: E402
 from tests.support.exhaustive import mark_exhaustive  # noqa: E402
 from tests.support.world import Worlds  # noqa: E402
@@ -24,6 +28,7 @@ settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in jobs of a shell that run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else launchers that tests interrupt would ignore it
 
+IS_OLDER_DEEPSPEED = number(version("deepspeed")) < DEEPSPEED.newest
 collect_ignore = ["support/fork_server.py", "programs/deepspeeds_tests.py"]
 """The search for doctests must not import these: the import does the work of the fork server, or changes DeepSpeed."""
 
@@ -69,6 +74,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [*marker.args, *marker.kwargs.get("exhaustive", ())]
         cases = mark_exhaustive(names, lambda number, _: number < len(marker.args))
         metafunc.parametrize("backend", cases, indirect=True)
+
+
+_LACKS = re.compile(r"[^\n]* needs DeepSpeed >= [\d.]+\d, but [\d.]+ is installed")
+"""The start of the error of a feature that the installed release of DeepSpeed lacks."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Skip a test of a feature that an older release of DeepSpeed lacks, with the error of the feature as reason."""
+    report: Any = yield
+    if report.failed and IS_OLDER_DEEPSPEED and (lacks := _LACKS.search(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], lacks[0].lstrip("E ").strip())
+    return report  # type: ignore[return-value]
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -15,16 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed import __version__ as DEEPSPEED_VERSION
-from deepspeed.checkpoint.autoep_affine import (
-    autoep_placement_to_affine_map,
-    legacy_uniform_autoep_placement_descriptor,
-)
-from deepspeed.checkpoint.constants import (
-    AFFINE_MAP_PARAMS,
-    AUTOEP_AFFINE_MAPS,
-    AUTOEP_EXPERT_PLACEMENT,
-    UNIVERSAL_CHECKPOINT_INFO,
-)
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -47,6 +38,8 @@ from ds_topo.checkpoint.saved_model import Vectors, WholeModel, head_of, layer_o
 from ds_topo.checkpoint.shards import FLAT_OPTIMIZER, FlatGroup, PartitionedGroup
 from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS
 from ds_topo.errors import CheckpointLayoutError
+from ds_topo.ledger import is_absent
+from ds_topo.mpu.differences import map_of_placement, placement_of_experts
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import name_of_size
 
@@ -54,6 +47,8 @@ _LOSS_SCALE = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale
 """The state of a loss scale, with the values of one that does not change."""
 _WITH_EXPERTS = ("num_experts", "ds_autoep_layers")
 """Entries beside the progress of a stage of a pipeline that only a stage with experts has."""
+_PLACEMENT_OF_EXPERTS = {"expert_placement", "affine_maps"}
+"""Entries of a layer of AutoEP that DeepSpeed writes from 0.19.8 on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,15 +147,10 @@ class Writer:
         for row in saved:
             names = [name for name in self._stacked if layer_of_experts(name) == row["expert_key_prefix"]]
             size, part, count = target.pieces(names[0]), target.piece(names[0], of), int(row["num_experts"])
-            placement = legacy_uniform_autoep_placement_descriptor(count, count // size, size)
-            shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
-            maps = {name: autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in shapes.items()}
             holders = target.sharers(names[0], of)
             new = {
                 "num_local_experts": count // size,
                 "ep_size": size,
-                AUTOEP_EXPERT_PLACEMENT: placement,
-                AUTOEP_AFFINE_MAPS: {**row[AUTOEP_AFFINE_MAPS], AFFINE_MAP_PARAMS: maps},
                 "ep_group_name": name_of_size(size),
                 "ep_rank": part,
                 "expert_data_parallel_rank": holders.index(of),
@@ -168,8 +158,22 @@ class Writer:
                 "global_expert_start": part * (count // size),
                 "global_expert_end": (part + 1) * (count // size),
             }
-            found.append({**row, **new})
+            kept = {key: value for key, value in row.items() if key not in _PLACEMENT_OF_EXPERTS}
+            found.append({**kept, **new, **self._placement_of_experts(row, names, size)})
         return found
+
+    def _placement_of_experts(self, row: Mapping[str, Any], names: Sequence[str], size: int) -> dict[str, Any]:
+        """Return the entries of a layer of AutoEP about the ranks that hold its experts.
+
+        They are empty if the saved layer has none, or the installed DeepSpeed does not read them.
+        """
+        if not row.keys() >= _PLACEMENT_OF_EXPERTS or is_absent(placement_of_experts):
+            return {}
+        count = int(row["num_experts"])
+        placement = placement_of_experts(count, count // size, size)
+        shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
+        maps = {name: map_of_placement(placement, shape).to_dict() for name, shape in shapes.items()}
+        return {"expert_placement": placement, "affine_maps": {**row["affine_maps"], "params": maps}}
 
     def _saved_slice(self, place: int) -> int:
         """Return the saved slice whose state dicts those of a new slice are like."""

@@ -29,6 +29,7 @@ from ds_topo.checkpoint.saved_model import expert_of, head_of
 from ds_topo.checkpoint.shards import PartOfTensor, Slice, part_of
 from ds_topo.classes import stock_class
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
+from ds_topo.mpu.differences import offsets_in_flat_groups
 from ds_topo.mpu.mpu import MpuGrid
 
 _OF_THE_PROGRAM = {"params", "param_names", "name", "moe", "foreach", "fused", "capturable", "differentiable"}
@@ -134,7 +135,7 @@ def _of_round_robin(optimizer: DeepSpeedZeroOptimizer) -> Iterator[Held]:
     """Yield the parameters with ``round_robin_gradients``, where the addresses in parameters are those without it."""
     rows = zip(
         optimizer.round_robin_bit16_groups,
-        optimizer.round_robin_bit16_offsets,
+        offsets_in_flat_groups(optimizer),
         optimizer.single_partition_of_fp32_groups,
         strict=True,
     )

@@ -63,13 +63,10 @@ def _line(label: str, text: str) -> str:
 
 def comparison(rows: Sequence[Row] = ROWS) -> str:
     """List the functions that differ from the recorded release that is nearest to the installed one."""
-    known, parts = releases.recorded(), []
-    for release, now in releases.fingerprints(rows).items():
-        library = release.partition(" ")[0]
-        other = releases.release_to_compare(library, known)
-        before = known[other] if other else {}
-        names = [name for name, value in now.items() if before.get(name) != value]
-        parts += [f"\n{len(names)} of {len(now)} functions and classes of {release} differ from {other}"]
+    parts = []
+    for library, release in releases.INSTALLED.items():
+        names, count, other = releases.changed(rows, library)
+        parts += [f"\n{len(names)} of {count} functions and classes of {library} {release} differ from {other}"]
         parts += [f"    {name}" for name in names]
         if names and other:
             install = f"pip install --no-deps --target FOLDER {other.replace(' ', '==')}"

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.errors import EngineOptionError
+from ds_topo.mpu.differences import DualPipeVEngine
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""

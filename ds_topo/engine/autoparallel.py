@@ -32,8 +32,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject import set_autotp_mode
-from deepspeed.module_inject.auto_ep_config import validate_autoep_config
-from deepspeed.module_inject.auto_ep_folding import FoldingGroupTables
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
@@ -43,7 +41,9 @@ from ds_topo.engine.one_layout import grid_in_use
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import always, around, ledger, patches_of
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import FoldingGroupTables, validate_autoep_config
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.supported import SEQUENCES_ON_CPU, SLICES_WITH_EXPERTS, require
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 
@@ -103,6 +103,8 @@ def _require_degree(option: str, size: int, grid: MpuGrid) -> None:
 
 
 def _problems_of_experts(config: DeepSpeedConfig, grid: MpuGrid, slices: int) -> Iterator[str]:
+    if slices > 1:
+        require(SLICES_WITH_EXPERTS)
     options, zero, sequences = config.expert_parallel_config, config.zero_config, max(1, grid.topology().get_dim(SEQ))
     if grid.get_axis_size(PIPE) > 1:
         yield (
@@ -162,6 +164,8 @@ def uses_autosp(config: DeepSpeedConfig) -> bool:
 
 def _check_autosp(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
     """Refuse AutoSP where DeepSpeed would not split sequences, or by another number."""
+    if get_accelerator().device_name() == "cpu":
+        require(SEQUENCES_ON_CPU)
     spec, stage, size = grid.topology().spec, config.zero_config.stage, max(1, grid.topology().get_dim(SEQ))
     given = config._param_dict.get(_SEQUENCE_SIZE, size)
     if given != size:

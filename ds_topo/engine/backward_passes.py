@@ -35,8 +35,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.torch import is_functorch_transforming
 
+from ds_topo.mpu.differences import is_functorch_transforming
 from ds_topo.torch_names import current_backward, is_whole_backward
 
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe import dualpipev
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -37,6 +36,7 @@ from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.engine.shares import check_sampling
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
+from ds_topo.mpu.differences import DualPipeVEngine, DualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
@@ -54,7 +54,7 @@ def check_with_all_ranks(engine: DeepSpeedEngine, do_sanity_check: Callable[[], 
             autoparallel.complete_sizes(config, grid)
             check_engine(config, grid, isinstance(engine, PipelineEngine))
             check_engine_inputs(engine, grid)
-            if isinstance(engine, dualpipev.DualPipeVEngine):
+            if isinstance(engine, DualPipeVEngine):
                 check_dualpipe(engine, grid)
             do_sanity_check()
         except EngineOptionError as error:
@@ -642,7 +642,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
         TopologyError: layers use a parallel state with another layout.
     """
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
-    loss_stage = 0 if isinstance(model, dualpipev.DualPipeVModule) else grid.pipe_parallel_size - 1
+    loss_stage = 0 if isinstance(model, DualPipeVModule) else grid.pipe_parallel_size - 1
     everyone = grid.get_ranks(axes_of_engine(grid, is_pipeline))
     with ExitStack() as agreements:
         if everyone != grid.dp_group:

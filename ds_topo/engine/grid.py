@@ -15,19 +15,20 @@ from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_topo import torch_names
 from ds_topo.engine import autoparallel, checks
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import complete, put_engine_on_grid
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import check_release
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.supported import warn_of_newer_releases
+from ds_topo.mpu.releases import warn_of_newer_releases
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
@@ -88,7 +89,7 @@ class PipelineParallelGrid(MpuGrid):
     ) -> None:
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         if torch.distributed.get_rank(process_group) == 0:
-            warn_of_newer_releases(deepspeed.__version__, torch.__version__)
+            warn_of_newer_releases((*patches.ROWS, *torch_names.ROWS))
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, _building_engines))
@@ -173,6 +174,7 @@ def _building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
             construct(engine, *args, **options)
             undo.pop_all()
             return
+        check_release(given.get("config_class"))
         release = put_engine_on_grid(engine)
         undo.callback(release)
         with autoparallel.tables_of_grid(given.get("config_class"), mpu):

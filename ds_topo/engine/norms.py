@@ -356,7 +356,7 @@ class _LossScaler:
         """Take a step, and let an optimizer that reports the norm of scaled gradients report that of gradients."""
         scale = self._state.cur_scale
         optimizer.step()
-        if isinstance(optimizer, FP16_UnfusedOptimizer):
+        if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow:  # a skipped step may keep the norm
             optimizer._global_grad_norm /= scale
 
     def update(self) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.checkpoint.loading import load_as_a_whole
@@ -45,7 +44,9 @@ from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid
 from ds_topo.engine.replicas import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.watch import guard, job_watch
 
 STEPS_BETWEEN = 100
@@ -129,6 +130,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_tensor_parallel_states(self, model: Any) -> None:
         """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine."""
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            require(SLICES_OF_PARTITIONED)
         grid = self.mpu
         super()._configure_tensor_parallel_states(model)
         self.mpu = grid

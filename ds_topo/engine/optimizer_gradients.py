@@ -237,15 +237,6 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
     return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
 
 
-def _can_move(optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer) -> bool:
-    """Return whether the optimizer can run in our layout: its arithmetic does not depend on DeepSpeed's."""
-    if not is_element_by_element(optimizer.optimizer):
-        return False
-    if isinstance(optimizer, BF16_Optimizer):
-        return not optimizer._uses_muon
-    return not any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups)
-
-
 def _refusal(engine: DeepSpeedEngine) -> str | None:
     """Return the reason why no reducer can be attached to an engine, or None."""
     stage = int(engine.zero_optimization_stage())

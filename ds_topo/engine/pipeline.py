@@ -15,7 +15,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import DualPipeVModule as DeepSpeedDualPipeVModule
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
@@ -28,7 +27,9 @@ from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import DualPipeVModule as DeepSpeedDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
+from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
@@ -169,13 +170,14 @@ class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore
 
     Rank ``r`` of ``n`` along ``pipe`` holds parts ``r`` and ``2n - 1 - r`` of the model. Micro-batches pass through the
     first parts towards the last rank, and back to rank 0, which also computes the loss. A step needs at least ``2n``
-    micro-batches. Arguments and errors are those of :class:`PipelineModule`.
+    micro-batches. Arguments and errors are those of :class:`PipelineModule`. It needs DeepSpeed 0.19.8.
     """
 
     parts_of_a_rank = 2
     phase_bounds: list[tuple[int, int]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        require(DUALPIPEV)
         if options.get("dynamic_shape"):
             raise ValueError(
                 "dynamic_shape=True with DualPipeV, whose stages exchange the shapes of activations once: pad samples "
@@ -197,6 +199,8 @@ def checkpoint_all_segments(module: DeepSpeedPipelineModule) -> None:
     without autocast, with other data types.
     """
     if module.activation_checkpoint_func is deepspeed.checkpointing.checkpoint:
+        if module.activation_checkpoint_interval > 0 and get_accelerator().device_name() == "cpu":
+            require(CHECKPOINTS_ON_CPU)
         module.activation_checkpoint_func = _checkpointed
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -28,6 +27,7 @@ from ds_topo.classes import Mixin, adopt, stock_class
 from ds_topo.engine import autoparallel
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions

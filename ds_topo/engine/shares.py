@@ -21,11 +21,11 @@ from deepspeed.runtime.data_pipeline.constants import (
 )
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import EngineOptionError
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import PIPE, SEQ

@@ -462,7 +462,7 @@ deepspeed.runtime.pipe.module.PipelineModule
 deepspeed.runtime.pipe.engine.PipelineEngine
   _grad_layer_buf: lists the buffers of activations and gradients
 deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
-  _first_send: tells whether a stage sends the shapes of activations next
+  _first_send >=0.19.8: tells whether a stage sends the shapes of activations next
 torch.utils.data.dataloader._BaseDataLoaderIter
   _dataset_kind: tells whether samples have indices
   _index_sampler: tells who chooses the samples
@@ -488,14 +488,12 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   create_grad_acc_hooks: registers the optimizer's hooks again
   fp32_groups_flat_partition: holds master weights
   grad_acc_dtype: is the data type in which gradients accumulate
-  _uses_muon: tells whether the optimizer needs whole gradients
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
   ipg_buckets: lists the gradients that are reduced next
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
-  _is_muon_group: tells whether a group needs whole gradients
   overlapping_partition_gradients_reduce_epilogue: collects the partition
   use_separate_grad_accum: tells whether stage 1 accumulates in a second data type
   averaged_gradients: holds the partition of gradients, for their norm
@@ -507,7 +505,7 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   grad_position: tells where gradients are in the partition
   micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
-  _zero_padding: marks gradients that are padding
+  _zero_padding >=0.19.7: marks gradients that are padding
 deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
   _PartitionedParameterCoordinator__step_id: counts the modules that have gathered their parameters
   _PartitionedParameterCoordinator__submodule_order: lists them while ZeRO 3 learns their order
@@ -530,5 +528,5 @@ deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
 _ALL = [value if isinstance(value, (tuple, list)) else (value,) for value in list(globals().values())]
 ROWS: tuple[Patch | Reliance, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
-    *(Reliance(owner, name, f"It {use}.") for owner, name, use, *_ in read_table(_RELIANCES)),
+    *(Reliance(owner, name, f"It {use}.", releases=of) for owner, name, use, *_, of in read_table(_RELIANCES)),
 )

@@ -1,4 +1,4 @@
-"""Tell which rows the installed releases of DeepSpeed and torch need, and keep the fingerprints of releases.
+"""Tell which rows the installed releases need, keep the fingerprints of releases, and warn of new releases.
 
 A fingerprint is a hash of the syntax tree of a function or class that a row names, without comments, docstrings, blank
 lines and line breaks. It is equal on every version of Python that ds_topo supports, because the tree is written out
@@ -15,6 +15,7 @@ import inspect
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from textwrap import indent
 from types import MethodType
@@ -26,8 +27,9 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ds_topo.errors import listed, warn
 from ds_topo.ledger import Make, Patch, Row, exists, ledger, name_of
-from ds_topo.mpu.supported import number
+from ds_topo.mpu.supported import DEEPSPEED, TORCH, number
 
 FILE = Path(__file__).with_name("fingerprints.json")
 INSTALLED = {
@@ -167,6 +169,31 @@ def release_to_compare(library: str, releases: Iterable[str]) -> str | None:
     known = sorted((name for name in releases if name.startswith(f"{library} ")), key=_version_of)
     older = [name for name in known if _version_of(name) <= Version(INSTALLED[library])]
     return older[-1] if older else next(iter(known), None)
+
+
+def changed(rows: Iterable[Row], library: str) -> tuple[list[str], int, str | None]:
+    """Return the names of the functions of a library that differ from the recorded release next to the installed one.
+
+    Also return the number of functions that were compared, and that release, or None if there is none.
+    """
+    now, known = fingerprints(rows)[f"{library} {INSTALLED[library]}"], recorded()
+    other = release_to_compare(library, known)
+    before = known[other] if other else {}
+    return [name for name, value in now.items() if before.get(name) != value], len(now), other
+
+
+@cache
+def warn_of_newer_releases(rows: tuple[Row, ...]) -> None:
+    """Warn once about each installed release that is newer than all tested ones, and name the functions it changed."""
+    for name, _, newest in (DEEPSPEED, TORCH):
+        release = INSTALLED[library := name.lower()]
+        if number(release) > newest:
+            names, _, other = changed(rows, library)
+            warn(
+                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with. Functions that it "
+                f"replaces or relies on and that differ from {other}: {listed(names)}. Compare losses and norms of the "
+                "first steps; python -m ds_topo.engine lists all of them"
+            )
 
 
 def _version_of(release: str) -> Version:

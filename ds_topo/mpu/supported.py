@@ -1,7 +1,7 @@
-"""Name the supported releases of DeepSpeed and torch. Refuse older ones, and warn of newer ones.
+"""Name the supported releases of DeepSpeed and torch. Refuse older ones.
 
-An older release lacks names that ds_topo imports. So its number is checked before anything of DeepSpeed is imported, by
-the ``__init__`` of the packages that need it.
+A release's number is checked before anything of DeepSpeed is imported, by the ``__init__`` of the packages that need
+it. What a supported release lacks is refused when it is used (:func:`require`), and nothing else is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from ds_topo.errors import warn
-
 
 class Supported(NamedTuple):
     """The releases of a library from the oldest to the newest that all tests were run with."""
@@ -24,8 +22,62 @@ class Supported(NamedTuple):
     newest: Version
 
 
-DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
+DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.18.9"), newest=Version("0.19.8"))
 TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.15"))
+
+
+class Feature(NamedTuple):
+    """What ds_topo offers with some of the supported releases of DeepSpeed only."""
+
+    name: str
+    oldest: Version
+    """The oldest release with the feature."""
+    reason: str
+    """A sentence about older releases."""
+    instead: str
+    """What works with older releases, as the end of a sentence."""
+
+
+ENGINES = Feature(
+    "an engine with a grid as its mpu",
+    Version("0.19.6"),
+    "Older engines lack methods that ds_topo replaces, scale gradients of pipelines wrongly if they accumulate, and "
+    "fail at ZeRO 1 and 2 with torch 2.13.",
+    "or reduce gradients in a loop of your own with a GradientReducer",
+)
+DUALPIPEV = Feature(
+    "DualPipeVModule", Version("0.19.8"), "Older releases do not have this schedule.", "or use PipelineModule"
+)
+SLICES_WITH_EXPERTS = Feature(
+    "expert_parallel (AutoEP) with tensor_parallel (AutoTP)",
+    Version("0.19.8"),
+    "Older releases compute wrong gradients of the layers that AutoTP splits.",
+    "or leave out one of the two sections",
+)
+SLICES_OF_PARTITIONED = Feature(
+    "tensor_parallel (AutoTP) with a model that was built in deepspeed.zero.Init",
+    Version("0.19.8"),
+    "Older releases leave parts of gradients out of the norm that they clip by.",
+    "or build the model outside of zero.Init",
+)
+SEQUENCES_ON_CPU = Feature(
+    "compile.passes 'autosp' (AutoSP) on a CPU",
+    Version("0.19.8"),
+    "Older releases compile an extension for CUDA in the first backward pass.",
+    "or use DistributedAttention",
+)
+CHECKPOINTS_ON_CPU = Feature(
+    "activation checkpointing of a pipeline on a CPU",
+    Version("0.19.8"),
+    "Older releases create a stream, which CPUs do not have.",
+    "or set activation_checkpoint_interval to 0",
+)
+SEPARATE_GRADIENTS_ON_CPU = Feature(
+    "contiguous_gradients false at ZeRO stage 1 or 2 on a CPU",
+    Version("0.19.8"),
+    "Older releases do not reduce any gradient there.",
+    "or leave contiguous_gradients out",
+)
 
 
 def number(release: str) -> Version:
@@ -50,6 +102,16 @@ def refuse_older_releases() -> None:
             )
 
 
+def require(feature: Feature) -> None:
+    """Raise ``RuntimeError`` if the installed release of DeepSpeed lacks a feature."""
+    release = _installed("deepspeed")
+    if release is not None and number(release) < feature.oldest:
+        raise RuntimeError(
+            f"{feature.name} needs DeepSpeed >= {feature.oldest}, but {release} is installed. {feature.reason} "
+            f"Upgrade it: pip install 'deepspeed>={feature.oldest}', {feature.instead}"
+        )
+
+
 def _installed(package: str) -> str | None:
     """Return the release of a package without importing it; None if this is unknown."""
     module = sys.modules.get(package)
@@ -59,14 +121,3 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:  # a folder on PYTHONPATH
         return None
-
-
-@cache
-def warn_of_newer_releases(of_deepspeed: str, of_torch: str) -> None:
-    """Warn once about each installed release that is newer than all tested ones."""
-    for (name, _, newest), release in ((DEEPSPEED, of_deepspeed), (TORCH, of_torch)):
-        if number(release) > newest:
-            warn(
-                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with: compare losses and "
-                "norms of the first steps; python -m ds_topo.engine lists the names it relies on"
-            )

@@ -10,47 +10,94 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import deepspeed
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.requirements import Requirement
 from packaging.version import Version
+from torch import nn
 
-from ds_topo import PipelineParallelGrid
-from ds_topo.mpu import supported
-from ds_topo.mpu.supported import DEEPSPEED, TORCH, Supported, warn_of_newer_releases
+from ds_topo import DualPipeVModule, PipelineParallelGrid
+from ds_topo.ledger import Patch
+from ds_topo.mpu import releases
+from ds_topo.mpu.releases import warn_of_newer_releases
+from ds_topo.mpu.supported import DEEPSPEED, DUALPIPEV, ENGINES, TORCH, Feature, Supported, require
 from tests.support.world import Worlds
 
 ROOT = Path(__file__).parents[2]
-RUN = (str(DEEPSPEED.newest), str(TORCH.newest))
+OWN = Patch(DeepSpeedEngine, "step", "The same.", "An example.", "an example")
 
 
 @pytest.mark.parametrize(
-    ("releases", "said"),
+    ("library", "release", "said"),
     [
-        (("0.20.1", RUN[1]), rf"DeepSpeed 0\.20\.1 is newer than {DEEPSPEED.newest}.*python -m ds_topo\.engine"),
-        ((RUN[0], "3.0.0a0+git123"), rf"torch 3\.0\.0a0\+git123 is newer than {TORCH.newest}.*ds_topo\.engine"),
+        (DEEPSPEED, "0.20.1", rf"differ from deepspeed {DEEPSPEED.newest}: \['{OWN}'\]\. "),
+        (TORCH, "3.0.0", rf"differ from torch {TORCH.newest}\.0: none\. "),
     ],
-    ids=["DeepSpeed", "torch"],
+    ids=["deepspeed", "torch"],
 )
-def test_newer_release_warns_once(releases: tuple[str, str], said: str) -> None:
-    with pytest.warns(RuntimeWarning, match=said):
-        warn_of_newer_releases(*releases)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_newer_releases(*releases)
+def test_newer_release_warns_once_and_names_the_functions_that_differ(
+    library: Supported, release: str, said: str
+) -> None:
+    warn_of_newer_releases.cache_clear()
+    known = {f"deepspeed {DEEPSPEED.newest}": {str(OWN): "another"}, f"torch {TORCH.newest}.0": {}}
+    with (
+        mock.patch.dict(releases.INSTALLED, {library.name.lower(): release}),
+        mock.patch.object(releases, "recorded", return_value=known),
+    ):
+        start = f"{library.name} {release} is newer than {library.newest}, the newest that ds_topo was run with."
+        with pytest.warns(RuntimeWarning, match=f"{start}.*{said}.*python -m ds_topo.engine"):
+            warn_of_newer_releases((OWN,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_of_newer_releases((OWN,))
 
 
 @pytest.mark.parametrize("end", ["oldest", "newest"])
 def test_releases_that_were_run_do_not_warn(end: str) -> None:
-    with warnings.catch_warnings():
+    warn_of_newer_releases.cache_clear()
+    installed = {"deepspeed": str(getattr(DEEPSPEED, end)), "torch": str(getattr(TORCH, end))}
+    with mock.patch.dict(releases.INSTALLED, installed), warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_newer_releases(str(getattr(DEEPSPEED, end)), f"{getattr(TORCH, end)}+cu128")
+        warn_of_newer_releases((OWN,))
+
+
+@pytest.mark.parametrize("feature", [ENGINES, DUALPIPEV], ids=["engines", "DualPipeV"])
+def test_feature_that_the_release_lacks_is_refused_by_name(feature: Feature) -> None:
+    for release in (str(feature.oldest), f"{feature.oldest}+local"):
+        with mock.patch.object(deepspeed, "__version__", release):
+            require(feature)
+    with mock.patch.object(deepspeed, "__version__", "0.19.0"), pytest.raises(RuntimeError) as raised:
+        require(feature)
+    needs = f"{feature.name} needs DeepSpeed >= {feature.oldest}, but 0.19.0 is installed. "
+    assert str(raised.value).startswith(needs)
+    assert f"pip install 'deepspeed>={feature.oldest}'" in str(raised.value)
+
+
+def _calls_of_old_engines() -> list[str]:
+    said = []
+    with mock.patch.object(deepspeed, "__version__", "0.19.5"), PipelineParallelGrid("data=2") as grid:
+        for build in (
+            lambda: deepspeed.initialize(model=nn.Linear(2, 2), mpu=grid, config={"train_batch_size": 2}),
+            lambda: DualPipeVModule([nn.Linear(2, 2)] * 2, topology="data=2"),
+        ):
+            with pytest.raises(RuntimeError, match=r"needs DeepSpeed >= 0\.19\..* 0\.19\.5 is installed") as raised:
+                build()
+            said.append(str(raised.value))
+    return said
+
+
+def test_engine_of_a_grid_and_dualpipev_are_refused_on_each_rank(world: Worlds) -> None:
+    for engine, dualpipev in world(2).run(_calls_of_old_engines):
+        assert engine.startswith(ENGINES.name)
+        assert dualpipev.startswith(DUALPIPEV.name)
+        assert dualpipev.endswith("or use PipelineModule")
 
 
 def _warnings_of_a_grid() -> list[str]:
-    supported.warn_of_newer_releases.cache_clear()
-    older = TORCH._replace(newest=Version("1.0"))
+    warn_of_newer_releases.cache_clear()
     with (
-        mock.patch.object(supported, "TORCH", older),
+        mock.patch.object(releases, "TORCH", TORCH._replace(newest=Version("1.0"))),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -115,13 +162,26 @@ def test_all_files_have_the_same_releases(library: Supported) -> None:
     (requirement,) = (one for one in wanted if one.name == library.name.lower())
     assert str(requirement.specifier) == f">={library.oldest}"
     least = re.search(rf"{library.name} >= ([\d.]+\d)", _supported_line())
-    run = {Version(one) for one in re.findall(rf"{library.name} ([\d.]+\d)", _supported_line())}
     assert least is not None
     assert Version(least[1]) == library.oldest
-    assert run == {library.oldest, library.newest}
-    default = re.search(rf"{library.name.lower()}=\$\{{\d:-(.+?)\}}", (ROOT / "tests/oldest.sh").read_text())
-    assert default is not None
-    assert Version(default[1]) == library.oldest
+    commands = re.findall(r"^\| `tests/releases.sh ([\d.]+) ([\d.]+) ", _contributing(), re.MULTILINE)
+    run = {Version(command[library is TORCH]) for command in commands}
+    assert (min(run), max(run)) == (library.oldest, library.newest)
+
+
+def _contributing() -> str:
+    return (ROOT / ".github/CONTRIBUTING.md").read_text()
+
+
+def test_table_of_releases_has_the_features_of_each() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| DeepSpeed | "))
+    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[first : first + 5]]
+    columns = [Version(cell) for cell in table[0][1:]]
+    recorded = [name.partition(" ")[2] for name in releases.recorded() if name.startswith("deepspeed ")]
+    assert columns == sorted({DEEPSPEED.oldest, *map(Version, recorded)})
+    for row, oldest in zip(table[2:], (DEEPSPEED.oldest, ENGINES.oldest, DUALPIPEV.oldest), strict=True):
+        assert row[1:] == ["yes" if column >= oldest else "no" for column in columns], row[0]
 
 
 def test_all_files_have_the_same_versions_of_python() -> None:

@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# The tests with the oldest releases that are supported, in a fresh virtual environment; or with others:
-#   tests/oldest.sh [TORCH [DEEPSPEED [PYTHON [arguments of pytest...]]]]
+# Run the tests with named releases, in a fresh virtual environment:
+#   tests/releases.sh DEEPSPEED TORCH PYTHON [arguments of pytest...]
+#   tests/releases.sh 0.19.6 2.8.0 python3.10
+#   tests/releases.sh 0.18.9 2.13.0 python3.11 tests/process_groups
+# .github/CONTRIBUTING.md lists the combinations that a change must pass.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-torch=${1:-2.8.0} deepspeed=${2:-0.19.8} python=${3:-python3}
-shift $(($# < 3 ? $# : 3))
+[ $# -ge 3 ] || { sed -n '2,6s/^# //p' "$0"; exit 2; }
+deepspeed=$1 torch=$2 python=$3
+shift 3
 
 environment=$(mktemp -d)
 trap 'rm -rf "$environment"' EXIT
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PIP_DISABLE_PIP_VERSION_CHECK=1
 export TORCH_EXTENSIONS_DIR="$environment/torch_extensions" # what DeepSpeed compiles must match torch
+unset PYTHONDONTWRITEBYTECODE # else each of the tests' processes compiles the package anew
 "$python" -m venv "$environment"
 # shellcheck disable=SC1091
 source "$environment/bin/activate"

@@ -1,0 +1,52 @@
+"""Bridge the differences between the supported releases of DeepSpeed.
+
+Names that some releases lack are imported here, and by all other modules from here. ``ds_topo.ledger.is_absent`` tells
+whether the installed release lacks one. No object is an instance of an absent class.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_topo.ledger import find
+from ds_topo.mpu.supported import ENGINES, SEPARATE_GRADIENTS_ON_CPU, require
+
+DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
+DualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
+FoldingGroupTables = find("deepspeed.module_inject.auto_ep_folding.FoldingGroupTables")
+validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_autoep_config")
+placement_of_experts = find("deepspeed.checkpoint.autoep_affine.legacy_uniform_autoep_placement_descriptor")
+map_of_placement = find("deepspeed.checkpoint.autoep_affine.autoep_placement_to_affine_map")
+is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transforming")
+
+
+def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
+    """Return the offsets of the parameters in each flat tensor of ``DeepSpeedZeroOptimizer``, in its own order.
+
+    Before DeepSpeed 0.19.7 parameters are adjacent, and the optimizer does not store their offsets.
+    """
+    stored: list[list[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)
+    if stored is not None:
+        return stored
+    sizes = [[parameter.numel() for parameter in parameters] for parameters in optimizer.round_robin_bit16_groups]
+    return [list(accumulate(each, initial=0))[:-1] for each in sizes]
+
+
+def check_release(config: Any) -> None:
+    """Refuse an engine, or options for it, that the installed release cannot train with.
+
+    Raises:
+        RuntimeError: the message has the option, both releases, the reason and what to do.
+    """
+    require(ENGINES)
+    zero = getattr(config, "zero_config", None)  # the engine refuses to be built without a config
+    if (
+        zero is not None
+        and zero.stage in (1, 2)
+        and not zero.contiguous_gradients
+        and get_accelerator().device_name() == "cpu"
+    ):
+        require(SEPARATE_GRADIENTS_ON_CPU)
