@@ -25,6 +25,7 @@ from ds_topo.classes import Mixin, adopt
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedBF16, ReducedZero, Reduction
+from ds_topo.mpu.differences import offsets_in_flat_groups
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout
 
@@ -166,15 +167,17 @@ class PartitionGradients(OptimizerGradients):
 
     def _groups_of_zero(self, optimizer: DeepSpeedZeroOptimizer) -> Iterator[FlatGroup]:
         for index, parameters in enumerate(optimizer.bit16_groups):
-            in_place = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
-            offset_of = dict(zip(*in_place, strict=True))
+            in_place = optimizer.round_robin_bit16_groups[index], offsets_in_flat_groups(optimizer)[index]
+            offset_of = {p: offset for p, offset in zip(*in_place, strict=True) if p.numel()}
+            parameters = [parameter for parameter in parameters if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = [offset_of[parameter] for parameter in parameters]
             flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
             dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
             yield self._flat_group(index, parameters, flat, master, offsets, dtype)
 
     def _groups_of_bf16(self, optimizer: BF16_Optimizer) -> Iterator[FlatGroup]:
-        for index, parameters in enumerate(optimizer.bf16_groups):
+        for index, whole_group in enumerate(optimizer.bf16_groups):
+            parameters = [parameter for parameter in whole_group if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
             flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
             gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
@@ -232,7 +235,7 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them
     if isinstance(engine, PipelineEngine):
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
-    if _can_move(optimizer):
+    if is_element_by_element(optimizer.optimizer):  # their arithmetic does not depend on the layout
         return PartitionGradients(engine, sizes(), tied)
     return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
 
