@@ -10,11 +10,15 @@ Several mixins of one object are independent: each is taken away by itself. The 
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any
+
+from ds_topo.ledger import Row, name_of
 
 
 class Mixin:
@@ -66,18 +70,50 @@ def mixins_of(target: object) -> tuple[type[Mixin], ...]:
     return kind.__bases__[:-1] if _IS_MADE in vars(kind) else ()
 
 
-def overridden_by(mixin: type[Mixin]) -> dict[str, Any]:
-    """Return what a mixin overrides of DeepSpeed, by name."""
-    found: dict[str, Any] = {}
-    for kind in reversed(mixin.__mro__):
-        if issubclass(kind, Mixin) and kind is not Mixin:
-            found |= {name: value for name, value in vars(kind).items() if name in _names_of_stock(mixin)}
+@dataclass(frozen=True)
+class Override(Row):
+    """A method or attribute of DeepSpeed's classes that mixins override."""
+
+    by: str
+    """The mixins."""
+    why: str
+
+
+def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
+    """Return what a mixin overrides: the names, each with DeepSpeed's class that defines it."""
+    kinds = [kind for kind in mixin.__mro__ if issubclass(kind, Mixin) and kind is not Mixin]
+    stock = [kind for kind in mixin.__mro__ if not issubclass(kind, Mixin) and kind is not object]
+    found: dict[str, type] = {}
+    for name in [name for kind in kinds for name in vars(kind) if not name.startswith("__")]:
+        owner = next((kind for kind in stock if name in vars(kind)), None)
+        if owner is not None:
+            found[name] = owner
     return found
 
 
-def _names_of_stock(mixin: type[Mixin]) -> set[str]:
-    stock = [kind for kind in mixin.__mro__ if not issubclass(kind, Mixin) and kind is not object]
-    return {name for kind in stock for name in vars(kind)} - {"__module__", "__doc__"}
+def overrides() -> tuple[Override, ...]:
+    """Return all overrides of the mixins that are imported."""
+    by_name: dict[tuple[type, str], list[type[Mixin]]] = {}
+    for mixin in _subclasses(Mixin):
+        for name, owner in overridden_by(mixin).items():
+            if name in vars(mixin):
+                by_name.setdefault((owner, name), []).append(mixin)
+    return tuple(
+        Override(owner, name, by=", ".join(mixin.__name__ for mixin in mixins), why=_reason(mixins[0], name))
+        for (owner, name), mixins in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
+    )
+
+
+def _reason(mixin: type[Mixin], name: str) -> str:
+    text = inspect.getdoc(vars(mixin)[name]) or ""
+    return " ".join(text.split("\n\nArgs:")[0].split())
+
+
+def _subclasses(kind: type[Mixin]) -> Iterator[type[Mixin]]:
+    for each in kind.__subclasses__():
+        if _IS_MADE not in vars(each):
+            yield each
+            yield from _subclasses(each)
 
 
 def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:

@@ -94,46 +94,26 @@ def is_absent(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Absent)
 
 
-def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, str, str, str]]:
-    """Yield the fields of the rows of a table, in the order of those of ``Patch``, and the releases that need them.
+def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str]]:
+    """Yield the owner, the name, the use and the releases of each row of a table of reliances.
 
-    A line without indentation says for how long the patches below it are in force, or why they are process-wide, or has
-    the import path of a class or module, or of several that have the same rows. The lines below it say ``name: what it
-    becomes``, or ``name >=1.2: what it becomes`` if only these releases have the name. The reason is indented below a
-    row, or below the last one of several rows that share it.
+    A line without indentation has the import path of a class or module, or of several that have the same names. The
+    lines below it say ``name: its use``, or ``name >=1.2: its use`` if only these releases have the name.
 
     >>> [*read_table('''
-    ...     while: an example
     ...     builtins.dict
-    ...       keys: No keys.
-    ...         Nobody needs them.
+    ...       keys >=1.2: lists the keys
     ... ''')]
-    [(<class 'dict'>, 'keys', 'No keys.', 'Nobody needs them.', 'an example', '', 'all')]
+    [(<class 'dict'>, 'keys', 'lists the keys', '>=1.2')]
     """
     owners: list[type | ModuleType] = []
-    waiting: list[tuple[tuple[type | ModuleType, str, str], str]] = []
-    during = process_wide = ""
     for line in dedent(table).strip().splitlines():
-        text = line.strip()
-        name, _, value = text.partition(": ")
-        if line.startswith("    "):
-            yield from ((*row, text, during, process_wide, releases) for row, releases in waiting)
-            waiting.clear()
-        elif line.startswith("  "):
+        if line.startswith("  "):
+            name, _, use = line.strip().partition(": ")
             name, _, releases = name.partition(" ")
-            waiting += [((owner, name, value), releases or "all") for owner in owners]
-        elif name == "while":
-            during, process_wide = value, ""
-        elif name == "process-wide because":
-            process_wide = value
+            yield from ((owner, name, use, releases or "all") for owner in owners)
         else:
-            owners = [find(path) for path in text.split()]
-    yield from ((*row, "", "", "", releases) for row, releases in waiting)
-
-
-def patches_of(table: str) -> tuple[Patch, ...]:
-    """Return the patches of a table, see :func:`read_table`."""
-    return tuple(Patch(*row[:6], releases=row[6]) for row in read_table(table))
+            owners = [find(path) for path in line.split()]
 
 
 def always(value: object) -> Make:
@@ -160,22 +140,6 @@ def around(replacement: Callable[..., Any]) -> Make:
         return replaced
 
     return make
-
-
-def after(before: Callable[[], object]) -> Make:
-    """Return a make function that adds a call of ``before()`` in front of the original.
-
-    >>> after(lambda: print("first"))(len)("ab")
-    first
-    2
-    """
-
-    @around
-    def called_after(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        before()
-        return original(*args, **options)
-
-    return called_after
 
 
 def name_of(owner: type | ModuleType) -> str:

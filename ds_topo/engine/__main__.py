@@ -1,4 +1,4 @@
-"""Print the names that ds_topo patches or relies on in DeepSpeed and torch, and their changes in another release."""
+"""Print what ds_topo patches, overrides or relies on in DeepSpeed and torch, and its changes in another release."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from ds_topo import torch_names
+from ds_topo.classes import Override, overrides
+from ds_topo.engine import grid, reducer_drivers, replicas  # noqa: F401 (they define the mixins)
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, Row
 from ds_topo.mpu import patches, releases
 
-ROWS: tuple[Patch | Reliance, ...] = (*patches.ROWS, *torch_names.ROWS)
+ROWS: tuple[Patch | Reliance | Override, ...] = (*patches.ROWS, *torch_names.ROWS, *overrides())
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
 _OF_CALLS = "Patches during one call"
 _OF_PROCESS = "Process-wide patches"
@@ -29,7 +31,7 @@ print(json.dumps([INSTALLED, sources(ROWS)]))
 
 
 def page(rows: Sequence[Row] = ROWS) -> str:
-    """Return all patches, in sections by scope, then all reliances. Missing names are marked."""
+    """Return all patches, in sections by scope, then all overrides and reliances. Missing names are marked."""
     parts = [", ".join(f"{library} {release}" for library, release in releases.INSTALLED.items())]
     for section in (_OF_PROCESS, _OF_USE, _OF_CALLS, _OF_OBJECTS):
         found = [row for row in rows if isinstance(row, Patch) and _section_of(row) == section]
@@ -38,11 +40,19 @@ def page(rows: Sequence[Row] = ROWS) -> str:
             parts += ["", _title(patch), _line("becomes", patch.instead), _line("why", patch.why)]
             parts += [_line("while", patch.during)]
             parts += [_line("process-wide because", patch.process_wide)] if section == _OF_PROCESS else []
+    overridden = [row for row in rows if isinstance(row, Override)]
+    private = [row for row in overridden if row.name.startswith("_")]
+    parts += [
+        "",
+        f"Overridden by classes of ours: {len(overridden)}, of which {len(private)} are private",
+    ]
+    for override in overridden:
+        parts += ["", _title(override), _line("by", override.by), _line("why", override.why)]
     relied_on = [row for row in rows if isinstance(row, Reliance)]
     parts += ["", f"Private names that ds_topo relies on: {len(relied_on)}", ""]
     for reliance in relied_on:
         parts += [_title(reliance), _line("use", reliance.use)]
-    missing = [str(row) for row in rows if releases.is_missing(row)]
+    missing = [str(row) for row in rows if releases.is_missing(row)] + releases.no_longer_there(rows)
     return "\n".join([*parts, "", f"missing here: {', '.join(missing) or 'none'}"])
 
 

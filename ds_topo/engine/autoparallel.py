@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
 from ds_topo.errors import EngineOptionError
-from ds_topo.ledger import always, around, ledger, patches_of
+from ds_topo.ledger import Patch, always, around, find, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.differences import FoldingGroupTables, validate_autoep_config
 from ds_topo.mpu.mpu import MpuGrid
@@ -344,11 +345,13 @@ def _ranks_along_seq(index: int) -> Iterator[None]:
     """Let AutoSP's passes take this part of a sequence; for one compilation."""
     answers = SimpleNamespace(**vars(comm))
     answers.get_rank = lambda group=None: index
-    of_util, of_passes = patches_of("""
-        while: one call of the compiler
-        deepspeed.compile.util deepspeed.compile.passes.sp_compile
-          dist: The same functions, with the index along seq as the rank.
-            AutoSP takes rank % sequence_parallel_size for the index of the rank's part of a sequence.
-    """)
+    of_util = Patch(
+        find("deepspeed.compile.util"),
+        "dist",
+        instead="The same functions, with the index along seq as the rank.",
+        why="AutoSP takes rank % sequence_parallel_size for the index of the rank's part of a sequence.",
+        during="one call of the compiler",
+    )
+    of_passes = replace(of_util, owner=find("deepspeed.compile.passes.sp_compile"))
     with ledger.bound(of_util, always(answers)), ledger.bound(of_passes, always(answers)):
         yield

@@ -271,6 +271,5 @@ def _in_slices(
 @contextmanager
 def gathering_in_slices() -> Iterator[None]:
     """Send updated parameters point to point on gloo, in methods of DeepSpeed's optimizers that gather them."""
-    of_zero, of_bf16 = patches.GATHERS
-    with ledger.bound(of_zero, _in_slices), ledger.bound(of_bf16, _in_slices):
+    with ledger.bound(patches.GATHER_OF_ZERO, _in_slices), ledger.bound(patches.GATHER_OF_BF16, _in_slices):
         yield

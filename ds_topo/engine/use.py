@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ from ds_topo.engine.pipeline import (
 )
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError, warn
-from ds_topo.ledger import Make, Patch, always, around, ledger, patches_of
+from ds_topo.ledger import Make, Patch, always, around, find, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
@@ -237,7 +238,7 @@ def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterable[tuple[Patch, M
             f"use({grid.topology().spec!r}): initialize_sequence_parallel() or register_with_transformers() has "
             f"already joined ranks {found}, but the grid joins {grid.get_ranks(SEQ)} along {SEQ!r}: call it after use()"
         )
-    return zip(patches.LONG_SEQUENCES, _OF_SEQUENCES, strict=True)
+    return _OF_SEQUENCES
 
 
 def _initialize_sequence_parallel(sequence_parallel_size: int) -> None:
@@ -249,10 +250,10 @@ def _initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         )
 
 
-_OF_SEQUENCES: tuple[Make, ...] = (
-    lambda _: in_use[-1].get_group(SEQ),
-    lambda _: in_use[-1].get_data_parallel_group(),
-    always(_initialize_sequence_parallel),
+_OF_SEQUENCES: tuple[tuple[Patch, Make], ...] = (
+    (patches.SEQUENCE_GROUP, lambda _: in_use[-1].get_group(SEQ)),
+    (patches.SEQUENCE_DATA_GROUP, lambda _: in_use[-1].get_data_parallel_group()),
+    (patches.INITIALIZE_SEQUENCES, always(_initialize_sequence_parallel)),
 )
 
 
@@ -278,24 +279,53 @@ def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     accelerate or transformers.
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
-        return ()
-    rows = patches_of("""
-        while: ds_topo.use(grid) is active
-        process-wide because: accelerate calls it by name, for every data loader and in every step of a scheduler.
-        accelerate.accelerator
-          prepare_data_loader: The same function, for this rank's samples.
-            It distributes samples over all ranks, so model parallel peers would train on different samples.
-        accelerate.scheduler
-          AcceleratorState: A state whose num_processes is the number of ranks that work on different samples.
-            AcceleratedScheduler.step() steps the schedule that often in each training step.
-        process-wide because: An Accelerator may be created before or after use(grid).
-        accelerate.accelerator.Accelerator
-          _prepare_deepspeed: The same method, with the number of ranks that work on different samples.
-            It derives the length of a DummyScheduler and the batch size from the number of all ranks.
-          gather_for_metrics: The same method, which gathers from one rank for each share of the samples.
-            It would return samples once per slice, and cut an incomplete last batch off in the wrong place.
-    """)
-    return zip(rows, (_prepare_samples, _STATE, _counting_samples, _gathering_shares), strict=True)
+        return
+    by_name = "accelerate calls it by name, for every data loader and in every step of a scheduler."
+    of_any = "An Accelerator may be created before or after use(grid)."
+    yield (
+        Patch(
+            find("accelerate.accelerator"),
+            "prepare_data_loader",
+            instead="The same function, for this rank's samples.",
+            why="It distributes samples over all ranks, so model parallel peers would train on different samples.",
+            during=patches.USE,
+            process_wide=by_name,
+        ),
+        _prepare_samples,
+    )
+    yield (
+        Patch(
+            find("accelerate.scheduler"),
+            "AcceleratorState",
+            instead="A state whose num_processes is the number of ranks that work on different samples.",
+            why="AcceleratedScheduler.step() steps the schedule that often in each training step.",
+            during=patches.USE,
+            process_wide=by_name,
+        ),
+        _STATE,
+    )
+    yield (
+        Patch(
+            find("accelerate.accelerator.Accelerator"),
+            "_prepare_deepspeed",
+            instead="The same method, with the number of ranks that work on different samples.",
+            why="It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
+            during=patches.USE,
+            process_wide=of_any,
+        ),
+        _counting_samples,
+    )
+    yield (
+        Patch(
+            find("accelerate.accelerator.Accelerator"),
+            "gather_for_metrics",
+            instead="The same method, which gathers from one rank for each share of the samples.",
+            why="It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
+            during=patches.USE,
+            process_wide=of_any,
+        ),
+        _gathering_shares,
+    )
 
 
 _STATE = always(lambda: SimpleNamespace(num_processes=_share_of_samples()[0]))
@@ -324,12 +354,13 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
 @_while_in_use
 def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
-    (count,) = patches_of("""
-        while: one call of _prepare_deepspeed
-        accelerate.accelerator.Accelerator
-          num_processes: The number of ranks that work on different samples.
-            The length of a schedule and the batch size count them.
-    """)
+    count = Patch(
+        find("accelerate.accelerator.Accelerator"),
+        "num_processes",
+        instead="The number of ranks that work on different samples.",
+        why="The length of a schedule and the batch size count them.",
+        during="one call of _prepare_deepspeed",
+    )
     with ledger.bound(count, always(property(lambda _: _share_of_samples()[0]))):
         return prepare(*args, **options)
 
@@ -339,13 +370,14 @@ def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> An
     """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
     from accelerate.utils import recursively_apply
 
-    of_tensors_row, of_objects_row = patches_of("""
-        while: one call of gather_for_metrics
-        accelerate.accelerator
-          gather: What the first rank of each share has.
-          gather_object: What the first rank of each share has.
-            Ranks that work on the same samples have the same metrics.
-    """)
+    of_tensors_row = Patch(
+        find("accelerate.accelerator"),
+        "gather",
+        instead="What the first rank of each share has.",
+        why="Ranks that work on the same samples have the same metrics.",
+        during="one call of gather_for_metrics",
+    )
+    of_objects_row = replace(of_tensors_row, name="gather_object")
     grid, topology = in_use[-1], in_use[-1].topology()
     axes = [*sample_axes(topology), *([SEQ] if _ranks_per_sample(grid) > 1 else [])]
     firsts = topology.layout.offsets(map(topology.axes.index, axes))
@@ -398,9 +430,8 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.INFERENCE_GROUP, autoparallel.with_group_of_grid_in_use),
     (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
-    *zip(
-        patches.NAMES_OF_TOPOLOGIES,
-        map(always, (ProcessTopology, _PipeDataInUse, _PipeModelDataInUse, PipelineParallelGrid)),
-        strict=True,
-    ),
+    (patches.PROCESS_TOPOLOGY, always(ProcessTopology)),
+    (patches.PIPE_DATA_TOPOLOGY, always(_PipeDataInUse)),
+    (patches.PIPE_MODEL_DATA_TOPOLOGY, always(_PipeModelDataInUse)),
+    (patches.GRID, always(PipelineParallelGrid)),
 )

@@ -14,11 +14,9 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from textwrap import indent
-from types import MethodType
 from typing import Any
 
 import deepspeed
@@ -28,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ds_topo.errors import listed, warn
-from ds_topo.ledger import Make, Patch, Row, exists, ledger, name_of
+from ds_topo.ledger import Row, exists, find, name_of
 from ds_topo.mpu.supported import DEEPSPEED, TORCH, number
 
 FILE = Path(__file__).with_name("fingerprints.json")
@@ -39,26 +37,6 @@ INSTALLED = {
 """The installed release of each library."""
 _OF_ONE_VERSION = {"ctx", "kind", "type_comment", "type_params"}
 """Fields of syntax trees that some versions of Python lack, or that say nothing about the code."""
-
-
-def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStack:
-    """Patch the methods of one object that rows name for its class; return the releases.
-
-    A make function gets the function of the class and returns a function that takes the object first. Of an attribute
-    that is no method it gets the value and returns another one.
-    """
-
-    def method_of(make: Make) -> Make:
-        def bound(value: Any) -> Any:
-            return MethodType(make(value.__func__), target) if isinstance(value, MethodType) else make(value)
-
-        return bound
-
-    with ExitStack() as releases:
-        for row, make in rows:
-            if isinstance(row.owner, type) and isinstance(target, row.owner) and is_due(row):
-                releases.callback(ledger.bind(row, method_of(make), target))
-        return releases.pop_all()
 
 
 def is_missing(row: Row) -> bool:
@@ -180,6 +158,18 @@ def changed(rows: Iterable[Row], library: str) -> tuple[list[str], int, str | No
     other = release_to_compare(library, known)
     before = known[other] if other else {}
     return [name for name, value in now.items() if before.get(name) != value], len(now), other
+
+
+def no_longer_there(rows: Iterable[Row]) -> list[str]:
+    """Return the names of overrides that the recorded release next to the installed one had.
+
+    A method of a mixin whose name no class of DeepSpeed has any more overrides nothing, so it is in no row.
+    """
+    known = recorded()
+    other = release_to_compare("deepspeed", known)
+    before = known[other] if other else {}
+    ours = {name for name in before if hasattr(find(name.rpartition(".")[0]), name.rpartition(".")[2])}
+    return sorted(before.keys() - ours - {str(row) for row in rows})
 
 
 @cache
