@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import PipelineParallelGrid, groups, initialize
-from ds_topo.engine.checks import check_engine, check_model
+from ds_topo.engine.checks import check_model
+from ds_topo.engine.options import ConfigOnGrid, check_config
 from ds_topo.errors import EngineOptionError
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -165,7 +166,7 @@ def test_what_deepspeed_cannot_combine_is_refused_with_its_check_and_an_alternat
             groups.create_zero_partition_groups(grid, 2)
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
         with pytest.raises(EngineOptionError, match=message):
-            check_engine(config, grid, is_pipeline="pipe" in topology)
+            check_config(ConfigOnGrid(config, grid, is_pipeline="pipe" in topology))
 
 
 def _accept(topology: str, options: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ def _accept(topology: str, options: dict[str, Any]) -> None:
         if options == MESH:
             shape, names = (2, 2), ("data_parallel", "sequence_parallel")
             deepspeed_groups.mesh_device = deepspeed.comm.initialize_mesh_device(shape, names)
-        check_engine(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
+        check_config(ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid))
 
 
 @pytest.mark.parametrize(("topology", "options"), ACCEPTED)
@@ -186,7 +187,9 @@ def _accept_groups_that_were_created() -> None:
     _join()
     with PipelineParallelGrid("data=2,model=2") as grid:
         groups.create_zero_partition_groups(grid, 2)
-        check_engine(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid)
+        check_config(
+            ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid)
+        )
 
 
 def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None:
