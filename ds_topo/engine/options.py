@@ -25,10 +25,10 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.hybrid_sharding import has_shard
-from ds_topo.errors import EngineOptionError, ExpertSizeError, abridged, listed, warn
+from ds_topo.errors import EngineOptionError, abridged, listed, warn
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes, zero_partition_ranks
+from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,6 @@ def _pass_of_autotp(case: ConfigOnGrid) -> Iterator[str]:
 
 def _autoep(case: ConfigOnGrid) -> Iterator[str]:
     config, zero, sequences = case.config, case.config.zero_config, case.degree(SEQ)
-    options, is_data_first = config.expert_parallel_config, config.use_data_before_expert_parallel_
     start = f"expert_parallel (AutoEP) on {case.spec!r}:"
     if case.degree(PIPE) > 1:
         yield (
@@ -241,7 +240,7 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
         )
     try:
         validate_autoep_config(
-            options,
+            config.expert_parallel_config,
             case.grid.world_size,
             1,
             case.slices,
@@ -249,7 +248,7 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
             zero_stage=case.stage,
             deepcompile_enabled=_is_deepcompile(config),
             tp_preset_model=config.tensor_parallel_config.preset_model,
-            use_data_before_expert_parallel=is_data_first,
+            use_data_before_expert_parallel=config.use_data_before_expert_parallel_,
             zero_offload_optimizer=zero.offload_optimizer is not None,
             zero_offload_param=zero.offload_param is not None,
         )
@@ -265,10 +264,6 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
             f"{start} ZeRO stage 3 with {given[0]} (check _validate_zero3_moe_compatibility of DeepSpeed). Use stage 1 "
             "or 2"
         )
-    try:
-        ExpertPlan(case.grid.topology(), options.autoep_size, use_data_before_expert=is_data_first)
-    except ExpertSizeError as error:
-        yield f"{start} {error}"
 
 
 def _autosp(case: ConfigOnGrid) -> Iterator[str]:
