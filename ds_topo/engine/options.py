@@ -414,6 +414,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "zero_optimization.offload_optimizer.super_offload",
         lambda config: _offloads(config) and getattr(config.zero_config.offload_optimizer, "super_offload", False),
+        "SuperOffload",
         ignores_shard=True,
     ),
     Option(
@@ -470,7 +471,7 @@ OPTIONS: tuple[Option, ...] = (
         "which the reducer replaces: leave out the reducer, expert_parallel or tensor_parallel",
     ),
     Option("compile.passes: autosp", lambda config: "autosp" in passes_of(config), "AutoSP", (SEQ,), _autosp),
-    Option("compile.deepcompile", _is_deepcompile, ignores_shard=True),
+    Option("compile.deepcompile", _is_deepcompile, "DeepCompile", ignores_shard=True),
     Option(
         "sequence_parallel_size with data_parallel_size",
         lambda config: deepspeed_groups.mesh_device is not None,

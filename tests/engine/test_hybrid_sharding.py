@@ -6,6 +6,7 @@ import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -220,16 +221,19 @@ def test_options_with_groups_or_reductions_of_their_own_are_refused(world: World
             "zenflow": {"overlap_step": False},
             "offload_optimizer": offload,
         },
-        "zero_optimization.offload_optimizer.super_offload": {
+        "zero_optimization.offload_optimizer.super_offload (SuperOffload)": {
             "stage": 3,
             "offload_optimizer": {**offload, "super_offload": True},
         },
         "zero_optimization.elastic_checkpoint": {"stage": 1, "elastic_checkpoint": True},
         "expert_parallel (AutoEP)": {"expert_parallel": {"enabled": True, "autoep_size": 1}},
-        "compile.deepcompile": {"compile": {"deepcompile": True}},
+        "compile.deepcompile (DeepCompile)": {"compile": {"deepcompile": True}},
         "managed_gradient_accumulation: false": {"managed_gradient_accumulation": False},
     }
-    assert {*table} == {option.title for option in OPTIONS if option.ignores_shard}
+    ignoring = [option for option in OPTIONS if option.ignores_shard]
+    assert {*table} == {option.title for option in ignoring}
+    guide = (Path(__file__).parents[2] / "examples/hybrid_sharding.md").read_text()
+    assert all((option.mechanism or option.key.rpartition(".")[2].partition(":")[0]) in guide for option in ignoring)
     rest = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     settings = [{**rest, **({"zero_optimization": each} if "stage" in each else each)} for each in table.values()]
     (errors,) = world(1).run(_refused, settings)
