@@ -37,9 +37,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.engine.config_options import other_slices, passes_of
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
-from ds_topo.engine.options import other_slices, passes_of
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import always, around, ledger, patches_of
 from ds_topo.mpu import patches

@@ -2,7 +2,7 @@
 
 The checks refuse combinations that would train a wrong model, hang, or fail later without naming the cause. All ranks
 of an engine compare their settings and models; if one rank fails, all raise. Options of the config are checked by
-:mod:`ds_topo.engine.options`.
+:mod:`ds_topo.engine.config_options`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine import autoparallel
-from ds_topo.engine.experts import create_expert_groups
-from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
-from ds_topo.engine.options import (
+from ds_topo.engine.config_options import (
     REDUCER_SECTION,
     TOPOLOGY_SECTION,
     ConfigOnGrid,
@@ -41,6 +39,8 @@ from ds_topo.engine.options import (
     splits_models,
     wants_reducer,
 )
+from ds_topo.engine.experts import create_expert_groups
+from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry

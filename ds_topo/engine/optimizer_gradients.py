@@ -33,9 +33,9 @@ from torch import nn
 
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine import parameter_gathers
+from ds_topo.engine.config_options import refusal_of_reducer
 from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
 from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
-from ds_topo.engine.options import refusal_of_reducer
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.ledger import Patch, always, around, ledger
 from ds_topo.mpu import patches

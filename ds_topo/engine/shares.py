@@ -16,8 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.engine.config_options import has_dynamic_batches
 from ds_topo.engine.one_layout import axes_of_engine
-from ds_topo.engine.options import has_dynamic_batches
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup

@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, use
 from ds_topo.engine import hybrid_sharding
-from ds_topo.engine.options import OPTIONS
+from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -24,6 +25,7 @@ from deepspeed.runtime.data_pipeline import constants as samplers
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.checkpoint.manifest import SavedOptions
 from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import EngineOptionError, abridged, listed, warn
 from ds_topo.mpu.mpu import MpuGrid
@@ -422,20 +424,9 @@ OPTIONS: tuple[Option, ...] = (
         lambda config: config.zero_config.elastic_checkpoint,
         ignores_shard=True,
     ),
-    Option(
-        "zero_optimization.round_robin_gradients",
-        lambda config: config.zero_config.round_robin_gradients,
-        recorded="structure.options.round_robin_gradients",
-    ),
-    Option(
-        "zero_optimization.parameter_alignment",
-        lambda config: config.zero_config.parameter_alignment,
-        recorded="structure.options.parameter_alignment",
-    ),
-    Option(
-        "zero_optimization.sub_group_size",
-        partial(_is_at_stage, 3),
-        recorded="structure.options.sub_group_size",
+    *(
+        Option(f"zero_optimization.{name}", attrgetter(f"zero_config.{name}"), recorded=f"structure.options.{name}")
+        for name in asdict(SavedOptions())
     ),
     Option(
         "managed_gradient_accumulation: false",
