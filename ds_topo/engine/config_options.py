@@ -489,11 +489,7 @@ OPTIONS: tuple[Option, ...] = (
 def refusals(case: ConfigOnGrid) -> Iterator[str]:
     """Yield a message for each combination that is refused."""
     on = [option for option in OPTIONS if option.is_on(case.config)]
-    ignoring = [
-        f"{option.key} ({option.mechanism})" if option.mechanism else option.key
-        for option in on
-        if option.ignores_shard
-    ]
+    ignoring = [option.title for option in on if option.ignores_shard]
     if ignoring and has_shard(case.grid):
         yield (
             f"{listed(ignoring)} with {case.spec!r}: the option has groups or a reduction of its own, which ignore the "
