@@ -84,6 +84,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pipe=2,data=2", HYBRID, "model axis of 2"),
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("pipe=2,data=2", {}),
     ("seq=2,data=2", QUANTIZED),
     ("data=4", ZENFLOW),
     ("data=4", SECOND_PARTITION),
