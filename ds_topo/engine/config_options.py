@@ -419,11 +419,7 @@ OPTIONS: tuple[Option, ...] = (
         "SuperOffload",
         ignores_shard=True,
     ),
-    Option(
-        "zero_optimization.elastic_checkpoint",
-        lambda config: config.zero_config.elastic_checkpoint,
-        ignores_shard=True,
-    ),
+    Option("zero_optimization.elastic_checkpoint", attrgetter("zero_config.elastic_checkpoint"), ignores_shard=True),
     *(
         Option(f"zero_optimization.{name}", attrgetter(f"zero_config.{name}"), recorded=f"structure.options.{name}")
         for name in asdict(SavedOptions())
