@@ -13,9 +13,10 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.autoparallel import get_tensor_model_parallel_src_rank
-from ds_topo.engine.checks import check_exchange_between_all_ranks
+from ds_topo.engine.config_options import different_parameters
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
+from ds_topo.errors import EngineOptionError
 from ds_topo.mpu.mpu import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import expert_parallel_ranks
@@ -97,7 +98,8 @@ def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
     """
     grid = _current_grid()
     if grid is not None:
-        check_exchange_between_all_ranks("zero_quantized_gradients", grid)
+        for problem in different_parameters("zero_quantized_gradients", grid):
+            raise EngineOptionError(problem)
     groups: dict[str, ProcessGroup] = deepspeed_groups._get_local_all_to_all_group()
     return groups
 

@@ -326,12 +326,8 @@ def names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
 
 def zero_options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
     """Return the engine's options of ZeRO."""
-    config = engine._config.zero_config
-    return manifests.SavedOptions(
-        bool(config.round_robin_gradients),
-        bool(config.parameter_alignment),
-        int(config.sub_group_size),
-    )
+    config, defaults = engine._config.zero_config, asdict(manifests.SavedOptions())
+    return manifests.SavedOptions(**{key: type(value)(getattr(config, key)) for key, value in defaults.items()})
 
 
 def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:

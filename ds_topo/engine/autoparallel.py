@@ -37,15 +37,15 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.engine.config_options import other_slices, passes_of
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Patch, always, around, find, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.differences import FoldingGroupTables, validate_autoep_config
+from ds_topo.mpu.differences import FoldingGroupTables
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.supported import SEQUENCES_ON_CPU, SLICES_WITH_EXPERTS, require
-from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
+from ds_topo.topology.axes import EXPERT, MODEL, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 
 _OF_TENSORS, _TENSOR_SIZE = "tensor_parallel", "autotp_size"
@@ -67,129 +67,9 @@ def complete_sizes(config: DeepSpeedConfig, grid: MpuGrid) -> None:
         config._param_dict.setdefault(_SEQUENCE_SIZE, max(1, grid.topology().get_dim(SEQ)))
 
 
-def check(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
-    """Refuse what AutoTP, AutoEP and AutoSP cannot do, before any group exists.
-
-    Raises:
-        EngineOptionError: the message names the option, the axis or the check of DeepSpeed, and what to do.
-        ExpertSizeError: ``autoep_size`` does not divide the ranks that share experts.
-    """
-    slices = config.tensor_parallel_config.autotp_size
-    if slices > 1:  # 0 and 1 switch AutoTP off
-        _require_degree(f"{_OF_TENSORS}.{_TENSOR_SIZE}", slices, grid)
-    passes = getattr(config.compile_config, "passes", None) or []
-    others = sorted({"autosp", "z1", "z3"} & set(passes))
-    if "autotp" in passes and others:  # DeepSpeed refuses it only when the engine compiles
-        raise EngineOptionError(
-            f"compile.passes 'autotp' with {others}: DeepSpeed cannot combine them (check DeepSpeedEngine.compile); "
-            "leave one out. AutoTP works without its pass, too"
-        )
-    if config.expert_parallel_config.enabled:
-        if problem := next(_problems_of_experts(config, grid, max(1, slices)), ""):
-            raise EngineOptionError(f"{_OF_EXPERTS} (AutoEP) on {grid.topology().spec!r}: {problem}")
-        _plan_of(config, grid)
-    if uses_autosp(config):
-        _check_autosp(config, grid, is_pipeline)
-
-
-def _require_degree(option: str, size: int, grid: MpuGrid) -> None:
-    if size != (degree := grid.get_axis_size(MODEL)):
-        here, remedy = "no axis 'model'", f"remove {option}"
-        if degree > 1:
-            here, remedy = f"model={degree}", f"set {option} to {degree}"
-        raise EngineOptionError(
-            f"{option} {size} (AutoTP), but {grid.topology().spec!r} has {here}, along which AutoTP splits a model: "
-            f"{remedy}, or create the grid with model={size}"
-        )
-
-
-def _problems_of_experts(config: DeepSpeedConfig, grid: MpuGrid, slices: int) -> Iterator[str]:
-    if slices > 1:
-        require(SLICES_WITH_EXPERTS)
-    options, zero, sequences = config.expert_parallel_config, config.zero_config, max(1, grid.topology().get_dim(SEQ))
-    if grid.get_axis_size(PIPE) > 1:
-        yield (
-            "it finds MoE layers by their names in a model of Hugging Face, which a PipelineModule does not have. Use "
-            "deepspeed.moe.layer.MoE in the layers, or a grid without 'pipe'"
-        )
-    if grid.world_size != dist.get_world_size():
-        yield "it needs all ranks of the job: create the grid of all of them"
-    if grid.get_axis_size(MODEL) != slices:
-        yield (
-            "its layers can share an axis 'model' with AutoTP only (check bwc_tensor_model_parallel_world_size of "
-            'DeepSpeed). Add a section "tensor_parallel": {} if AutoTP shall split the model, or use '
-            "deepspeed.moe.layer.MoE in a model that is split already"
-        )
-    try:
-        validate_autoep_config(
-            options,
-            grid.world_size,
-            1,
-            slices,
-            sequences,
-            zero_stage=int(zero.stage),
-            deepcompile_enabled=bool(config.compile_config.deepcompile),
-            tp_preset_model=config.tensor_parallel_config.preset_model,
-            use_data_before_expert_parallel=config.use_data_before_expert_parallel_,
-            zero_offload_optimizer=zero.offload_optimizer is not None,
-            zero_offload_param=zero.offload_param is not None,
-        )
-    except ValueError as error:
-        yield f"{error} (check validate_autoep_config of DeepSpeed)"
-    of_zero_3 = {
-        f"an axis 'seq' of {sequences}": sequences > 1,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-    }
-    if zero.stage == 3 and (given := [name for name, is_given in of_zero_3.items() if is_given]):
-        yield f"ZeRO stage 3 with {given[0]} (check _validate_zero3_moe_compatibility of DeepSpeed). Use stage 1 or 2"
-
-
-def check_reducer(config: DeepSpeedConfig) -> None:
-    """Refuse our reducer for AutoEP with AutoTP: DeepSpeed then corrects gradients after its own reduction.
-
-    Raises:
-        EngineOptionError: the config switches both on.
-    """
-    if config.expert_parallel_config.enabled and config.tensor_parallel_config.autotp_size > 1:
-        raise EngineOptionError(
-            "a GradientReducer with AutoEP and AutoTP together: DeepSpeed corrects gradients of slices in its own "
-            "reduction, which the reducer replaces. Leave out the reducer, expert_parallel or tensor_parallel"
-        )
-
-
 def uses_autosp(config: DeepSpeedConfig) -> bool:
     """Tell whether the config asks for AutoSP."""
-    return "autosp" in (getattr(config.compile_config, "passes", None) or [])
-
-
-def _check_autosp(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
-    """Refuse AutoSP where DeepSpeed would not split sequences, or by another number."""
-    if get_accelerator().device_name() == "cpu":
-        require(SEQUENCES_ON_CPU)
-    spec, stage, size = grid.topology().spec, config.zero_config.stage, max(1, grid.topology().get_dim(SEQ))
-    given = config._param_dict.get(_SEQUENCE_SIZE, size)
-    if given != size:
-        raise EngineOptionError(
-            f"{_SEQUENCE_SIZE} {given} (AutoSP), but {spec!r} has seq={size}: name seq={given} in the topology, or "
-            f"leave {_SEQUENCE_SIZE} out"
-        )
-    if is_pipeline:
-        raise EngineOptionError(
-            "compile.passes 'autosp' (AutoSP) with a PipelineModule: DeepSpeed compiles the layers of a pipeline one "
-            "by one and would not split sequences; use a model without a pipeline, or leave the pass out"
-        )
-    if config.tensor_parallel_config.autotp_size > 1:
-        raise EngineOptionError(
-            "compile.passes 'autosp' (AutoSP) with tensor_parallel (AutoTP): AutoSP compiles the model as one graph "
-            "(fullgraph of get_autosp_backend), which the layers of AutoTP break, because they communicate; use "
-            "DistributedAttention, which works with AutoTP, or slices of your own"
-        )
-    if size > 1 and stage > 1:
-        raise EngineOptionError(
-            f"compile.passes 'autosp' (AutoSP) at ZeRO stage {stage}: DeepSpeed would compile without splitting "
-            "sequences; use stage 0 or 1, or DistributedAttention or UlyssesSPAttentionHF, which work at every stage"
-        )
+    return "autosp" in passes_of(config)
 
 
 # -- AutoTP -----------------------------------------------------------------------------------------------------------
@@ -232,7 +112,8 @@ def with_group_of_grid_in_use(create_group: Any, engine: InferenceEngine, config
     if grid is None:
         create_group(engine, config)
         return
-    _require_degree("tensor_parallel.tp_size", int(config.tensor_parallel.tp_size), grid)
+    for problem in other_slices("tensor_parallel.tp_size", int(config.tensor_parallel.tp_size), grid):
+        raise EngineOptionError(problem)
     if get_accelerator().device_name() == "cpu" and grid.get_axis_size(MODEL) < dist.get_world_size():
         raise EngineOptionError(
             f"init_inference with tensor_parallel.tp_size {grid.get_axis_size(MODEL)} on {dist.get_world_size()} "

@@ -40,7 +40,6 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -48,7 +47,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.engine.partitioned_optimizers import ReducedZero
-from ds_topo.errors import EngineOptionError, listed
+from ds_topo.errors import listed
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import SHARD
@@ -69,35 +68,6 @@ def copies_of(grid: object) -> Copies | None:
 
 
 # -- construction -----------------------------------------------------------------------------------------------------
-
-
-def check_sharding(config: DeepSpeedConfig, grid: MpuGrid) -> None:
-    """Refuse options that partition or reduce in another way than over ``shard``.
-
-    Raises:
-        EngineOptionError: the message names the option, and what to do instead.
-    """
-    if not has_shard(grid):
-        return
-    zero = config.zero_config
-    offloads = zero.offload_optimizer is not None and str(getattr(zero.offload_optimizer.device, "value", "")) != "none"
-    refused = {
-        "zero_hpz_partition_size (hpZ)": zero.zero_hpz_partition_size > 1,
-        "mics_shard_size (MiCS)": getattr(zero, "mics_shard_size", -1) > 0,
-        "zero_quantized_gradients (qgZ)": zero.zero_quantized_gradients,
-        "zenflow": zero.zenflow is not None,
-        "super_offload": offloads and getattr(zero.offload_optimizer, "super_offload", False),
-        "expert_parallel (AutoEP)": config.expert_parallel_config.enabled,
-        "compile.deepcompile": getattr(config.compile_config, "deepcompile", False),
-        "elastic_checkpoint": bool(zero.elastic_checkpoint),
-        "managed_gradient_accumulation: false": not getattr(config, "managed_gradient_accumulation", True),
-    }
-    found = [name for name, is_on in refused.items() if is_on]
-    if found:
-        raise EngineOptionError(
-            f"{listed(found)} with {grid.topology().spec!r}: the option has groups or a reduction of its own, which "
-            f"ignore the axis {SHARD!r}: switch it off, or name that axis 'data'"
-        )
 
 
 class _OverPartitions(MpuGrid):

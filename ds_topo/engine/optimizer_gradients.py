@@ -22,6 +22,7 @@ from torch import nn
 
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.classes import Mixin, adopt
+from ds_topo.engine.config_options import refusal_of_reducer
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedBF16, ReducedZero, Reduction
@@ -242,29 +243,19 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
 
 def _refusal(engine: DeepSpeedEngine) -> str | None:
     """Return the reason why no reducer can be attached to an engine, or None."""
-    stage = int(engine.zero_optimization_stage())
-    if stage > 2:
-        return (
-            f"ZeRO stage {stage} partitions parameters, too, and reduces gradients as it gathers those: keep its own "
-            'overlap ("overlap_comm": true), or use stage 0, 1 or 2'
-        )
+    if (reason := refusal_of_reducer(engine._config)) is not None:
+        return reason
     if not getattr(engine.optimizer, "param_groups", None):
         return "the engine has no optimizer, so it never reduces gradients: give deepspeed.initialize one"
-    if engine.zero_cpu_offload() or engine.zenflow:
-        return "an offloaded optimizer (offload_optimizer, zenflow) moves gradients by itself: switch offload off"
-    if not engine.managed_gradient_accumulation():
-        return (
-            "with managed_gradient_accumulation=false the last micro-batch is known only in step(), when backward is "
-            "over: let DeepSpeed manage it"
-        )
     if not engine.enable_backward_allreduce and not engine.pipeline_parallelism:
         return f"the optimizer {engine.optimizer_name()!r} communicates by itself: choose one that does not"
-    if stage == 2 and not is_element_by_element(engine.optimizer.optimizer):
+    is_stage_2 = int(engine.zero_optimization_stage()) == 2
+    if is_stage_2 and not is_element_by_element(engine.optimizer.optimizer):
         return (
             f"{type(engine.optimizer.optimizer).__name__} is not known to update each element by itself, so its "
             "partition cannot move to another layout, as stage 2 requires: use stage 0 or 1, or DeepSpeed's reduction"
         )
-    if stage == 2 and engine.micro_steps % engine.gradient_accumulation_steps():
+    if is_stage_2 and engine.micro_steps % engine.gradient_accumulation_steps():
         return "a step has begun, and its gradients are in DeepSpeed's partition: attach the reducer after the step"
     if engine.is_deepcompile_active():
         return "DeepCompile reduces gradients inside the compiled graph: switch it off"

@@ -150,6 +150,7 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
         """Write the master weights to this rank's slices of the parameters, and send these to the other ranks."""
         for own, master in self.own_parts():
             own.copy_(master)
+            del own, master  # a view that lives on shares the memory of parameters in flight
         self.reduction.parameters.gather()
 
     def _restore_from_bit16_weights(self) -> None:

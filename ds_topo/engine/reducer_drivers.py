@@ -24,7 +24,6 @@ from torch import nn
 from typing_extensions import Self, Unpack
 
 from ds_topo.classes import Mixin, adopt, stock_class
-from ds_topo.engine import autoparallel
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.mpu.differences import DualPipeVEngine
@@ -102,7 +101,6 @@ class GradientReducer(BucketReducer):
             raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
         if given := [name for name in ("module", "grid", "process_group", "driver") if name in options]:
             raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
-        autoparallel.check_reducer(engine._config)
         driver = (PipelineDriver if isinstance(engine, PipelineEngine) else EngineDriver)(engine, options)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:

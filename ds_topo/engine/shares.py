@@ -11,24 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.data_pipeline.constants import (
-    CURRICULUM_LEARNING,
-    CURRICULUM_LEARNING_ENABLED,
-    DATA_SAMPLING,
-    DYNAMIC_BATCHING,
-    DYNAMIC_BATCHING_ENABLED,
-)
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.engine.config_options import has_dynamic_batches
 from ds_topo.engine.one_layout import axes_of_engine
-from ds_topo.errors import EngineOptionError
 from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.axes import PIPE, SEQ
+from ds_topo.topology.axes import PIPE
 from ds_topo.topology.rank_tables import RankGroup, sample_axes
 
 
@@ -83,40 +75,7 @@ def deal_dynamic_batches(engine: DeepSpeedEngine) -> None:
     """Let ``engine.data_parallel_group`` join one rank of each share if DeepSpeed deals batches of variable size.
 
     ``get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed`` deals them by this group. It is used for
-    nothing else, except by DeepCompile, which :func:`check_sampling` refuses then.
+    nothing else, except by DeepCompile, which ``OPTIONS`` refuses then.
     """
-    if _has_dynamic_batches(engine._config):
+    if has_dynamic_batches(engine._config):
         engine.data_parallel_group = engine.mpu.get_group(sample_axes(engine.mpu.topology()))
-
-
-def _has_dynamic_batches(config: DeepSpeedConfig) -> bool:
-    return bool(config.data_efficiency_config[DATA_SAMPLING][DYNAMIC_BATCHING][DYNAMIC_BATCHING_ENABLED])
-
-
-def check_sampling(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
-    """Refuse samplers of DeepSpeed that cannot serve all ranks of an engine.
-
-    Raises:
-        EngineOptionError: the message names the option, and what to do instead.
-    """
-    option = 'config section "data_efficiency": "data_sampling" with'
-    sampling = config.data_efficiency_config[DATA_SAMPLING]
-    without_first = not is_pipeline and grid.get_axis_size(PIPE) > 1
-    if sampling[CURRICULUM_LEARNING][CURRICULUM_LEARNING_ENABLED] and (without_first or grid.to_global([0]) != (0,)):
-        raise EngineOptionError(
-            f'{option} "curriculum_learning" on {grid.topology().spec!r}: rank 0 of the job chooses all samples, but '
-            "some engines do not have this rank: use grid.data_loader(dataset), or a PipelineModule on all ranks"
-        )
-    if not _has_dynamic_batches(config) or grid.get_context_parallel_world_size() == 1:
-        return
-    if is_pipeline:
-        raise EngineOptionError(
-            f'{option} "dynamic_batching" in a pipeline on {grid.topology().spec!r}: the batch size of a pipeline '
-            f"counts peers along {SEQ!r}, so batches and learning rates would not fit each other: use another axis, "
-            "or switch it off"
-        )
-    if getattr(config.compile_config, "deepcompile", False):
-        raise EngineOptionError(
-            f'{option} "dynamic_batching" and compile.deepcompile on {grid.topology().spec!r}: both use one group, of '
-            f"which one wants ranks along {SEQ!r} and the other does not: switch one of them off"
-        )

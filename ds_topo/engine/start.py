@@ -18,15 +18,8 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_topo.engine.checks import (
-    REDUCER_SECTION,
-    TOPOLOGY_SECTION,
-    check_batch_sizes,
-    check_is_module,
-    check_mpu,
-    check_top_level,
-    reading_sections,
-)
+from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
+from ds_topo.engine.config_options import REDUCER_SECTION, TOPOLOGY_SECTION, check_batch_sizes, check_top_level
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer

@@ -6,6 +6,7 @@ import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, use
 from ds_topo.engine import hybrid_sharding
+from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,
@@ -211,21 +213,32 @@ def _build_pipeline(settings: dict[str, Any]) -> None:
 def test_options_with_groups_or_reductions_of_their_own_are_refused(world: Worlds) -> None:
     offload = {"device": "cpu"}
     table = {
-        "zero_hpz_partition_size (hpZ)": {"stage": 3, "zero_hpz_partition_size": 2},
-        "mics_shard_size (MiCS)": {"stage": 3, "mics_shard_size": 1},
-        "zero_quantized_gradients (qgZ)": {"stage": 3, "zero_quantized_gradients": True},
-        "zenflow": {"stage": 2, "zenflow": {"overlap_step": False}, "offload_optimizer": offload},
-        "super_offload": {"stage": 3, "offload_optimizer": {**offload, "super_offload": True}},
-        "elastic_checkpoint": {"stage": 1, "elastic_checkpoint": True},
+        "zero_optimization.zero_hpz_partition_size (hpZ)": {"stage": 3, "zero_hpz_partition_size": 2},
+        "zero_optimization.mics_shard_size (MiCS)": {"stage": 3, "mics_shard_size": 1},
+        "zero_optimization.zero_quantized_gradients (qgZ)": {"stage": 3, "zero_quantized_gradients": True},
+        "zero_optimization.zenflow (ZenFlow)": {
+            "stage": 2,
+            "zenflow": {"overlap_step": False},
+            "offload_optimizer": offload,
+        },
+        "zero_optimization.offload_optimizer.super_offload (SuperOffload)": {
+            "stage": 3,
+            "offload_optimizer": {**offload, "super_offload": True},
+        },
+        "zero_optimization.elastic_checkpoint": {"stage": 1, "elastic_checkpoint": True},
         "expert_parallel (AutoEP)": {"expert_parallel": {"enabled": True, "autoep_size": 1}},
-        "compile.deepcompile": {"compile": {"deepcompile": True}},
+        "compile.deepcompile (DeepCompile)": {"compile": {"deepcompile": True}},
         "managed_gradient_accumulation: false": {"managed_gradient_accumulation": False},
     }
+    ignoring = [option for option in OPTIONS if option.ignores_shard]
+    assert {*table} == {option.title for option in ignoring}
+    guide = (Path(__file__).parents[2] / "examples/hybrid_sharding.md").read_text()
+    assert all((option.mechanism or option.key.rpartition(".")[2].partition(":")[0]) in guide for option in ignoring)
     rest = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     settings = [{**rest, **({"zero_optimization": each} if "stage" in each else each)} for each in table.values()]
     (errors,) = world(1).run(_refused, settings)
     for option, error in zip(table, errors, strict=True):
-        assert option.split()[0] in error
+        assert option in error or "mics" in option
         assert "name that axis 'data'" in error or "mics" in option
 
 

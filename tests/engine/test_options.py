@@ -1,28 +1,42 @@
-"""Options of DeepSpeed's config that assume an order of ranks are accepted in that order and refused in others."""
+"""Options of DeepSpeed's config that assume an order of ranks are accepted in that order and refused in others.
+
+Every message of the table has a case here, and is in ``examples/combinations.md``.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.domino import async_linear
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import PipelineParallelGrid, groups, initialize
-from ds_topo.engine.checks import check_engine, check_model
+from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructure
+from ds_topo.engine import config_options as table
+from ds_topo.engine.checks import check_model
+from ds_topo.engine.config_options import OPTIONS, ConfigOnGrid, Option, check_config, mechanisms_on, refusals
 from ds_topo.errors import EngineOptionError
+from ds_topo.topology.axes import mechanisms_of
 from tests.support.fake_world import fake_world
-from tests.support.small_engines import settings, start
+from tests.support.small_engines import data_efficiency, settings, start
 from tests.support.training import engine_config
 from tests.support.world import Worlds
 
@@ -70,6 +84,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pipe=2,data=2", HYBRID, "model axis of 2"),
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("pipe=2,data=2", {}),
     ("seq=2,data=2", QUANTIZED),
     ("data=4", ZENFLOW),
     ("data=4", SECOND_PARTITION),
@@ -165,7 +180,114 @@ def test_what_deepspeed_cannot_combine_is_refused_with_its_check_and_an_alternat
             groups.create_zero_partition_groups(grid, 2)
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
         with pytest.raises(EngineOptionError, match=message):
-            check_engine(config, grid, is_pipeline="pipe" in topology)
+            check_config(ConfigOnGrid(config, grid, is_pipeline="pipe" in topology))
+
+
+DYNAMIC = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": "unused"}}
+WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+TESTED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
+    ("pipe=2,seq=2", {"data_efficiency": data_efficiency("unused")}, "plain"),
+    ("pipe=2,seq=2", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}}, "pipeline"),
+    (
+        "data=2,seq=2",
+        {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}, "compile": {"deepcompile": True}},
+        "plain",
+    ),
+    ("pipe=2,data=2", {"gradient_accumulation_steps": 3, **WHOLE}, "DualPipeV"),
+    ("pipe=2,model=2", {"gradient_accumulation_steps": 4}, "DualPipeV"),
+    ("seq=2,data=2", {}, "ALST"),
+    ("data=2", AUTO_EXPERTS, "some ranks"),
+]
+"""Topologies, options, and the kind of engine or what is there besides; each test checks the message."""
+
+
+def _refusals_with_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, str]]:
+    """Yield the line of each refusal of all cases in the source, and its message."""
+    for topology, options, about in [*REFUSED, *CANNOT_COMBINE, *TESTED_ELSEWHERE]:
+        with fake_world(0, 4), monkeypatch.context() as patch:
+            group = dist.new_group([0, 1])
+            if "ALST" in about:
+                patch.setattr(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", group)
+            if options == MESH:
+                patch.setattr(deepspeed_groups, "mesh_device", SimpleNamespace(size=lambda dimension: 2))
+            with PipelineParallelGrid(topology, group if about == "some ranks" else None) as grid:
+                config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
+                is_pipeline = "pipe" in topology and about != "plain"
+                case = ConfigOnGrid(config, grid, is_pipeline, is_dualpipe=about == "DualPipeV")
+                for check in [option.check for option in OPTIONS if option.check and option.is_on(config)]:
+                    for message in (yielding := check(case)):
+                        innermost: Any = yielding
+                        while innermost.gi_yieldfrom is not None:
+                            innermost = innermost.gi_yieldfrom
+                        yield innermost.gi_frame.f_lineno, message
+
+
+def test_every_message_of_the_table_has_a_case_and_is_in_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "examples/combinations.md").read_text()
+    quoted = [text for text in re.findall(r"`([^`\n]+)`", guide) if len(text) > 40]
+    patterns = [re.escape(text).replace(re.escape("..."), ".*") for text in quoted]
+    found = list(_refusals_with_places(monkeypatch))
+    functions = [each for each in ast.parse(inspect.getsource(table)).body if isinstance(each, ast.FunctionDef)]
+    places = [
+        node
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Yield) and function.name != "refusals"
+    ]
+    assert len(places) > 20, "the search finds what there is to find"
+    for node in places:
+        messages = [message for line, message in found if node.lineno <= line <= (node.end_lineno or 0)]
+        assert messages, f"no case for {ast.unparse(node)}"
+        assert any(re.fullmatch(pattern, message) for pattern in patterns for message in messages), messages
+
+
+WITH_REDUCER: dict[str, dict[str, Any]] = {
+    "zero_optimization.stage: 3": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.zenflow": {"zero_optimization": {"stage": 2, "zenflow": {"overlap_step": False}}},
+    "zero_optimization.offload_optimizer": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    },
+    "managed_gradient_accumulation: false": {"managed_gradient_accumulation": False},
+    "expert_parallel with tensor_parallel": {**AUTO_EXPERTS, **AUTO_TENSOR},
+}
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.with_reducer], ids=lambda option: option.key)
+def test_a_reducer_is_refused_before_the_engine_is_built(option: Option) -> None:
+    with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
+        content = {"train_micro_batch_size_per_gpu": 1, **WITH_REDUCER[option.key]}
+        for reducer in (False, True):
+            config = DeepSpeedConfig({**content, "gradient_reducer": reducer}, grid)
+            last = [*refusals(ConfigOnGrid(config, grid))][-1:]
+            assert (last == [f'config section "gradient_reducer": {option.with_reducer}']) is reducer
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        ("data=2,model=2", AUTO_TENSOR),
+        ("expert=2,data=2", AUTO_EXPERTS),
+        ("seq=2,data=2", AUTO_SEQUENCE),
+        ("model=2,data=2", HYBRID),
+        ("data=2,shard=2", {"zero_optimization": {"stage": 2}}),
+        ("data=4", SECOND_PARTITION),
+    ],
+)
+def test_the_table_and_the_command_show_name_the_same_mechanisms(topology: str, options: dict[str, Any]) -> None:
+    with fake_world(0, 4), PipelineParallelGrid(topology) as grid:
+        case = ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
+        degrees = {axis: case.degree(axis) for axis in grid.topology().axes}
+        expected = mechanisms_of(options, degrees) or {"data": "hpZ"}
+        assert mechanisms_on(case) == expected
+
+
+def test_a_manifest_records_what_the_table_says() -> None:
+    kinds = {"layout": SavedLayout, "structure": SavedStructure, "options": SavedOptions}
+    recorded = {option.recorded.rpartition(".")[::2] for option in OPTIONS if option.recorded}
+    for path, name in recorded:
+        assert name in {each.name for each in fields(kinds[path.rpartition(".")[2]])}
+    defaults = DeepSpeedZeroConfig()
+    assert {name: getattr(defaults, name) for name in asdict(SavedOptions())} == asdict(SavedOptions())
 
 
 def _accept(topology: str, options: dict[str, Any]) -> None:
@@ -174,7 +296,7 @@ def _accept(topology: str, options: dict[str, Any]) -> None:
         if options == MESH:
             shape, names = (2, 2), ("data_parallel", "sequence_parallel")
             deepspeed_groups.mesh_device = deepspeed.comm.initialize_mesh_device(shape, names)
-        check_engine(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
+        check_config(ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid))
 
 
 @pytest.mark.parametrize(("topology", "options"), ACCEPTED)
@@ -186,7 +308,9 @@ def _accept_groups_that_were_created() -> None:
     _join()
     with PipelineParallelGrid("data=2,model=2") as grid:
         groups.create_zero_partition_groups(grid, 2)
-        check_engine(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid)
+        check_config(
+            ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid)
+        )
 
 
 def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None:

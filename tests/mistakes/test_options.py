@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_topo import initialize
-from ds_topo.engine.checks import check_top_level
+from ds_topo.engine.config_options import check_top_level
 from ds_topo.errors import EngineOptionError
 from ds_topo.reducer import ReductionOptions
 from ds_topo.reducer.options import arguments_from_config

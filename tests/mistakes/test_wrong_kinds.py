@@ -22,7 +22,8 @@ from ds_topo import (
     initialize,
 )
 from ds_topo.engine.batches import _check_batch
-from ds_topo.engine.checks import check_engine_without_grid, check_top_level
+from ds_topo.engine.checks import check_engine_without_grid
+from ds_topo.engine.config_options import check_top_level
 from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import EngineOptionError, TopologyError, UnknownAxisError, WorldSizeError
 from ds_topo.ledger import ledger
