@@ -28,13 +28,13 @@ class Mixin:
 def stock_class(target: object) -> type:
     """Return the class that an object had before it got mixins."""
     kind = type(target)
-    return kind.__bases__[-1] if kind in _made_classes else kind
+    return kind.__bases__[-1] if _MADE in vars(kind) else kind
 
 
 def mixins_of(target: object) -> tuple[type[Mixin], ...]:
     """Return the mixins of an object, outermost first."""
     kind = type(target)
-    return kind.__bases__[:-1] if kind in _made_classes else ()
+    return kind.__bases__[:-1] if _MADE in vars(kind) else ()
 
 
 def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
@@ -73,12 +73,11 @@ def _set(target: Any, mixins: tuple[type[Mixin], ...]) -> None:
     target.__class__ = _made(stock, in_order) if in_order else stock
 
 
-_made_classes: set[type] = set()
+_MADE = "_ds_topo_made"
+"""The attribute of classes that :func:`adopt` has made."""
 
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
     name = stock.__name__ + "".join(mixin.suffix for mixin in reversed(mixins))
-    made = type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__})
-    _made_classes.add(made)
-    return made
+    return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _MADE: True})
