@@ -90,7 +90,7 @@ def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _of_zero_3(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if optimizer.round_robin_gradients and isinstance(optimizer.bit16_groups_flat, list):  # not our reducer's
+        if optimizer.round_robin_gradients:
             yield from _of_round_robin(optimizer)
         else:
             yield from _of_partitions(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)

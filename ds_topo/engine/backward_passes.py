@@ -36,6 +36,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ds_topo.engine.partitioned_optimizers import PartitionedBF16
 from ds_topo.mpu.differences import is_functorch_transforming
 from ds_topo.torch_names import current_backward, is_whole_backward
 
@@ -194,7 +195,7 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer) or engine.zero_optimization_partition_weights():
         return False  # ZeRO 3 could, but does not notice that a program sets parameter.grad to None
-    if isinstance(optimizer, BF16_Optimizer) and not optimizer.fp32_groups_gradients_flat:
+    if isinstance(optimizer, PartitionedBF16):
         return False  # a GradientReducer has sent them to their owners
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
 
