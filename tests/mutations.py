@@ -61,6 +61,7 @@ MESSAGES = {"warn", "listed", "print", "write"}
 TESTS = {
     "checkpoint/engine_facts": "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_optimizer_groups.py",
+    "checkpoint/manifest": "checkpoint/test_manifest.py checkpoint/test_readable_layouts.py",
     "checkpoint/shards": "checkpoint/test_parts_of_tensors.py checkpoint/test_converting_values.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
@@ -70,6 +71,8 @@ TESTS = {
     "engine/start": "engine/test_use.py engine/test_grid.py",
     "process_groups/process_grid": "process_groups/test_creation.py engine/test_grid.py",
     "reducer/options": "reducer/test_mistakes.py reducer/test_buckets.py",
+    "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer/test_interactions.py",
+    "reducer/parameters": "reducer/test_parameters.py reducer/test_mistakes.py reducer/test_interactions.py",
     "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer/test_mistakes.py",
     "zero/partitions": "zero/test_partitions.py engine/test_zero_partitions.py",
     "zero/arrivals": "engine/test_arriving_parameters.py",
@@ -158,6 +161,7 @@ def _is_for_people(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else None
     name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
     is_text = isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__")
+    is_text = is_text or (isinstance(node, ast.keyword) and node.arg == "usedforsecurity")
     return is_text or isinstance(node, ast.JoinedStr) or name in MESSAGES
 
 

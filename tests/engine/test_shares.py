@@ -106,13 +106,14 @@ def _assert_dealt(found: list[tuple[int, list[list[int]]]], expected: list[list[
 
 
 def _consumed(folder: str, checkpoints: str) -> tuple[int, int]:
-    """Save an engine, and load its checkpoint as that of another layout; return the samples that each has consumed."""
+    """Save an engine, and load its checkpoint at another ZeRO stage; return the samples that each has consumed."""
     start()
     consumed = []
     for is_saving in (True, False):
         with PipelineParallelGrid("data=1") as grid, _without_workers():
+            config = _config(folder, zero_optimization={"stage": 0 if is_saving else 1})
             engine, _, loader, _ = deepspeed.initialize(
-                model=nn.Linear(4, 4), mpu=grid, config=_config(folder), training_data=Numbered()
+                model=nn.Linear(4, 4), mpu=grid, config=config, training_data=Numbered()
             )
             if is_saving:
                 for (inputs, _), _ in zip(loader, range(ACCUMULATION), strict=False):
