@@ -72,7 +72,7 @@ TESTS = {
     "process_groups/process_grid": "process_groups/test_creation.py engine/test_grid.py",
     "reducer/options": "reducer/test_mistakes.py reducer/test_buckets.py",
     "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer/test_interactions.py",
-    "reducer/parameters": "reducer/test_parameters.py reducer/test_mistakes.py reducer/test_interactions.py",
+    "reducer/parameters": "reducer/test_buckets.py reducer/test_parameters.py reducer/test_interactions.py",
     "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer/test_mistakes.py",
     "zero/partitions": "zero/test_partitions.py engine/test_zero_partitions.py",
     "zero/arrivals": "engine/test_arriving_parameters.py",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_topo.zero.exchange import rounds_of
+from ds_topo.zero.exchange import Copies, rounds_of
 from ds_topo.zero.partitions import ALIGNMENT, PartitionedGradients, PartitionLayout
 from tests.support.fake_world import fake_world
 
@@ -144,6 +144,30 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
             found = gradients.take()
             assert torch.equal(found[expected.isfinite()], expected[expected.isfinite()])
             assert not gradients.holds_sums
+
+
+@pytest.mark.parametrize(
+    ("keeps", "ends_step", "expected"), [(False, False, 0.5), (False, True, 1.0), (True, False, 1.0), (True, True, 1.0)]
+)
+def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
+    keeps: bool, ends_step: bool, expected: float
+) -> None:
+    layout = PartitionLayout.balanced([4], [(0,)], 2)
+    with fake_world(0, 2):
+        parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
+        gradients = PartitionedGradients(
+            [parameter],
+            layout,
+            world,
+            torch.float32,
+            keeps=keeps,
+            copies=Copies(world, world),
+            ends_step=lambda: ends_step,
+        )
+        (region,) = layout.regions
+        gradients.collect(region, torch.zeros(region.numel))
+        gradients.add(parameter, torch.ones(4))
+        assert gradients.take()[: min(4, region.slice_numel)].unique().tolist() == [expected]
 
 
 HOSTS = [["a"] * 3, ["a", "b"], ["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "c"] * 4]
