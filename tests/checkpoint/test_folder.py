@@ -220,6 +220,12 @@ def test_missing_file_of_deepspeed_is_named(deepspeed_folder: Path, name: str) -
     assert f"{name} is missing" in wrong_without_manifest(deepspeed_folder, LAYOUT)
 
 
+@pytest.mark.parametrize("name", ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "old_model_states.pt"])
+def test_folder_without_weights_of_a_model_rank_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"some bytes")
+    assert wrong_without_manifest(tmp_path) == ["there is no *_model_states.pt of a model rank"]
+
+
 def test_truncated_file_of_deepspeed_is_named(deepspeed_folder: Path) -> None:
     file = deepspeed_folder / "mp_rank_01_model_states.pt"
     file.write_bytes(file.read_bytes()[:-30])

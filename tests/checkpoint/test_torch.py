@@ -77,6 +77,7 @@ IN_BF16 = [
 SLICED = Layout("data=2,model=2", 1, reduced=True)
 PIPELINE = Layout("data=2,pipe=2", 1, is_pipeline=True, reduced=True)
 ZERO_3 = Layout("data=2", 3)
+ROUND_ROBIN = Layout("data=3", 2, settings={"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
 
 
 # -- functions on ranks -----------------------------------------------------------------------------------------------
@@ -192,6 +193,8 @@ def _assert_continues(
     [
         (SLICED, ZERO_3),
         (ZERO_3, PIPELINE),
+        (ROUND_ROBIN, ZERO_3),
+        (ZERO_3, ROUND_ROBIN),
         pytest.param(PIPELINE, Layout("model=2", 0), marks=pytest.mark.exhaustive),
         pytest.param(ZERO_3, Layout("data=2", 2, reduced=True), marks=pytest.mark.exhaustive),
     ],

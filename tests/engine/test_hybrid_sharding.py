@@ -131,19 +131,25 @@ def test_experts_train_alike_with_a_shard_axis(world: Worlds, stage: int, size: 
     )
 
 
+def _rows_of_resumed_experts(stages: tuple[int, ...], precision: str, size: int) -> tuple[Row, ...]:
+    situation = "load_checkpoint into a live engine"
+    return tuple(Row(stage, precision, 1, situation, "top-1", expert_parallel_size=size, clip=0.0) for stage in stages)
+
+
+def test_later_copies_go_on_with_the_dense_states_of_the_first(world: Worlds) -> None:
+    compare(world, _rows_of_resumed_experts((1,), "fp32", 2), ("grid",))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_go_on_from_a_checkpoint_with_a_shard_axis(world: Worlds, precision: str, size: int) -> None:
-    situation = "load_checkpoint into a live engine"
-    compare(
-        world,
-        tuple(Row(stage, precision, 1, situation, "top-1", expert_parallel_size=size, clip=0.0) for stage in (1, 2)),
-    )
+    compare(world, _rows_of_resumed_experts((1, 2), precision, size))
 
 
-def test_an_offloaded_engine_at_stage_2_trains_alike_with_a_shard_axis(world: Worlds) -> None:
-    compare(world, (Row(2, accumulation=3, offload=True),), ("grid",))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_offloaded_engine_that_accumulates_trains_alike_with_a_shard_axis(world: Worlds, stage: int) -> None:
+    compare(world, (Row(stage, accumulation=3, offload=True),), ("grid",))
 
 
 @pytest.mark.exhaustive

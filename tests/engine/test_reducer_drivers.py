@@ -160,6 +160,7 @@ def test_several_backward_calls_per_micro_batch_and_detach(world: Worlds, overla
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 3}}, 'ZeRO stage 3 partitions parameters, too.*"overlap_comm": true'),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "an offloaded optimizer .*switch"),
     ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation=false"),
     ({"gradient_reducer": {"bucket_byte": 1}}, 'config section "gradient_reducer".*bucket_byte'),
     ({"gradient_reducer": {"bucket_bytes": 0}}, "bucket_bytes=0"),

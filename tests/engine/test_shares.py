@@ -17,7 +17,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr im
 )
 from torch import nn
 
-from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
+from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid, checkpoint
 from ds_topo.errors import EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import data_efficiency, settings, start
@@ -103,6 +103,33 @@ def _assert_dealt(found: list[tuple[int, list[list[int]]]], expected: list[list[
         assert by_share.setdefault(share, read) == read, "peers read different samples"
     for number, wanted in enumerate(expected):
         assert sorted(index for read in by_share.values() for index in read[number]) == sorted(wanted)
+
+
+def _consumed(folder: str, checkpoints: str) -> tuple[int, int]:
+    """Save an engine, and load its checkpoint at another ZeRO stage; return the samples that each has consumed."""
+    start()
+    consumed = []
+    for is_saving in (True, False):
+        with PipelineParallelGrid("data=1") as grid, _without_workers():
+            config = _config(folder, zero_optimization={"stage": 0 if is_saving else 1})
+            engine, _, loader, _ = deepspeed.initialize(
+                model=nn.Linear(4, 4), mpu=grid, config=config, training_data=Numbered()
+            )
+            if is_saving:
+                for (inputs, _), _ in zip(loader, range(ACCUMULATION), strict=False):
+                    engine.backward(engine(inputs).sum() * 1e-6)
+                    engine.step()
+                engine.save_checkpoint(checkpoints)
+            else:
+                checkpoint.load(engine, checkpoints, convert=True)
+            consumed.append(int(loader.data_sampler.consumed_samples))
+            engine.destroy()
+    return consumed[0], consumed[1]
+
+
+def test_data_efficiency_goes_on_after_conversion(world: Worlds, tmp_path: Path) -> None:
+    ((saved, loaded),) = world(1).run(_consumed, _folder(tmp_path, "clusters"), str(tmp_path / "checkpoints"))
+    assert loaded == saved > 0
 
 
 def _folder(tmp_path: Path, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -277,11 +278,18 @@ def test_value_of_a_wrong_kind_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "batch",
-    [(SAMPLE, SAMPLE), [SAMPLE, {"y": 1}], ((SAMPLE, SAMPLE), (SAMPLE,)), (SAMPLE, "text")],
-    ids=["a pair", "a list", "tuples", "text"],
+    [
+        (SAMPLE, SAMPLE),
+        [SAMPLE, {"y": 1}],
+        ((SAMPLE, SAMPLE), (SAMPLE,)),
+        (SAMPLE, "text"),
+        UserList((SAMPLE, SAMPLE, 1)),
+    ],
+    ids=["a pair", "a list", "tuples", "text", "a sequence of the program"],
 )
-def test_batches_of_inputs_and_labels_are_accepted(batch: Any) -> None:
+def test_batches_of_inputs_and_labels_are_accepted(batch: Any, recwarn: pytest.WarningsRecorder) -> None:
     _check_batch(batch, is_first_stage=True)
+    assert not [each.message for each in recwarn]
 
 
 def test_last_stage_accepts_a_batch_without_inputs() -> None:

@@ -171,6 +171,24 @@ def test_agreement_ends_at_once_and_leaves_one_key() -> None:
     assert time.monotonic() - started < 10
 
 
+def _left_after(outcomes: Mapping[int, str], absent: Sequence[int] = ()) -> list[str]:
+    """Return the keys that a first round left in the store and that a second one with these outcomes keeps."""
+    store, members = dist.HashStore(), [*outcomes, *absent]
+    _verdicts(dict.fromkeys(members, "plan: a"), store=store, number=1)
+    assert store.check(["ds_topo/x/1/verdict"])
+    _verdicts(outcomes, members, store=store, number=2, seconds=1.0 if absent else 20.0)
+    return [name for name in ("verdict", "came", "number") if store.check([f"ds_topo/x/1/{name}"])]
+
+
+def test_keys_of_a_round_go_once_all_its_ranks_come_to_another_even_if_they_disagree() -> None:
+    assert _left_after({0: "plan: a", 1: "plan: b"}) == []
+    assert _left_after({0: "plan: a", 1: "failed: x"}) == []
+
+
+def test_keys_of_a_round_stay_for_a_rank_that_may_still_read_them() -> None:
+    assert _left_after({0: "plan: a", 1: "plan: a"}, absent=[2]) == ["verdict"]
+
+
 def _places(verdict: str, plan: str) -> list[str]:
     """Return the ranks and hosts that brought a plan, sorted, since hosts are listed in the order of arrival."""
     (where,) = re.findall(rf"\n  (ranks .*) -> plan: {plan}$", verdict, re.MULTILINE)
@@ -189,9 +207,10 @@ def test_a_disagreement_names_ranks_and_hosts_at_once() -> None:
 
 @pytest.mark.parametrize("failed", [(0,), (0, 1), (0, 1, 2)], ids=len)
 def test_failures_are_reported_even_if_all_ranks_fail_alike(failed: tuple[int, ...]) -> None:
-    verdict = _verdict({rank: "failed: x" if rank in failed else "plan: a" for rank in range(3)}, lines={0: [], 1: []})
+    outcomes, store = {rank: "failed: x" if rank in failed else "plan: a" for rank in range(3)}, dist.HashStore()
+    verdict = _verdict(outcomes, lines={rank: ["mine"] for rank in outcomes}, store=store)
     assert f"ranks {list(failed)} on h0 -> failed: x" in verdict
-    assert "only rank" not in verdict, "one plan is not compared"
+    assert not any(store.check([f"ds_topo/x/1/lines/{rank}"]) for rank in range(3)), "one plan is not compared"
 
 
 def test_absent_ranks_are_named_before_the_timeout_with_the_time_waited() -> None:

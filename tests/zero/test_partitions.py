@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from ds_topo.zero.exchange import rounds_of
-from ds_topo.zero.partitions import ALIGNMENT, PartitionLayout
+from ds_topo.zero.exchange import Copies, rounds_of
+from ds_topo.zero.partitions import ALIGNMENT, PartitionedGradients, PartitionLayout
+from tests.support.fake_world import fake_world
 
 NUMELS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 SIZES = st.integers(1, 9)
@@ -79,6 +83,91 @@ def test_regions_are_even_and_adjacent(numels: list[int], size: int) -> None:
         assert 0 <= region.numel - numel < ALIGNMENT * size
         end += region.numel
     assert (layout.numel, layout.partition_numel) == (end, end // size)
+
+
+def _random(numel: int, seed: int) -> torch.Tensor:
+    return torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(seed)).float()
+
+
+def _own_part(layout: PartitionLayout, rank: int, sums: list[torch.Tensor]) -> torch.Tensor:
+    """Return a rank's partition of the parameters' gradients, without what no parameter fills."""
+    partition = torch.full((layout.partition_numel,), torch.nan)
+    for part in layout.fragments(rank):
+        partition[part.address : part.address + part.numel] = sums[part.parameter][part.start : part.start + part.numel]
+    return partition
+
+
+@given(layouts(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
+    drawn: tuple[PartitionLayout, int], data: st.DataObject
+) -> None:
+    layout, size = drawn
+    rank, lasts = data.draw(st.integers(0, size - 1)), data.draw(st.booleans())
+    indices = [region.index for region in layout.regions]
+    whole = data.draw(st.sets(st.sampled_from(indices)))
+    late = data.draw(st.sets(st.sampled_from(range(len(layout.numels)))))
+    with fake_world(rank, size):
+        parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
+        gradients = PartitionedGradients(
+            parameters,
+            layout,
+            dist.group.WORLD,
+            torch.float32,
+            keeps=True,
+            whole=whole,
+            memory=torch.zeros(layout.numel) if lasts else None,
+        )
+        for step in range(2):
+            sums = [torch.zeros(numel) for numel in layout.numels]
+            reduced = data.draw(st.sets(st.sampled_from(indices)))
+            for micro_batch in range(1 if lasts or reduced & whole else 2):
+                for region in layout.regions:
+                    place = gradients.place(region).zero_()
+                    for member in region.members if region.index in reduced else ():
+                        gradient = _random(layout.numels[member], 100 * step + 10 * micro_batch + member)
+                        start = layout.offsets[member] - region.start
+                        place[start : start + len(gradient)] = gradient
+                        sums[member] += gradient
+                    if region.index in reduced:
+                        gradients.collect(region, place)
+            for member in late:
+                region = gradients.regions[parameters[member]].region
+                if region.index in reduced:
+                    gradient = _random(layout.numels[member], 1000 + member)
+                    gradients.add(parameters[member], gradient)
+                    sums[member] += gradient
+                    if region.index in whole or lasts:
+                        assert torch.equal(gradients.place_of(parameters[member]), sums[member])
+            assert gradients.holds_sums == bool(reduced - whole and not lasts)
+            expected = _own_part(layout, rank, sums)
+            found = gradients.take()
+            assert torch.equal(found[expected.isfinite()], expected[expected.isfinite()])
+            assert not gradients.holds_sums
+
+
+@pytest.mark.parametrize(
+    ("keeps", "ends_step", "expected"), [(False, False, 0.5), (False, True, 1.0), (True, False, 1.0), (True, True, 1.0)]
+)
+def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
+    keeps: bool, ends_step: bool, expected: float
+) -> None:
+    layout = PartitionLayout.balanced([4], [(0,)], 2)
+    with fake_world(0, 2):
+        parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
+        gradients = PartitionedGradients(
+            [parameter],
+            layout,
+            world,
+            torch.float32,
+            keeps=keeps,
+            copies=Copies(world, world),
+            ends_step=lambda: ends_step,
+        )
+        (region,) = layout.regions
+        gradients.collect(region, torch.zeros(region.numel))
+        gradients.add(parameter, torch.ones(4))
+        assert gradients.take()[: min(4, region.slice_numel)].unique().tolist() == [expected]
 
 
 HOSTS = [["a"] * 3, ["a", "b"], ["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "c"] * 4]
