@@ -42,11 +42,7 @@ def check_release(config: Any) -> None:
         RuntimeError: the message has the option, both releases, the reason and what to do.
     """
     require(ENGINES)
-    zero = getattr(config, "zero_config", None)  # the engine refuses to be built without a config
-    if (
-        zero is not None
-        and zero.stage in (1, 2)
-        and not zero.contiguous_gradients
-        and get_accelerator().device_name() == "cpu"
-    ):
+    if config is None or get_accelerator().device_name() != "cpu":  # DeepSpeed refuses an engine without a config
+        return
+    if config.zero_config.stage in (1, 2) and not config.zero_config.contiguous_gradients:
         require(SEPARATE_GRADIENTS_ON_CPU)
