@@ -5,7 +5,7 @@ gives a module a class that derives from ``FSDPModule``. So everything that diff
 the original by ``super()``, and can be read in one place. Objects that no mixin was given to run DeepSpeed's own code.
 
 Several mixins of one object are independent: each is taken away by itself. The order of their methods is that of
-``outermost`` and not that of time.
+``mixin_order`` and not that of time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ds_topo.ledger import Row, name_of
 class Mixin:
     """The marker of mixins that :func:`adopt` gives to objects; they derive from a class of DeepSpeed, too."""
 
-    outermost = 0
+    mixin_order = 0
     """Methods of mixins with larger numbers run first, and call those of the others by ``super()``."""
-    suffix = ""
+    mixin_suffix = ""
     """What is appended to the name of the object's class."""
-    state = ""
+    mixin_state = ""
     """The name of the object's attribute that these methods use; it goes with the mixin."""
 
     def __init_subclass__(cls) -> None:
@@ -41,7 +41,7 @@ class Mixin:
         """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, content, *others = reduced
-        states = {mixin.state for mixin in mixins_of(self)}
+        states = {mixin.mixin_state for mixin in mixins_of(self)}
         arguments = tuple(stock_class(self) if each is type(self) else each for each in arguments)
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if name not in states}
@@ -94,7 +94,7 @@ def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
 def overrides() -> tuple[Override, ...]:
     """Return all overrides of the mixins that are imported."""
     by_name: dict[tuple[type, str], list[type[Mixin]]] = {}
-    for mixin in _subclasses(Mixin):
+    for mixin in mixins():
         for name, owner in overridden_by(mixin).items():
             if name in vars(mixin):
                 by_name.setdefault((owner, name), []).append(mixin)
@@ -109,11 +109,12 @@ def _reason(mixin: type[Mixin], name: str) -> str:
     return " ".join(text.split("\n\nArgs:")[0].split())
 
 
-def _subclasses(kind: type[Mixin]) -> Iterator[type[Mixin]]:
+def mixins(kind: type[Mixin] = Mixin) -> Iterator[type[Mixin]]:
+    """Yield the mixins that are imported."""
     for each in kind.__subclasses__():
         if _IS_MADE not in vars(each):
             yield each
-            yield from _subclasses(each)
+            yield from mixins(each)
 
 
 def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
@@ -125,7 +126,7 @@ def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
     >>> class Stock:
     ...     def step(self): return "stock"
     >>> class OnGrid(Mixin, Stock):
-    ...     suffix = "OnGrid"
+    ...     mixin_suffix = "OnGrid"
     ...     def step(self): return f"before, {super().step()}, after"
     >>> target = Stock()
     >>> release = adopt(target, OnGrid)
@@ -142,14 +143,14 @@ def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
         living = reference()
         if living is not None and mixin in (present := mixins_of(living)):
             _set(living, tuple(each for each in present if each is not mixin))
-            vars(living).pop(mixin.state, None)
+            vars(living).pop(mixin.mixin_state, None)
 
     return release
 
 
 def _set(target: Any, mixins: tuple[type[Mixin], ...]) -> None:
     stock = stock_class(target)
-    in_order = tuple(sorted(mixins, key=lambda mixin: -mixin.outermost))
+    in_order = tuple(sorted(mixins, key=lambda mixin: -mixin.mixin_order))
     target.__class__ = _made(stock, in_order) if in_order else stock
 
 
@@ -159,5 +160,5 @@ _IS_MADE = "ds_topo_is_made"
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
-    name = stock.__name__ + "".join(mixin.suffix for mixin in reversed(mixins))
+    name = stock.__name__ + "".join(mixin.mixin_suffix for mixin in reversed(mixins))
     return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True})

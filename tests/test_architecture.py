@@ -19,7 +19,7 @@ from tests.support.imports import circles_in, imports_in
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: tuple[set[str], ...] = (
     {"errors", "ledger", "_lazy"},
-    {"backends", "topology"},
+    {"backends", "classes", "topology"},
     {"planner", "torch_names"},
     {"launch"},
     {"process_groups"},
@@ -36,6 +36,7 @@ LAYERS: tuple[set[str], ...] = (
 STANDARD_LIBRARY_ONLY = {
     "errors",
     "ledger",
+    "classes",
     "_lazy",
     "topology",
     "planner",

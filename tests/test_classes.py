@@ -28,23 +28,23 @@ class Stock:
 
 
 class Outer(Mixin, Stock):
-    outermost = 2
-    suffix = "OnGrid"
+    mixin_order = 2
+    mixin_suffix = "OnGrid"
 
     def step(self) -> list[str]:
         return ["outer", *super().step()]
 
 
 class Middle(Mixin, Stock):
-    outermost = 1
-    suffix = "Reduced"
+    mixin_order = 1
+    mixin_suffix = "Reduced"
 
     def step(self) -> list[str]:
         return ["middle", *super().step()]
 
 
 class Inner(Mixin, Stock):
-    suffix = "Recorded"
+    mixin_suffix = "Recorded"
 
     def step(self) -> list[str]:
         return ["inner", *super().step()]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class EngineParts:
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods that all kinds of engines on a grid share."""
 
-    suffix, state = "OnGrid", "on_grid"
+    mixin_suffix, mixin_state = "OnGrid", "on_grid"
     mpu: MpuGrid
     on_grid: EngineParts
 
@@ -430,18 +431,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
 def put_engine_on_grid(engine: DeepSpeedEngine) -> Callable[[], None]:
     """Give an engine the class of its kind, before its constructor runs; return the function that gives it its own."""
-    release = adopt(engine, PipelineEngineOnGrid if isinstance(engine, PipelineEngine) else PlainEngineOnGrid)
-    reference = weakref.ref(engine)
-
-    def release_all() -> None:
-        living = reference()
-        parts: EngineParts | None = None if living is None else vars(living).get("on_grid")
-        if living is not None and parts is not None:
-            living.torch_autocast_z0_gradscaler = parts.stock_scaler
-            parts.release_optimizer()
-        release()
-
-    return release_all
+    return adopt(engine, PipelineEngineOnGrid if isinstance(engine, PipelineEngine) else PlainEngineOnGrid)
 
 
 def complete(engine: DeepSpeedEngine) -> None:
@@ -453,6 +443,14 @@ def complete(engine: DeepSpeedEngine) -> None:
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     engine.on_grid = EngineParts(engine)
+    engine.mpu.on_destroy(engine.on_grid.release_optimizer)
+    engine.mpu.on_destroy(partial(_restore_scaler, weakref.ref(engine), engine.on_grid.stock_scaler))
+
+
+def _restore_scaler(engine: weakref.ref[DeepSpeedEngine], scaler: Any) -> None:
+    living = engine()
+    if living is not None and "on_grid" in vars(living):  # it was not destroyed
+        living.torch_autocast_z0_gradscaler = scaler
 
 
 def _time_backward_once(engine: PipelineEngine) -> None:

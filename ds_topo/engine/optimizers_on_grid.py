@@ -91,7 +91,7 @@ def put_optimizer_on_grid(
 class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2, in an engine on a grid."""
 
-    suffix, state = "OnGrid", "on_grid"
+    mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
 
@@ -173,7 +173,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``, which accumulates gradients of bf16 in fp32, in an engine on a grid."""
 
-    suffix, state = "OnGrid", "on_grid"
+    mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
 
@@ -203,7 +203,7 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
 class FusedOnGrid(Mixin, FP16_Optimizer):  # type: ignore[misc]
     """``FP16_Optimizer``, of fp16 and bf16 without ZeRO with a fused optimizer, in an engine on a grid."""
 
-    suffix, state = "OnGrid", "on_grid"
+    mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
 
@@ -218,7 +218,7 @@ class FusedOnGrid(Mixin, FP16_Optimizer):  # type: ignore[misc]
 class UnfusedOnGrid(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
     """``FP16_UnfusedOptimizer``, of fp16 and bf16 without ZeRO, in an engine on a grid."""
 
-    suffix, state = "OnGrid", "on_grid"
+    mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
 
@@ -235,7 +235,7 @@ class UnfusedOnGrid(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
 class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3`` in an engine on a grid."""
 
-    suffix, state = "OnGrid", "on_grid"
+    mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(self, *arguments: Any) -> list[torch.Tensor]:  # noqa: N802

@@ -76,8 +76,8 @@ class Reduction:
 class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """ZeRO 1 or 2 whose gradients a reducer averages."""
 
-    outermost = 1  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
-    suffix, state = "Reduced", "reduction"
+    mixin_order = 1  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
+    mixin_suffix, mixin_state = "Reduced", "reduction"
     reduction: Reduction
 
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
@@ -103,7 +103,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
 
-    outermost, suffix, state = 1, "Reduced", "reduction"
+    mixin_order, mixin_suffix, mixin_state = 1, "Reduced", "reduction"
     reduction: Reduction
 
     def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:

@@ -365,7 +365,7 @@ class PipelineDriver(EngineDriver):
 class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods that all engines with a reducer share, on a grid or without one."""
 
-    outermost, suffix, state = 1, "Reduced", "reducer_driver"
+    mixin_order, mixin_suffix, mixin_state = 1, "Reduced", "reducer_driver"
     reducer_driver: EngineDriver
 
     def buffered_allreduce_fallback(self, *arguments: Any, **options: Any) -> None:

@@ -201,7 +201,7 @@ class ReplicaCheck:
 class ComparedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """A plain engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    outermost, suffix, state = 2, "Compared", "replica_check"
+    mixin_order, mixin_suffix, mixin_state = 2, "Compared", "replica_check"
     replica_check: ReplicaCheck
 
     def step(self, *arguments: Any, **options: Any) -> Any:
@@ -220,7 +220,7 @@ class ComparedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 class ComparedPipelineEngine(Mixin, PipelineEngine):  # type: ignore[misc]
     """A pipeline engine whose replicas are compared every few steps."""
 
-    outermost, suffix, state = 2, "Compared", "replica_check"
+    mixin_order, mixin_suffix, mixin_state = 2, "Compared", "replica_check"
     replica_check: ReplicaCheck
 
     def train_batch(self, *arguments: Any, **options: Any) -> Any:

@@ -425,16 +425,17 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   fp32_groups_has_gradients: marks buffers that are filled
   fp32_groups_flat_partition: holds master weights
   grad_acc_dtype: is the data type in which gradients accumulate
+  _hp_grad: is set on parameters with buffers, which the pipeline engine sums over the stages of a tied layer
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
   ipg_buckets: lists the gradients that are reduced next
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
-  overlapping_partition_gradients_reduce_epilogue: collects the partition
   use_separate_grad_accum: tells whether stage 1 accumulates in a second data type
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
+  _optimizer_step: steps on one group
   norm_for_param_grads: holds the norms of offloaded gradients
   _offload_accumulated_param_ids: has the parameters with offloaded gradients of this step
   _finalize_cpu_offload_gradient_accumulation: hands gradients to an offloaded optimizer

@@ -10,7 +10,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from torch import nn
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
 from ds_topo import ledger as ledger_module
+from ds_topo.classes import Override, mixins, mixins_of, overridden_by
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Patch, Reliance, ledger
 from ds_topo.mpu import patches
@@ -130,9 +132,10 @@ def hooks_of(module: nn.Module) -> int:
 
 
 def bound_on(*objects: Any) -> set[str]:
-    """Return the names of rows that objects have of their own."""
-    methods = {row.name for row in patches.ROWS if isinstance(row, Patch) and callable(getattr(row.owner, row.name, 0))}
-    return {name for item in objects for name in vars(item) if name in methods | {"_INSTRUCTION_MAP"}}
+    """Return the names of rows that objects have of their own, and what their mixins override."""
+    methods = {row.name for row in patches.PATCHES if callable(getattr(row.owner, row.name, 0))}
+    overridden = {name for item in objects for mixin in mixins_of(item) for name in overridden_by(mixin)}
+    return overridden | {name for item in objects for name in vars(item) if name in methods}
 
 
 def _settings(**more: Any) -> dict[str, Any]:
@@ -242,7 +245,7 @@ def zero_3(spec: str, name: str, **zero: Any) -> None:
     with PipelineParallelGrid(spec) as grid:
         config = _settings(zero_optimization={"stage": 3, **zero}, gradient_accumulation_steps=1)
         engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
-        assert name in vars(engine.optimizer)
+        assert name in bound_on(engine.optimizer)
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
@@ -311,8 +314,8 @@ def two_levels() -> None:
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP32_GRADIENTS = {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
-OVER_SEQ = {"spec": "data=2,seq=2", "name": patches.AVERAGE_AND_SCATTER.name}
-OVER_SHARD = {"spec": "data=2,shard=2", "name": patches.PARTITION_GRADIENTS.name}
+OVER_SEQ = {"spec": "data=2,seq=2", "name": "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"}
+OVER_SHARD = {"spec": "data=2,shard=2", "name": "partition_grads"}
 SCENES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "plain, ZeRO 0": (plain, {}),
     "plain, ZeRO 1": (plain, {"zero_optimization": {"stage": 1}}),
@@ -391,34 +394,34 @@ def test_everything_is_restored(played: list[tuple[dict[str, dict[str, Any]], An
 
 # -- every replacement is called ------------------------------------------------------------------------------------
 
-NOT_BOUND = {patches.PAD_CAPACITY}
-"""The row of hooks, which torch adds and removes."""
 CALLED_BY_MISTAKES = {
-    patches.COALESCE,
-    patches.COMPILE,
+    "DeepSpeedEngine.coalesce_grad_reduction",
+    "DeepSpeedZeroOptimizer.offload_states",
+    "DeepSpeedEngine.compile",
 }
-"""The rows of replacements that raise; each is tested with its feature."""
+"""Overrides that raise or warn; each is tested with its feature."""
 CALLED_BY_PROGRAMS = {
     patches.INITIALIZE,
     patches.NAME_OF_PIPELINES,
     patches.MODIFIED,
-    patches.AUTOSP_BACKEND,
     patches.MODIFIED_BY_ONE,
-    patches.STEP,
-    patches.TRAIN_BATCH,
     patches.INFERENCE_GROUP,
     patches.FOLDING_TABLES,
     patches.WRITER_OF_FOLDED_EXPERTS,
-    *patches.NAMES_OF_TOPOLOGIES,
-    patches.GATHERING_METHODS[1],
+    patches.PROCESS_TOPOLOGY,
+    patches.PIPE_DATA_TOPOLOGY,
+    patches.PIPE_MODEL_DATA_TOPOLOGY,
+    patches.GRID,
     patches.SOURCE_OF_SLICES,
-    patches.SET_BATCH_SIZE,
-    patches.SET_MICRO_BATCH_SIZE,
-    patches.COALESCE_ONCE,
-    patches.REDUCE_COALESCED,
-    patches.FUSED_CLIP,
 }
-"""The rows of names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
+OVERRIDES_CALLED_BY_PROGRAMS = {
+    "DeepSpeedEngine.get_autosp_backend",
+    "DeepSpeedEngine.set_train_batch_size",
+    "DeepSpeedEngine.set_train_micro_batch_size",
+    "DeepSpeedEngine._flush_coalesced_reduction_zero12",
+    "FP16_Optimizer.unscale_and_clip_grads",
+}
+"""Names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
     patches.RECORDED_FORWARD,
@@ -431,11 +434,7 @@ CALLED_BY_VERIFY = {
     patches.CONFIGURE,
 }
 """The rows of recorded runs (tests/verification)."""
-VALUES = {
-    patches.LOSS_SCALER,
-    patches.HP_GRADIENT,
-    *patches.LONG_SEQUENCES,
-}
+VALUES = {patches.SEQUENCE_GROUP, patches.SEQUENCE_DATA_GROUP, patches.INITIALIZE_SEQUENCES}
 """Values, and the function that long sequence training calls (tests/programs)."""
 
 
@@ -460,8 +459,24 @@ def _calls_noted_in(called: set[tuple[str, str]]) -> Iterator[None]:
     def replace_and_count(owner: Any, patch: Patch, make: Any) -> Any:
         return replace(owner, patch, lambda original: counting(patch, make(original)))
 
-    with mock.patch.object(ledger_module, "_replace", replace_and_count):
+    with ExitStack() as undo:
+        undo.enter_context(mock.patch.object(ledger_module, "_replace", replace_and_count))
+        for mixin in mixins():
+            for name in overridden_by(mixin).keys() & vars(mixin).keys():
+                undo.enter_context(mock.patch.object(mixin, name, _noting_calls(vars(mixin)[name], name, called)))
         yield
+
+
+def _noting_calls(method: Any, name: str, called: set[tuple[str, str]]) -> Any:
+    if isinstance(method, property):
+        return property(_noting_calls(method.fget, name, called), method.fset)
+
+    @wraps(method)
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        called.update((f"{kind.__name__}.{name}", "override") for kind in type(self).__mro__)
+        return method(self, *args, **options)
+
+    return noted
 
 
 def _calls_of_further_features(folder: str) -> set[tuple[str, str]]:
@@ -514,6 +529,8 @@ def test_every_replacement_is_called(played: list[tuple[Any, set[tuple[str, str]
     """A name that DeepSpeed has but no longer calls would be patched in vain."""
     called = set().union(*(calls for _, calls in played))
     called.update(*run_ranks(4, _calls_of_further_features, str(tmp_path), deadline=240))
-    bound = {row for row in ROWS if isinstance(row, Patch)} - NOT_BOUND - CALLED_BY_MISTAKES
-    bound -= CALLED_BY_PROGRAMS | CALLED_BY_VERIFY | VALUES
+    bound = {row for row in ROWS if isinstance(row, Patch)} - CALLED_BY_PROGRAMS - CALLED_BY_VERIFY - VALUES
     assert {(str(patch), patch.during) for patch in bound} - called == set()
+    overridden = {f"{row.owner.__name__}.{row.name}" for row in ROWS if isinstance(row, Override)}
+    overridden -= CALLED_BY_MISTAKES | OVERRIDES_CALLED_BY_PROGRAMS
+    assert {(name, "override") for name in overridden} - called == set()
