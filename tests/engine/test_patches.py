@@ -53,6 +53,11 @@ def test_no_row_is_listed_twice() -> None:
     assert max(Counter((str(row), getattr(row, "during", "")) for row in ROWS).values()) == 1
 
 
+def test_every_override_says_why() -> None:
+    """A helper of a mixin must not have a name of DeepSpeed by accident."""
+    assert [str(row) for row in ROWS if isinstance(row, Override) and not row.why] == []
+
+
 def test_page_shows_every_row() -> None:
     text = page()
     for row in ROWS:
