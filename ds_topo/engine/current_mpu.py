@@ -41,6 +41,9 @@ class CurrentMpu:
     def set(self, mpu: Any) -> dict[str, Any]:
         """Make an mpu the current one; return what was current, for :meth:`restore`."""
         before = {name: getattr(deepspeed_groups, name) for name in _NAMES}
+        if mpu is before["mpu"] and isinstance(mpu, MpuGrid):  # in most calls; its experts may be new
+            deepspeed_groups.expert_tensor_parallel_world_size = slices_of_experts(mpu)
+            return before
         values = {"mpu": mpu}
         if isinstance(mpu, MpuGrid) or isinstance(before["mpu"], MpuGrid):
             slices = data = None  # AutoTP creates groups of its own, unless it finds some
