@@ -328,7 +328,7 @@ def zero_options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
     config = engine._config.zero_config
     return manifests.SavedOptions(
         bool(config.round_robin_gradients),
-        bool(config.parameter_alignment),
+        bool(getattr(config, "parameter_alignment", False)),  # from DeepSpeed 0.19.7 on
         int(config.sub_group_size),
     )
 
