@@ -103,8 +103,6 @@ def _require_degree(option: str, size: int, grid: MpuGrid) -> None:
 
 
 def _problems_of_experts(config: DeepSpeedConfig, grid: MpuGrid, slices: int) -> Iterator[str]:
-    if slices > 1:
-        require(SLICES_WITH_EXPERTS)
     options, zero, sequences = config.expert_parallel_config, config.zero_config, max(1, grid.topology().get_dim(SEQ))
     if grid.get_axis_size(PIPE) > 1:
         yield (
@@ -142,6 +140,8 @@ def _problems_of_experts(config: DeepSpeedConfig, grid: MpuGrid, slices: int) ->
     }
     if zero.stage == 3 and (given := [name for name, is_given in of_zero_3.items() if is_given]):
         yield f"ZeRO stage 3 with {given[0]} (check _validate_zero3_moe_compatibility of DeepSpeed). Use stage 1 or 2"
+    if slices > 1:
+        require(SLICES_WITH_EXPERTS)
 
 
 def check_reducer(config: DeepSpeedConfig) -> None:
@@ -164,8 +164,6 @@ def uses_autosp(config: DeepSpeedConfig) -> bool:
 
 def _check_autosp(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> None:
     """Refuse AutoSP where DeepSpeed would not split sequences, or by another number."""
-    if get_accelerator().device_name() == "cpu":
-        require(SEQUENCES_ON_CPU)
     spec, stage, size = grid.topology().spec, config.zero_config.stage, max(1, grid.topology().get_dim(SEQ))
     given = config._param_dict.get(_SEQUENCE_SIZE, size)
     if given != size:
@@ -189,6 +187,8 @@ def _check_autosp(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> 
             f"compile.passes 'autosp' (AutoSP) at ZeRO stage {stage}: DeepSpeed would compile without splitting "
             "sequences; use stage 0 or 1, or DistributedAttention or UlyssesSPAttentionHF, which work at every stage"
         )
+    if get_accelerator().device_name() == "cpu":
+        require(SEQUENCES_ON_CPU)
 
 
 # -- AutoTP -----------------------------------------------------------------------------------------------------------
