@@ -76,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", cases, indirect=True)
 
 
-_LACKS = re.compile(r"[^\n]* needs DeepSpeed >= [\d.]+\d, but [\d.]+ is installed")
+_LACKS = re.compile(r"RuntimeError\W+([^\n]*? needs DeepSpeed >= [\d.]+\d, but [\d.]+ is installed)")
 """The start of the error of a feature that the installed release of DeepSpeed lacks."""
 
 
@@ -85,7 +85,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Skip a test of a feature that an older release of DeepSpeed lacks, with the error of the feature as reason."""
     report: Any = yield
     if report.failed and IS_OLDER_DEEPSPEED and (lacks := _LACKS.search(str(report.longrepr))):
-        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], lacks[0].lstrip("E ").strip())
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], lacks[1])
     return report  # type: ignore[return-value]
 
 

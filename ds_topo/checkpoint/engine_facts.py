@@ -327,7 +327,7 @@ def names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
 def zero_options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
     """Return the engine's options of ZeRO."""
     config, defaults = engine._config.zero_config, asdict(manifests.SavedOptions())
-    return manifests.SavedOptions(**{key: type(value)(getattr(config, key)) for key, value in defaults.items()})
+    return manifests.SavedOptions(**{key: type(value)(getattr(config, key, value)) for key, value in defaults.items()})
 
 
 def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:

@@ -229,8 +229,6 @@ def _pass_of_autotp(case: ConfigOnGrid) -> Iterator[str]:
 def _autoep(case: ConfigOnGrid) -> Iterator[str]:
     config, zero, sequences = case.config, case.config.zero_config, case.degree(SEQ)
     start = f"expert_parallel (AutoEP) on {case.spec!r}:"
-    if case.slices > 1:
-        require(SLICES_WITH_EXPERTS)
     if case.degree(PIPE) > 1:
         yield (
             f"{start} it finds MoE layers by their names in a model of Hugging Face, which a PipelineModule does not "
@@ -270,11 +268,11 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
             f"{start} ZeRO stage 3 with {given[0]} (check _validate_zero3_moe_compatibility of DeepSpeed). Use stage 1 "
             "or 2"
         )
+    if case.slices > 1:
+        require(SLICES_WITH_EXPERTS)
 
 
 def _autosp(case: ConfigOnGrid) -> Iterator[str]:
-    if get_accelerator().device_name() == "cpu":
-        require(SEQUENCES_ON_CPU)
     size = case.degree(SEQ)
     given = case.config._param_dict.get("sequence_parallel_size", size)
     if given != size:
@@ -298,6 +296,8 @@ def _autosp(case: ConfigOnGrid) -> Iterator[str]:
             f"compile.passes 'autosp' (AutoSP) at ZeRO stage {case.stage}: DeepSpeed would compile without splitting "
             "sequences; use stage 0 or 1, or DistributedAttention or UlyssesSPAttentionHF, which work at every stage"
         )
+    if get_accelerator().device_name() == "cpu":
+        require(SEQUENCES_ON_CPU)
 
 
 def _mesh(case: ConfigOnGrid) -> Iterator[str]:

@@ -135,11 +135,11 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         try:
             with building_on(self, engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)
+            checkpoint_all_segments(self)
         except BaseException:
             if layout is not grid:
                 engine_grid.destroy()
             raise
-        checkpoint_all_segments(self)
 
     def topology(self) -> ProcessTopology:
         """Return the topology as it was given, extra axes included."""

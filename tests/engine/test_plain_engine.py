@@ -15,6 +15,7 @@ from gpt import Block
 from parallel_layers import Parallel
 
 from ds_topo import PipelineParallelGrid
+from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, number
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, TINY, plain_engine, train
 from tests.support.training import Reference, Run, assert_trained_alike
@@ -108,5 +109,8 @@ def _checkpointed_gradients() -> None:
     torch.testing.assert_close(partitioned, plain)
 
 
+@pytest.mark.skipif(
+    number(deepspeed.__version__) < CHECKPOINTS_ON_CPU.oldest, reason=f"DeepSpeed alone: {CHECKPOINTS_ON_CPU.reason}"
+)
 def test_partitioned_activation_checkpointing_gives_the_same_gradients(world: Worlds) -> None:
     world(4).run(_checkpointed_gradients)

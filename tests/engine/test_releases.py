@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -17,11 +20,24 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
-from ds_topo import DualPipeVModule, PipelineParallelGrid
+from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.ledger import Patch
 from ds_topo.mpu import releases
 from ds_topo.mpu.releases import warn_of_newer_releases
-from ds_topo.mpu.supported import DEEPSPEED, DUALPIPEV, ENGINES, TORCH, Feature, Supported, require
+from ds_topo.mpu.supported import (
+    CHECKPOINTS_ON_CPU,
+    DEEPSPEED,
+    DUALPIPEV,
+    ENGINES,
+    SEPARATE_GRADIENTS_ON_CPU,
+    SEQUENCES_ON_CPU,
+    SLICES_OF_PARTITIONED,
+    SLICES_WITH_EXPERTS,
+    TORCH,
+    Feature,
+    Supported,
+    require,
+)
 from tests.support.world import Worlds
 
 ROOT = Path(__file__).parents[2]
@@ -62,36 +78,59 @@ def test_releases_that_were_run_do_not_warn(end: str) -> None:
         warn_of_newer_releases((OWN,))
 
 
-@pytest.mark.parametrize("feature", [ENGINES, DUALPIPEV], ids=["engines", "DualPipeV"])
-def test_feature_that_the_release_lacks_is_refused_by_name(feature: Feature) -> None:
-    for release in (str(feature.oldest), f"{feature.oldest}+local"):
-        with mock.patch.object(deepspeed, "__version__", release):
-            require(feature)
-    with mock.patch.object(deepspeed, "__version__", "0.19.0"), pytest.raises(RuntimeError) as raised:
-        require(feature)
-    needs = f"{feature.name} needs DeepSpeed >= {feature.oldest}, but 0.19.0 is installed. "
-    assert str(raised.value).startswith(needs)
-    assert f"pip install 'deepspeed>={feature.oldest}'" in str(raised.value)
+@pytest.mark.parametrize("release", ["0.19.6", "0.19.6+local", "0.19.7"])
+def test_releases_with_a_feature_are_not_refused(release: str) -> None:
+    with mock.patch.object(deepspeed, "__version__", release):
+        require(ENGINES)
 
 
-def _calls_of_old_engines() -> list[str]:
-    said = []
-    with mock.patch.object(deepspeed, "__version__", "0.19.5"), PipelineParallelGrid("data=2") as grid:
-        for build in (
-            lambda: deepspeed.initialize(model=nn.Linear(2, 2), mpu=grid, config={"train_batch_size": 2}),
-            lambda: DualPipeVModule([nn.Linear(2, 2)] * 2, topology="data=2"),
-        ):
-            with pytest.raises(RuntimeError, match=r"needs DeepSpeed >= 0\.19\..* 0\.19\.5 is installed") as raised:
-                build()
-            said.append(str(raised.value))
-    return said
+def _build_plain(spec: str, **options: Any) -> None:
+    with PipelineParallelGrid(spec) as grid:
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **options}
+        if options.get("zero_optimization", {}).get("stage") == 3:
+            with deepspeed.zero.Init(config_dict_or_path=config, mpu=grid):
+                model = nn.Linear(8, 8)
+        else:
+            model = nn.Linear(8, 8)
+        deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=list(model.parameters()))
 
 
-def test_engine_of_a_grid_and_dualpipev_are_refused_on_each_rank(world: Worlds) -> None:
-    for engine, dualpipev in world(2).run(_calls_of_old_engines):
-        assert engine.startswith(ENGINES.name)
-        assert dualpipev.startswith(DUALPIPEV.name)
-        assert dualpipev.endswith("or use PipelineModule")
+def _build_pipeline(kind: type[PipelineModule], **options: Any) -> None:
+    kind([nn.Linear(2, 2), nn.Linear(2, 2)], topology="data=2", **options)
+
+
+SLICES = {"tensor_parallel": {"autotp_size": 2}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
+LACKING: list[tuple[str, Feature, Callable[[], None]]] = [
+    ("0.19.5", ENGINES, partial(_build_plain, "data=2")),
+    ("0.19.7", DUALPIPEV, partial(_build_pipeline, DualPipeVModule)),
+    ("0.19.7", CHECKPOINTS_ON_CPU, partial(_build_pipeline, PipelineModule, activation_checkpoint_interval=1)),
+    ("0.19.7", SLICES_WITH_EXPERTS, partial(_build_plain, "model=2", **SLICES, **EXPERTS)),
+    ("0.19.7", SLICES_OF_PARTITIONED, partial(_build_plain, "model=2", zero_optimization={"stage": 3}, **SLICES)),
+    ("0.19.7", SEQUENCES_ON_CPU, partial(_build_plain, "seq=2", compile={"passes": ["autosp"]})),
+    (
+        "0.19.7",
+        SEPARATE_GRADIENTS_ON_CPU,
+        partial(_build_plain, "data=2", zero_optimization={"stage": 2, "contiguous_gradients": False}),
+    ),
+]
+
+
+def _refused(release: str, build: Callable[[], None]) -> str:
+    deepspeed.init_distributed(verbose=False)
+    warnings.simplefilter("ignore")
+    with mock.patch.object(deepspeed, "__version__", release), pytest.raises(RuntimeError) as raised:
+        build()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("release", "feature", "build"), LACKING, ids=lambda value: getattr(value, "name", ""))
+def test_older_releases_are_refused_what_they_cannot_do(
+    world: Worlds, release: str, feature: Feature, build: Callable[[], None]
+) -> None:
+    for said in world(2).run(_refused, release, build):
+        assert f"{feature.name} needs DeepSpeed >= {feature.oldest}, but {release} is installed. " in said
+        assert said.endswith(feature.instead)
 
 
 def _warnings_of_a_grid() -> list[str]:
