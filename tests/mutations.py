@@ -61,7 +61,7 @@ MESSAGES = {"warn", "listed", "print", "write"}
 TESTS = {
     "checkpoint/engine_facts": "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_optimizer_groups.py",
-    "checkpoint/manifest": "checkpoint/test_manifest.py checkpoint/test_readable_layouts.py",
+    "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
     "checkpoint/shards": "checkpoint/test_parts_of_tensors.py checkpoint/test_converting_values.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",

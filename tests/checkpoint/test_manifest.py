@@ -30,6 +30,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     from_text,
     merged,
+    merged_structures,
     to_text,
     why_unreachable,
 )
@@ -310,3 +311,8 @@ def test_tied_and_sliced_parameters_count_once() -> None:
     rows = (PIPELINE.parameters[0], replace(PIPELINE.parameters[1], model_ranks=(0, 1)), frozen_there)
     assert replace(PIPELINE, parameters=rows).numel() == PIPELINE.numel()
     assert EXPERTS.numel() == 4 * 2 + 4 * (8 * 2)
+
+
+def test_merged_structure_has_the_buffers_of_all_stages() -> None:
+    stages = [SavedStructure(None, (), buffers=buffers) for buffers in ({"a": (1,)}, None, {"b": (2, 3)})]
+    assert merged_structures(stages).buffers == {"a": (1,), "b": (2, 3)}
