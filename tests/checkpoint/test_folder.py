@@ -256,3 +256,15 @@ def test_folder_without_states_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert checkpoints_in(tmp_path) == []
     assert checkpoints_in(tmp_path / "absent") == []
+
+
+def test_passed_over_checkpoints_are_named_if_they_still_exist(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, f"step{step}", step)
+    for tag in ("step2", "step3"):
+        (tmp_path / tag / "mp_rank_00_model_states.pt").unlink()
+    chosen, *damaged = (look_at(tmp_path, tag) for tag in ("step1", "step3", "step2"))
+    shutil.rmtree(tmp_path / "step2")
+    said = folders.why_passed_over(tmp_path, chosen, damaged)
+    assert "'step3' is damaged: mp_rank_00_model_states.pt is missing" in said
+    assert "'step2'" not in said
