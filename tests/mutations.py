@@ -61,7 +61,7 @@ MESSAGES = {"warn", "listed", "print", "write"}
 TESTS = {
     "checkpoint/engine_facts": "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_optimizer_groups.py",
-    "checkpoint/manifest": "checkpoint/test_manifest.py checkpoint/test_readable_layouts.py",
+    "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
     "checkpoint/shards": "checkpoint/test_parts_of_tensors.py checkpoint/test_converting_values.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
@@ -171,14 +171,14 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def tests_of(file: Path) -> list[str]:
-    """Return the test files of a source file, the most specific one first."""
+    """Return the source file itself, for its doctests, and its test files, the most specific one first."""
     name = file.relative_to(ROOT / "ds_topo").with_suffix("")
     listed = TESTS.get(str(name), "").split()
     same = [] if listed else sorted((ROOT / "tests" / name.parent).glob(f"test_{name.name}*.py"))
     found = [f"tests/{test}" for test in listed] or [str(test.relative_to(ROOT)) for test in same]
     if not found:
         raise SystemExit(f"{file}: no test file has its name; add a row to TESTS in {Path(__file__).name}")
-    return found
+    return [str(file.relative_to(ROOT)), *found]
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,11 @@ class Selection:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Select the tests."""
-        items[:] = [item for item in items if self.on_ranks == any("world" in name for name in item.fixturenames)]
+        items[:] = [
+            item
+            for item in items
+            if self.on_ranks == any("world" in name for name in getattr(item, "fixturenames", ()))
+        ]
 
 
 class Tree:

@@ -197,7 +197,7 @@ class SavedParameter:
             raise ValueError(f"shape={abridged(self.shape)} of {abridged(self.name)} is impossible")
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
             raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
-        if (self.split_dim or 0) < -1 or (self.experts or 1) < 1:
+        if (self.split_dim or 0) < -1 or (self.experts is not None and self.experts < 1):
             raise ValueError(
                 f"split_dim={self.split_dim} or experts={self.experts} of {abridged(self.name)} is impossible"
             )

@@ -220,6 +220,23 @@ def test_missing_file_of_deepspeed_is_named(deepspeed_folder: Path, name: str) -
     assert f"{name} is missing" in wrong_without_manifest(deepspeed_folder, LAYOUT)
 
 
+@pytest.mark.parametrize(("error", "listed"), [(FileNotFoundError, ["step1"]), (PermissionError, ["step1", "step2"])])
+def test_list_has_folders_that_cannot_be_read_but_not_those_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError], listed: list[str]
+) -> None:
+    for step in (1, 2):
+        make(tmp_path, f"step{step}", step)
+    found = folders.is_checkpoint
+
+    def look(path: Path) -> bool:
+        if path.name == "step2":
+            raise error
+        return found(path)
+
+    monkeypatch.setattr(folders, "is_checkpoint", look)
+    assert folders.tags_in(tmp_path) == listed
+
+
 @pytest.mark.parametrize("name", ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "old_model_states.pt"])
 def test_folder_without_weights_of_a_model_rank_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"some bytes")
@@ -239,3 +256,15 @@ def test_folder_without_states_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert checkpoints_in(tmp_path) == []
     assert checkpoints_in(tmp_path / "absent") == []
+
+
+def test_passed_over_checkpoints_are_named_if_they_still_exist(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, f"step{step}", step)
+    for tag in ("step2", "step3"):
+        (tmp_path / tag / "mp_rank_00_model_states.pt").unlink()
+    chosen, *damaged = (look_at(tmp_path, tag) for tag in ("step1", "step3", "step2"))
+    shutil.rmtree(tmp_path / "step2")
+    said = folders.why_passed_over(tmp_path, chosen, damaged)
+    assert "'step3' is damaged: mp_rank_00_model_states.pt is missing" in said
+    assert "'step2'" not in said

@@ -30,6 +30,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     from_text,
     merged,
+    merged_structures,
     to_text,
     why_unreachable,
 )
@@ -310,3 +311,27 @@ def test_tied_and_sliced_parameters_count_once() -> None:
     rows = (PIPELINE.parameters[0], replace(PIPELINE.parameters[1], model_ranks=(0, 1)), frozen_there)
     assert replace(PIPELINE, parameters=rows).numel() == PIPELINE.numel()
     assert EXPERTS.numel() == 4 * 2 + 4 * (8 * 2)
+
+
+def test_merged_structure_has_the_buffers_of_all_stages() -> None:
+    stages = [SavedStructure(None, (), buffers=buffers) for buffers in ({"a": (1,)}, None, {"b": (2, 3)})]
+    assert merged_structures(stages).buffers == {"a": (1,), "b": (2, 3)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": (2, -1)},
+        {"shape": (1,) * 65},
+        {"model_ranks": (0, 2, 2)},
+        {"model_ranks": (-1,)},
+        {"split_dim": -2},
+        {"experts": -1},
+        {"experts": 0},
+    ],
+    ids=str,
+)
+def test_impossible_parameter_is_refused(wrong: dict[str, Any]) -> None:
+    right = SavedParameter("weight", (2, 0), "torch.float32", (0, 2), split_dim=-1, experts=1)
+    with pytest.raises(ValueError, match=r"impossible|do not rise"):
+        replace(right, **wrong)

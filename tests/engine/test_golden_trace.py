@@ -150,6 +150,7 @@ SCENES: dict[str, Scene] = {
     **_at((3,), "seq", plain, spec="data=2,seq=2"),
     **_at((1, 3), "shards", plain, spec="data=2,shard=2"),
     **_at((2, 3), "offloaded", plain, spec="data=4", **ADAM, zero_options=OFFLOAD),
+    **_at((3,), "shards, offloaded", plain, spec="data=2,shard=2", **ADAM, zero_options=OFFLOAD),
     **_at((3,), "fp16", plain, **SLICES, **FP16),
     **_at((3,), "overflow", plain, **SLICES, **OVERFLOWING),
     "experts on slices": (plain, {**SLICES, "has_experts": True, **zero(1)}),
