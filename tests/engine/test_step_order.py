@@ -1,0 +1,100 @@
+"""The methods of ours that run in a step, in the order in which their classes state them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from itertools import groupby
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
+from ds_topo.classes import mixins, mixins_of
+from ds_topo.watch import job_watch
+from tests.support.small_engines import settings
+from tests.support.world import Worlds
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=2, min_capacity=0, use_rts=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.moe(hidden)[0]
+        return hidden + mixed
+
+
+AS_READ = [
+    "ComparedPipelineEngine.train_batch",
+    "PipelineEngineOnGrid.train_batch",
+    "ReducedPipelineEngine._exec_schedule",
+    "PipelineEngineOnGrid._next_batch",
+    "ReducedZero.reduce_gradients",
+    "ReducedEngine._take_model_step",
+    "EngineOnGrid._take_model_step",
+    "PartitionedZero.step",
+    "ZeroOnGrid.scaled_global_norm",
+    "PartitionedOptimizer.update_lp_params",
+    "ReducedZero.zero_grad",
+]
+"""The overrides that a step of a pipeline at ZeRO 1 goes through, with experts, the reducer, a watch and
+``check_replicas``: those of ``check_replicas`` outside, then the reducer's, then the grid's."""
+
+
+def _traced_step() -> tuple[list[str], list[list[str]], list[list[str]]]:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    codes = {
+        inspect.unwrap(method).__code__: f"{kind.__name__}.{name}"
+        for kind in mixins()
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method)
+    }
+    watch = job_watch.start(60)
+    try:
+        with PipelineParallelGrid("pipe=2,data=2") as grid:
+            groups.create_expert_groups(grid, 2)
+            layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(Experts), LayerSpec(Experts), LayerSpec(nn.Linear, 8, 8)]
+            module = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, partition_method="uniform")
+            config = settings(zero_optimization={"stage": 1}, gradient_clipping=0.1, gradient_reducer=True)
+            engine, *_ = initialize(model=module, config=config)
+            check_replicas(engine, every=1)
+            called: list[tuple[Any, str]] = []
+
+            def note(frame: Any, event: str, _: object) -> None:
+                if event == "call" and frame.f_code in codes:
+                    called.append((frame.f_locals["self"], codes[frame.f_code]))
+
+            batches = iter([(torch.ones(2, 8), torch.zeros(2, 8))] * 4)
+            engine.train_batch(batches)
+            sys.setprofile(note)
+            try:
+                engine.train_batch(batches)
+            finally:
+                sys.setprofile(None)
+            found, stated = [], []
+            for (target, name), calls in groupby(called, lambda call: (call[0], call[1].partition(".")[2])):
+                chain = [call for _, call in calls]
+                kinds = [kind for mixin in mixins_of(target) for kind in mixin.__mro__]
+                order = list(dict.fromkeys(f"{kind.__name__}.{name}" for kind in kinds if name in vars(kind)))
+                found.append(chain)
+                stated.append([call for call in order if call in chain])
+            engine.destroy()
+    finally:
+        watch.stop()
+    return [call for _, call in called], found, stated
+
+
+def test_step_runs_as_the_classes_state(world: Worlds) -> None:
+    for calls, found, stated in world(4).run(_traced_step):
+        assert [dict.fromkeys(chain).keys() for chain in found] == [dict.fromkeys(chain).keys() for chain in stated]
+        public = [call for call in dict.fromkeys(calls) if call in AS_READ]
+        assert public == AS_READ
