@@ -195,7 +195,7 @@ ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, FUSED_CLIP, BF16_GRADIENTS = pa
         What slices of an expert replicate counts on each slice. It fails on slices where no gradient counts.
 """)
 GATHERING_METHODS = patches_of("""
-    while: the grid of the engine exists
+    while: the grid of the engine exists, and no GradientReducer is attached
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       step: The same with our all_gather_dp_groups in force.
       update_lp_params: The same with our all_gather_dp_groups in force.
@@ -485,7 +485,6 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   bf16_groups: lists the parameters of each flat tensor
   fp32_groups_gradients: lists the buffers in which gradients accumulate
   fp32_groups_has_gradients: marks buffers that are filled
-  create_grad_acc_hooks: registers the optimizer's hooks again
   fp32_groups_flat_partition: holds master weights
   grad_acc_dtype: is the data type in which gradients accumulate
   _uses_muon: tells whether the optimizer needs whole gradients
@@ -496,7 +495,8 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
   _is_muon_group: tells whether a group needs whole gradients
-  overlapping_partition_gradients_reduce_epilogue: collects the partition
+  independent_gradient_partition_epilogue: collects the partition of an optimizer that needs whole matrices
+  _optimizer_step: steps on one group, in the step of our own
   use_separate_grad_accum: tells whether stage 1 accumulates in a second data type
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
