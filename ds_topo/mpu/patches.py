@@ -435,7 +435,8 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   use_separate_grad_accum: tells whether stage 1 accumulates in a second data type
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
-  _optimizer_step: steps on one group
+  independent_gradient_partition_epilogue: collects the partition of an optimizer that needs whole matrices
+  _optimizer_step: steps on one group, in the step of our own
   norm_for_param_grads: holds the norms of offloaded gradients
   _offload_accumulated_param_ids: has the parameters with offloaded gradients of this step
   _finalize_cpu_offload_gradient_accumulation: hands gradients to an offloaded optimizer

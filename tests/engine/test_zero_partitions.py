@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
+from ds_topo.checkpoint.engine_state import named_parameters
 from ds_topo.engine import partitioned_optimizers
 from ds_topo.errors import DisagreementError
 from ds_topo.zero import exchange
@@ -410,6 +411,24 @@ def test_state_dict_on_one_rank_names_the_others(world: Worlds) -> None:
     message = world(2).run(_state_on_one_rank)[0]
     assert "ranks [1] did not come" in message
     assert "optimizer.state_dict(), which all ranks must call together" in message
+
+
+def _places(more: dict[str, Any]) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, 1, **more)
+        _train(engine, 0, 2)
+        for one in named_parameters(engine):
+            whole, held = safe_get_full_fp32_param(one.parameter).reshape(-1), one.held
+            own = held.part_of(held.master).reshape(-1)
+            assert torch.equal(own, whole[held.start : held.start + held.numel]), one.local
+        engine.destroy()
+
+
+@pytest.mark.parametrize("more", [{"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, WIDE])
+@pytest.mark.backends("gloo", exhaustive=("strict",))
+def test_places_of_master_weights_are_those_of_the_layout_in_force(world: Worlds, more: dict[str, Any]) -> None:
+    world(2).run(_places, more)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
