@@ -39,7 +39,7 @@ from ds_topo.checkpoint.shards import FLAT_OPTIMIZER, FlatGroup, PartitionedGrou
 from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.ledger import is_absent
-from ds_topo.mpu.differences import map_of_placement, placement_of_experts
+from ds_topo.mpu.differences import HAS_PARAMETER_ALIGNMENT, map_of_placement, placement_of_experts
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import name_of_size
 
@@ -334,11 +334,13 @@ class Writer:
                 "single_partition_of_fp32_groups": masters,
                 "zero_stage": ZeroStageEnum(layout.zero_stage),
                 "group_paddings": paddings,
-                "param_alignment_paddings": [vector.paddings for _, vector in vectors if isinstance(vector, FlatGroup)],
                 "partition_count": [vector.replicas for _, vector in vectors],
                 "ds_version": DEEPSPEED_VERSION,
                 "param_slice_mappings": mappings,
             }
+            if HAS_PARAMETER_ALIGNMENT:
+                flat = [vector for _, vector in vectors if isinstance(vector, FlatGroup)]
+                content["param_alignment_paddings"] = [vector.paddings for vector in flat]
         return {
             "optimizer_state_dict": {**self._loss_scaling(), **content},
             "ds_config": self._config(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_topo.ledger import find
+from ds_topo.ledger import find, is_absent
 from ds_topo.mpu.supported import ENGINES, SEPARATE_GRADIENTS_ON_CPU, require
 
 DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
@@ -21,6 +21,8 @@ validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_a
 placement_of_experts = find("deepspeed.checkpoint.autoep_affine.legacy_uniform_autoep_placement_descriptor")
 map_of_placement = find("deepspeed.checkpoint.autoep_affine.autoep_placement_to_affine_map")
 is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transforming")
+HAS_PARAMETER_ALIGNMENT = not is_absent(find("deepspeed.checkpoint.constants.PARAM_ALIGNMENT_PADDINGS"))
+"""True if ZeRO 1 and 2 have the option ``parameter_alignment`` and save its paddings, from DeepSpeed 0.19.7 on."""
 
 
 def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 
 class Supported(NamedTuple):
-    """The releases of a library from the oldest to the newest that all tests were run with."""
+    """The releases of a library that ds_topo was run with, from the oldest to the newest."""
 
     name: str
     oldest: Version

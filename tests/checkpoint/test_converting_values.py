@@ -20,6 +20,7 @@ from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
+from ds_topo.mpu.differences import HAS_PARAMETER_ALIGNMENT
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -103,19 +104,19 @@ def _save(folder: Path, topology: str, zero: dict[str, Any], kind: str) -> None:
 
 # -- options of ZeRO that order the optimizer's vectors ----------------------------------------------------------------
 
+ALIGNED: list[dict[str, Any]] = [{"parameter_alignment": True}] if HAS_PARAMETER_ALIGNMENT else []
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"stage": 1, "round_robin_gradients": True}, {"stage": 1}, "round_robin_gradients is True"),
     ({"stage": 2}, {"stage": 2, "round_robin_gradients": True}, "round_robin_gradients is False"),
     ({"stage": 3, "sub_group_size": 10}, {"stage": 3}, "sub_group_size is 10 in the checkpoint and 1000000000 in this"),
-    (
-        {"stage": 1, "parameter_alignment": True},
-        {"stage": 1},
-        "parameter_alignment is True in the checkpoint and False",
+    *(
+        ({"stage": 1, **aligned}, {"stage": 1}, "parameter_alignment is True in the checkpoint and False")
+        for aligned in ALIGNED
     ),
     ({"stage": 1}, {"stage": 2, "sub_group_size": 10}, ""),
     (
         {"stage": 3},
-        {"stage": 1, "round_robin_gradients": True, "parameter_alignment": True},
+        {"stage": 1, "round_robin_gradients": True, **dict(*ALIGNED)},
         "is of data=2 (2 ranks), ZeRO 3",
     ),
 ]
