@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, initialize
-from ds_topo.engine.grid import STEPS_BETWEEN
+from ds_topo.engine.on_grid import STEPS_BETWEEN
 from ds_topo.errors import DisagreementError
 from ds_topo.watch import Watch, job_watch, watch_limit
 from ds_topo.watch.activity import GRACE
