@@ -294,7 +294,8 @@ def test_parameters_filled_on_rank_0_reach_all_slices(world: Worlds, spec: str) 
 
 
 def test_release_and_destroy_restore_every_name() -> None:
-    rows = [change for change, _ in WHILE_A_GRID_IS_IN_USE] + list(patches.LONG_SEQUENCES)
+    of_sequences = [patches.SEQUENCE_GROUP, patches.SEQUENCE_DATA_GROUP, patches.INITIALIZE_SEQUENCES]
+    rows = [change for change, _ in WHILE_A_GRID_IS_IN_USE] + of_sequences
     before = [vars(row.owner)[row.name] for row in rows]
     for _ in range(2):
         with fake_world(0, 4), PipelineParallelGrid("seq=2,data=2") as grid, use(grid):
