@@ -30,6 +30,7 @@ from ds_topo.checkpoint import disk, engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.classes import mixins_of
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
 from tests.support.ranks import RankFailure, Ranks, run_ranks
@@ -394,11 +395,11 @@ def test_methods_are_restored_without_grid(world: Worlds) -> None:
 def _restored() -> None:
     before = torch.load
     with job(KINDS["zero1"]) as here:
-        assert {"save_checkpoint", "load_checkpoint"} <= vars(here.engine).keys()
+        assert mixins_of(here.engine)
         engine = here.engine
         engine.destroy()
         here.grid.destroy()
-    assert not {"save_checkpoint", "load_checkpoint"} & vars(engine).keys()
+    assert not mixins_of(engine)
     assert torch.load is before
 
 

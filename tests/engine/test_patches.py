@@ -425,6 +425,8 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
     "DeepSpeedEngine.set_train_micro_batch_size",
     "DeepSpeedEngine._flush_coalesced_reduction_zero12",
     "FP16_Optimizer.unscale_and_clip_grads",
+    "DeepSpeedZeroOptimizer.update_lp_params",
+    "BF16_Optimizer.accumulate_hp_grads_and_remove_lp",
 }
 """Names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
 CALLED_BY_VERIFY = {

@@ -572,7 +572,7 @@ def test_valid_inputs_are_accepted(world: Worlds) -> None:
     assert world(4).run(_accepted)[0] == [
         "+copies=2,data=2",
         "[0, 1, 2, 3]",
-        "DeepSpeedEngine",
+        "DeepSpeedEngineOnGrid",
         "data=2,model=2",
         "pipe=2,data=2",
     ]
