@@ -27,7 +27,6 @@ from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.differences import DualPipeVModule as DeepSpeedDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.process_groups.creation import require_initialized
@@ -165,7 +164,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         return index_tied_modules(self)
 
 
-class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore[misc]
+class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[misc]
     """DeepSpeed's ``DualPipeVModule`` on a grid of any topology: a pipeline with the DualPipeV schedule of DeepSeek-V3.
 
     Rank ``r`` of ``n`` along ``pipe`` holds parts ``r`` and ``2n - 1 - r`` of the model. Micro-batches pass through the

@@ -15,7 +15,7 @@ from ds_topo.ledger import find, is_absent
 from ds_topo.mpu.supported import ENGINES, SEPARATE_GRADIENTS_ON_CPU, require
 
 DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
-DualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
+StockDualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
 FoldingGroupTables = find("deepspeed.module_inject.auto_ep_folding.FoldingGroupTables")
 validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_autoep_config")
 placement_of_experts = find("deepspeed.checkpoint.autoep_affine.legacy_uniform_autoep_placement_descriptor")
