@@ -27,6 +27,7 @@ from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import StockDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.process_groups.creation import require_initialized
