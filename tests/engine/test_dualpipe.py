@@ -23,7 +23,7 @@ from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initializ
 from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
 from ds_topo.ledger import find, is_absent
-from ds_topo.mpu.differences import DualPipeVModule as StockModule
+from ds_topo.mpu.differences import StockDualPipeVModule as StockModule
 from ds_topo.planner.stages import chunks_in_flight
 from ds_topo.planner.step_time import mirrored_bubble
 from tests.support.exhaustive import mark_exhaustive
