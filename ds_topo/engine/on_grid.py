@@ -55,7 +55,7 @@ STEPS_BETWEEN = 100
 
 
 class EngineParts:
-    """What the methods of an engine on a grid use, from the end of ``DeepSpeedEngine``'s constructor on."""
+    """Hold what the methods of an engine on a grid use, from the end of ``DeepSpeedEngine``'s constructor on."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         grid: MpuGrid = engine.mpu
@@ -415,7 +415,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     @property
     def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
-        """The same map with a ``SendActivation`` that raises if shapes differ from those that it has announced.
+        """Return the same map with a ``SendActivation`` that raises if shapes differ from those announced before.
 
         The next stage has allocated its buffers for these. It would use old rows of a larger one.
         """

@@ -25,7 +25,13 @@ from ds_topo.classes import Mixin, adopt
 from ds_topo.engine.config_options import refusal_of_reducer
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
-from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedBF16, ReducedZero, Reduction
+from ds_topo.engine.partitioned_optimizers import (
+    PartitionedBF16,
+    PartitionedZero,
+    ReducedBF16,
+    ReducedZero,
+    ReducerOfOptimizer,
+)
 from ds_topo.mpu.differences import offsets_in_flat_groups
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout
@@ -61,7 +67,7 @@ class OptimizerGradients:
             bindings: gets the functions that undo it.
         """
         if self.mixin is not None:
-            self.optimizer.reduction = Reduction(reduce, forget, self.groups, self.parameters)
+            self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, self.parameters)
             bindings.callback(adopt(self.optimizer, self.mixin))
 
     def mark_reduced(self) -> None:

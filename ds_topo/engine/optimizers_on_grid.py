@@ -30,7 +30,7 @@ from ds_topo.zero.exchange import Copies
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """What the methods of an optimizer on a grid use."""
+    """Hold what the methods of an optimizer on a grid use."""
 
     copies: Copies | None
     """The ranks with copies of this rank's partition; None if there are no others."""

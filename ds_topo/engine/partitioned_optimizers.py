@@ -57,8 +57,8 @@ from ds_topo.zero.partitions import moved
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
-    """What an optimizer needs of the reducer that averages its gradients."""
+class ReducerOfOptimizer:
+    """Hold what an optimizer needs of the reducer that averages its gradients."""
 
     reduce: Callable[..., None]
     """Waits for the reducer."""
@@ -78,7 +78,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     mixin_order = 1  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
     mixin_suffix, mixin_state = "Reduced", "reduction"
-    reduction: Reduction
+    reduction: ReducerOfOptimizer
 
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
         """No-op: DeepSpeed's hooks would reduce gradients during backward, too."""
@@ -104,7 +104,7 @@ class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
 
     mixin_order, mixin_suffix, mixin_state = 1, "Reduced", "reduction"
-    reduction: Reduction
+    reduction: ReducerOfOptimizer
 
     def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:
         """No-op: with immediate_grad_update the optimizer's hooks would accumulate each gradient a second time."""
@@ -122,9 +122,9 @@ class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
 
 
 class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
-    """What both optimizers do in our layout."""
+    """Do what both optimizers do alike in our layout."""
 
-    reduction: Reduction
+    reduction: ReducerOfOptimizer
     _hp_optimizer_states_linked: bool
 
     @abstractmethod

@@ -439,7 +439,7 @@ class ReducedPipelineEngine(ReducedEngine, PipelineEngine):  # type: ignore[misc
 
     @property
     def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
-        """The same map with ``BackwardPass`` and ``ReduceTiedGrads`` that also call the reducer.
+        """Return the same map with ``BackwardPass`` and ``ReduceTiedGrads`` that also call the reducer.
 
         Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.
         """

@@ -198,11 +198,20 @@ class ReplicaCheck:
             self.now()
 
 
-class ComparedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
-    """A plain engine whose replicas are compared every few steps, which finds the step after which they differ."""
+class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
+    """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
     mixin_order, mixin_suffix, mixin_state = 2, "Compared", "replica_check"
     replica_check: ReplicaCheck
+
+    def destroy(self) -> None:
+        """Stop comparing first."""
+        self.replica_check.remove()
+        self.destroy()
+
+
+class ComparedEngine(Compared):
+    """A plain engine whose replicas are compared every few steps."""
 
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Compare replicas after the step."""
@@ -211,17 +220,9 @@ class ComparedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         self.replica_check.after_step(before)
         return result
 
-    def destroy(self) -> None:
-        """Stop comparing first."""
-        self.replica_check.remove()
-        self.destroy()
 
-
-class ComparedPipelineEngine(Mixin, PipelineEngine):  # type: ignore[misc]
+class ComparedPipelineEngine(Compared, PipelineEngine):  # type: ignore[misc]
     """A pipeline engine whose replicas are compared every few steps."""
-
-    mixin_order, mixin_suffix, mixin_state = 2, "Compared", "replica_check"
-    replica_check: ReplicaCheck
 
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Compare replicas after the step."""
@@ -229,11 +230,6 @@ class ComparedPipelineEngine(Mixin, PipelineEngine):  # type: ignore[misc]
         result = super().train_batch(*arguments, **options)
         self.replica_check.after_step(before)
         return result
-
-    def destroy(self) -> None:
-        """Stop comparing first."""
-        self.replica_check.remove()
-        self.destroy()
 
 
 # -- tensors that must be alike ---------------------------------------------------------------------------------------

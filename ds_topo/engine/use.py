@@ -280,51 +280,40 @@ def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
         return
-    by_name = "accelerate calls it by name, for every data loader and in every step of a scheduler."
-    of_any = "An Accelerator may be created before or after use(grid)."
-    yield (
-        Patch(
-            find("accelerate.accelerator"),
-            "prepare_data_loader",
-            instead="The same function, for this rank's samples.",
-            why="It distributes samples over all ranks, so model parallel peers would train on different samples.",
-            during=patches.USE,
-            process_wide=by_name,
-        ),
-        _prepare_samples,
+    samples = Patch(
+        find("accelerate.accelerator"),
+        "prepare_data_loader",
+        instead="The same function, for this rank's samples.",
+        why="It distributes samples over all ranks, so model parallel peers would train on different samples.",
+        during=patches.USE,
+        process_wide="accelerate calls it by name, for every data loader and in every step of a scheduler.",
     )
-    yield (
-        Patch(
-            find("accelerate.scheduler"),
-            "AcceleratorState",
-            instead="A state whose num_processes is the number of ranks that work on different samples.",
-            why="AcceleratedScheduler.step() steps the schedule that often in each training step.",
-            during=patches.USE,
-            process_wide=by_name,
-        ),
-        _STATE,
+    state = replace(
+        samples,
+        owner=find("accelerate.scheduler"),
+        name="AcceleratorState",
+        instead="A state whose num_processes is the number of ranks that work on different samples.",
+        why="AcceleratedScheduler.step() steps the schedule that often in each training step.",
     )
-    yield (
-        Patch(
-            find("accelerate.accelerator.Accelerator"),
-            "_prepare_deepspeed",
-            instead="The same method, with the number of ranks that work on different samples.",
-            why="It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
-            during=patches.USE,
-            process_wide=of_any,
-        ),
-        _counting_samples,
+    prepare = replace(
+        samples,
+        owner=find("accelerate.accelerator.Accelerator"),
+        name="_prepare_deepspeed",
+        instead="The same method, with the number of ranks that work on different samples.",
+        why="It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
+        process_wide="An Accelerator may be created before or after use(grid).",
     )
-    yield (
-        Patch(
-            find("accelerate.accelerator.Accelerator"),
-            "gather_for_metrics",
-            instead="The same method, which gathers from one rank for each share of the samples.",
-            why="It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
-            during=patches.USE,
-            process_wide=of_any,
-        ),
-        _gathering_shares,
+    metrics = replace(
+        prepare,
+        name="gather_for_metrics",
+        instead="The same method, which gathers from one rank for each share of the samples.",
+        why="It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
+    )
+    yield from (
+        (samples, _prepare_samples),
+        (state, _STATE),
+        (prepare, _counting_samples),
+        (metrics, _gathering_shares),
     )
 
 

@@ -27,7 +27,7 @@ TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.15"))
 
 
 class Feature(NamedTuple):
-    """What ds_topo offers with some of the supported releases of DeepSpeed only."""
+    """A feature that only some of the supported releases of DeepSpeed have."""
 
     name: str
     oldest: Version
