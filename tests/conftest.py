@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -21,6 +20,7 @@ pytest.register_assert_rewrite("tests.support", "tests.cluster")  # before they 
 from ds_topo.mpu.supported import DEEPSPEED, number  # noqa: E402
 from tests.support.case_names import case_name  # noqa: E402
 from tests.support.exhaustive import mark_exhaustive  # noqa: E402
+from tests.support.lacking_features import lacking  # noqa: E402
 from tests.support.world import Worlds  # noqa: E402
 
 settings.register_profile("untimed", deadline=None)
@@ -76,16 +76,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", cases, indirect=True)
 
 
-_LACKS = re.compile(r"RuntimeError\W+([^\n]*? needs DeepSpeed >= [\d.]+\d, but [\d.]+ is installed)")
-"""The start of the error of a feature that the installed release of DeepSpeed lacks."""
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Skip a test of a feature that an older release of DeepSpeed lacks, with the error of the feature as reason."""
     report: Any = yield
-    if report.failed and IS_OLDER_DEEPSPEED and (lacks := _LACKS.search(str(report.longrepr))):
-        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], lacks[1])
+    if report.failed and IS_OLDER_DEEPSPEED and (lacks := lacking(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], lacks)
     return report  # type: ignore[return-value]
 
 
