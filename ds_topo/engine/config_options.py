@@ -113,6 +113,10 @@ def different_parameters(name: str, grid: MpuGrid) -> Iterator[str]:
         )
 
 
+def _zero_has(name: str, config: Any) -> bool:
+    return bool(getattr(config.zero_config, name, False))
+
+
 def _is_at_stage(stage: int, config: DeepSpeedConfig) -> bool:
     return int(config.zero_config.stage) == stage
 
@@ -427,8 +431,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("zero_optimization.elastic_checkpoint", attrgetter("zero_config.elastic_checkpoint"), ignores_shard=True),
     *(
-        Option(f"zero_optimization.{name}", attrgetter(f"zero_config.{name}"), recorded=f"structure.options.{name}")
-        for name in asdict(SavedOptions())
+        Option(f"zero_optimization.{name}", partial(_zero_has, name), recorded=f"structure.options.{name}")
+        for name in asdict(SavedOptions())  # DeepSpeed 0.19.6 lacks parameter_alignment
     ),
     Option(
         "managed_gradient_accumulation: false",
