@@ -24,6 +24,7 @@ from ds_topo.engine.backward_passes import BackwardPasses
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import gathering_in_slices
 from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
+from ds_topo.mpu.differences import BF16_DISCARDS_INFINITIES
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.zero.exchange import Copies
 
@@ -176,6 +177,17 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
     mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
+
+    def step(self, closure: Any = None) -> None:
+        """Discard gradients that are not finite: DeepSpeed before 0.19.8 steps with them."""
+        if not BF16_DISCARDS_INFINITIES:
+            self.overflow = not torch.isfinite(norms.bf16_gradient_norm(self, self.mpu)).item()
+            if self.overflow:
+                self._global_grad_norm = torch.inf
+                self.clear_hp_grads()
+                self.clear_lp_grads()
+                return
+        super().step(closure)
 
     def update_lp_params(self) -> Any:
         """Gather updated parameters point to point on gloo, whose all_gather uses a link in one direction at a time."""

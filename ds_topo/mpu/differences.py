@@ -24,6 +24,9 @@ is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transformin
 HAS_PARAMETER_ALIGNMENT = not is_absent(find("deepspeed.checkpoint.constants.PARAM_ALIGNMENT_PADDINGS"))
 """True if ZeRO 1 and 2 have the option ``parameter_alignment`` and save its paddings, from DeepSpeed 0.19.7 on."""
 
+BF16_DISCARDS_INFINITIES = not is_absent(find("deepspeed.runtime.utils.is_invalid_grad_norm"))
+"""True if ``BF16_Optimizer`` discards gradients that are not finite, as it does from DeepSpeed 0.19.8 on."""
+
 
 def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
     """Return the offsets of the parameters in each flat tensor of ``DeepSpeedZeroOptimizer``, in its own order.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize
@@ -174,3 +175,24 @@ def _pipeline_without_zero(with_experts: bool) -> None:
 @pytest.mark.parametrize("with_experts", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_pipeline_in_fp16_without_zero_trains_as_with_zero(world: Worlds, with_experts: bool) -> None:
     world(2).run(_pipeline_without_zero, with_experts)
+
+
+def _step_with_infinity() -> None:
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("data=2") as grid:
+        config = settings(**BF16, **ZERO_1, data_types={"grad_accum_dtype": "fp32"}, gradient_accumulation_steps=1)
+        engine, *_ = deepspeed.initialize(model=nn.Linear(8, 8), mpu=grid, config=config)
+        assert isinstance(engine.optimizer, BF16_Optimizer)
+        before = engine.module.weight.detach().clone()
+        inputs = torch.ones(2, 8, dtype=torch.bfloat16)
+        for step, scale in enumerate([torch.inf if dist.get_rank() == 1 else 1.0, 1.0]):
+            engine.backward(engine(inputs).float().square().mean() * scale)
+            engine.step()
+            assert engine.skipped_steps == 1
+            assert bool(torch.equal(engine.module.weight, before)) == (step == 0)
+            assert bool(torch.isfinite(engine.module.weight).all())
+        engine.destroy()
+
+
+def test_bf16_engine_discards_infinite_gradients(world: Worlds) -> None:
+    world(2).run(_step_with_infinity)
