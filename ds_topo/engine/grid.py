@@ -92,7 +92,7 @@ class PipelineParallelGrid(MpuGrid):
             warn_of_newer_releases((*patches.ROWS, *torch_names.ROWS))
         with ExitStack() as undo:
             undo.callback(self.destroy)
-            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, _building_engines))
+            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(current.forget, self))
@@ -159,8 +159,12 @@ class PipelineEngineGrid(PipelineParallelGrid):
 # -- engines of a grid ------------------------------------------------------------------------------------------------
 
 
+when_built: list[Callable[[DeepSpeedEngine], object]] = []
+"""What is called with each engine that was built."""
+
+
 @around
-def _building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
+def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     """Replace ``DeepSpeedEngine.__init__``: an engine whose mpu is a grid gets the class of engines on a grid."""
     given = inspect.signature(construct).bind(engine, *args, **options).arguments
     model, mpu = given["model"], given.get("mpu")
@@ -173,6 +177,7 @@ def _building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
             checks.check_engine_without_grid(model, mpu, given.get("config_class"))
             construct(engine, *args, **options)
             undo.pop_all()
+            _tell_of(engine)
             return
         check_release(given.get("config_class"))
         release = put_engine_on_grid(engine)
@@ -184,6 +189,12 @@ def _building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
         undo.pop_all()
         if current.is_needed_by_others(before):
             current.restore(before)
+        _tell_of(engine)
+
+
+def _tell_of(engine: DeepSpeedEngine) -> None:
+    for call in when_built:
+        call(engine)
 
 
 def _check_names_of_experts(model: Any, mpu: Any) -> None:

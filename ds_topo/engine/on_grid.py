@@ -5,8 +5,8 @@ one back when the grid is destroyed. What a method adds is written down here onc
 modules that it calls hold one concept each. Its optimizer gets a class, too (:mod:`ds_topo.engine.optimizers_on_grid`).
 
 A :class:`~ds_topo.GradientReducer` and ``check_replicas`` add classes of their own, also to engines without a grid.
-Their methods run around those here: those of ``check_replicas`` outside, then those of the reducer, then these. What
-``ds-topo verify`` records is the innermost, in DeepSpeed's own methods.
+Their methods run around those here: those of ``check_replicas`` outside, then those of ``ds-topo verify``, which
+records, then those of the reducer, then these.
 """
 
 from __future__ import annotations

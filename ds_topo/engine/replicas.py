@@ -201,7 +201,7 @@ class ReplicaCheck:
 class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    mixin_order, mixin_suffix, mixin_state = 2, "Compared", "replica_check"
+    mixin_order, mixin_suffix, mixin_state = 3, "Compared", "replica_check"
     replica_check: ReplicaCheck
 
     def destroy(self) -> None:

@@ -22,7 +22,7 @@ CONSTRUCT_ENGINE = Patch(
     "__init__",
     instead="The same. An engine whose mpu is a grid has a class of ours; others may not have a model for a grid.",
     why="DeepSpeed's engines assume an order of ranks that a grid may not have.",
-    during="a PipelineParallelGrid exists",
+    during="a PipelineParallelGrid exists, or ds-topo verify records a run",
     process_wide="deepspeed.initialize builds the engine itself: no object exists before the constructor runs.",
 )
 SOURCE_OF_SLICES = Patch(
@@ -283,46 +283,6 @@ GATHER_TOKENS = Patch(
 
 # -- recorded runs -----------------------------------------------------------------------------------------------------
 
-RECORDED_FORWARD = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "forward",
-    instead="The same. Of the first engine that trains, verify records the outputs of modules.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_BACKWARD = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "backward",
-    instead="The same. Of the first engine that trains, verify records the loss.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_STEP = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "step",
-    instead="The same. Of the first engine that trains, verify records gradients, weights and states.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_CLIP = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "clip_fp32_gradients",
-    instead="The same, of the engine that is recorded: verify records the factor by which it clips.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_BATCH = Patch(
-    find("deepspeed.runtime.pipe.engine.PipelineEngine"),
-    "train_batch",
-    instead="The same. Of the first engine that trains, verify records the same of a pipeline.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
 DROPOUT = Patch(
     find("torch.nn.functional"),
     "dropout",

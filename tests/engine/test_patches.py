@@ -31,12 +31,13 @@ from torch import nn
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
 from ds_topo import ledger as ledger_module
-from ds_topo.classes import Override, mixins, mixins_of, overridden_by
+from ds_topo.classes import Override, mixins, mixins_of, overridden_by, overrides
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Patch, Reliance, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import is_missing
 from ds_topo.torch_names import inherit_timeout
+from ds_topo.verification.recorder import Recorded
 from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import data_efficiency
@@ -56,6 +57,11 @@ def test_no_row_is_listed_twice() -> None:
 def test_every_override_says_why() -> None:
     """A helper of a mixin must not have a name of DeepSpeed by accident."""
     assert [str(row) for row in ROWS if isinstance(row, Override) and not row.why] == []
+
+
+def test_page_has_what_mixins_of_higher_layers_override() -> None:
+    assert Recorded in mixins()
+    assert {str(row) for row in overrides()} - {str(row) for row in ROWS} == set()
 
 
 def test_page_shows_every_row() -> None:
@@ -431,11 +437,6 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
 """Names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
-    patches.RECORDED_FORWARD,
-    patches.RECORDED_BACKWARD,
-    patches.RECORDED_STEP,
-    patches.RECORDED_CLIP,
-    patches.RECORDED_BATCH,
     patches.DROPOUT,
     patches.ATTENTION_DROPOUT,
     patches.CONFIGURE,
