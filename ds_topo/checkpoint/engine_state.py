@@ -328,7 +328,7 @@ def named_buffers(engine: DeepSpeedEngine, rename: Rename = None) -> dict[str, N
 def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
     """Replace an expert's number on a rank, by default this one, by its number in the whole layer."""
     if rank is None:
-        rank = dist.get_rank(deepspeed_groups._get_expert_parallel_group(layer.expert_group_name))
+        rank = dist.get_rank(deepspeed_groups._EXPERT_PARALLEL_GROUP[layer.expert_group_name])
     expert = expert_of(name)
     assert expert is not None
     return expert.numbered(rank * int(layer.num_local_experts) + expert.number)

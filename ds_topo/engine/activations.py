@@ -110,10 +110,3 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
 
 def _text(shapes: Shapes) -> str:
     return " and ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in shapes) or "no tensors"
-
-
-def drop_buffer_of_other_type(engine: PipelineEngine, index: int, dtype: torch.dtype) -> None:
-    """Make ``_allocate_or_extend_buffers`` allocate a buffer: it would return one of another type if large enough."""
-    buffers = engine._grad_layer_buf
-    if len(buffers) > index and buffers[index].dtype != dtype:
-        buffers[index] = torch.empty(0, dtype=dtype, device=engine.device)

@@ -148,15 +148,21 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         super()._configure_distributed_model(model)
         compare_slices(self, model)
 
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas.
+
+        Add a placeholder to each group of a pipeline without a trainable parameter: a stage without trainable
+        parameters, or without those of a group, fails alone.
+        """
+        if isinstance(self, PipelineEngine):
+            model_parameters = with_placeholders(self, client_optimizer, model_parameters)
+        with hybrid_sharding.partitioned_over_shard(self):
+            super()._configure_optimizer(client_optimizer, model_parameters)
+
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas."""
+        """Do the same for ZeRO without an optimizer."""
         with hybrid_sharding.partitioned_over_shard(self):
             return super()._configure_zero_optimizer(optimizer)
-
-    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas."""
-        with hybrid_sharding.partitioned_over_shard(self):
-            return super()._configure_bf16_optimizer(optimizer)
 
     def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
         """Build a data loader for this rank's share of samples.
@@ -207,15 +213,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             norms.clip_fp32_gradients(self, self.on_grid.has_experts)
         else:
             super().clip_fp32_gradients()
-
-    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
-        """Add gradients of zeros where this rank has none.
-
-        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
-        """
-        if self.on_grid.adds_zeros:
-            reduction_order.fill_missing(optimizer)
-        super()._flush_coalesced_reduction_zero12(optimizer)
 
     # -- checkpoints
 
@@ -327,9 +324,17 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone."""
+        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone.
+
+        Add gradients of zeros where this rank has none. DeepSpeed leaves them out, so ranks that use other parameters
+        sum gradients of different ones, or fail.
+        """
         with self.on_grid.passes.coalesced(self), super().coalesce_grad_reduction():
-            yield
+            try:
+                yield
+            finally:  # gradients are reduced after an error, too
+                if self.on_grid.adds_zeros:
+                    reduction_order.fill_missing(self.optimizer)
 
     # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
 
@@ -377,13 +382,6 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
     def using_bf16_optimizer(self, value: bool) -> None:
         pass
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Add a placeholder to each group without a trainable parameter.
-
-        A stage without trainable parameters, or without those of a group, fails alone.
-        """
-        super()._configure_optimizer(client_optimizer, with_placeholders(self, client_optimizer, model_parameters))
-
     def _build_data_iter(self, dataset: Any) -> None:
         """Read this rank's share of samples, on stages that read samples.
 
@@ -424,9 +422,9 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         return self.on_grid.instructions
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Any:
-        """Replace a buffer of another type: DeepSpeed returns a buffer of any type that is large enough."""
-        activations.drop_buffer_of_other_type(self, idx, dtype)
-        return super()._allocate_or_extend_buffers(idx, shape, dtype)
+        """Return a new buffer in place of one of another type: DeepSpeed returns any that is large enough."""
+        buffer = super()._allocate_or_extend_buffers(idx, shape, dtype)
+        return buffer if buffer.dtype == dtype else torch.empty(shape, dtype=dtype, device=self.device)
 
 
 def put_engine_on_grid(engine: DeepSpeedEngine) -> Callable[[], None]:

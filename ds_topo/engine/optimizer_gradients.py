@@ -187,8 +187,8 @@ class PartitionGradients(OptimizerGradients):
             parameters = [parameter for parameter in whole_group if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
             flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
-            gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
-            yield self._flat_group(index, parameters, flat, master, offsets, dtype, gradients)
+            gradients = optimizer.fp32_groups_gradients_flat[index]
+            yield self._flat_group(index, parameters, flat, master, offsets, gradients.dtype, gradients)
 
     def _flat_group(
         self,

@@ -150,7 +150,7 @@ class EngineDriver(StepDriver):
         if engine.gradient_average and engine.postscale_gradients() and engine.gradient_predivide_factor() != 1.0:
             options["predivide_factor"] = engine.gradient_predivide_factor()
         if engine.has_moe_layers:
-            options["expert_groups"] = dict(deepspeed_groups._get_expert_data_parallel_group_dict())
+            options["expert_groups"] = dict(deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP)
         return options
 
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
@@ -445,7 +445,7 @@ class ReducedPipelineEngine(ReducedEngine, PipelineEngine):  # type: ignore[misc
         """
         return self.reducer_driver.driving(super()._INSTRUCTION_MAP)
 
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Discard a step that an exception in backward has ended: training may go on with the same engine."""
         self.reducer_driver.give_up_unfinished()
-        super()._exec_schedule(pipe_schedule)
+        return super().train_batch(*arguments, **options)

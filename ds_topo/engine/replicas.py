@@ -307,7 +307,7 @@ def _group_of(parameter: torch.Tensor, dense: ProcessGroup) -> tuple[ProcessGrou
 
 
 def _expert_group(name: str) -> tuple[ProcessGroup, str]:
-    return deepspeed_groups._get_expert_data_parallel_group_dict()[name], f"expert data of {name}"
+    return deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[name], f"expert data of {name}"
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

@@ -53,16 +53,9 @@ MODULE_STATES = Patch(
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-GATHER_OF_ZERO = Patch(
-    find("deepspeed.runtime.zero.stage_1_and_2"),
-    "all_gather_dp_groups",
-    instead="A gather that sends slices point to point on gloo.",
-    why="gloo's all_gather uses a link in one direction at a time.",
-    during="one call of the optimizer's step() or update_lp_params()",
-)
-GATHER_OF_BF16 = Patch(
-    find("deepspeed.runtime.bf16_optimizer"),
-    "all_gather_dp_groups",
+GATHER_PARAMETERS = Patch(
+    find("deepspeed.runtime.utils"),
+    "all_gather_into_tensor_dp_groups",
     instead="A gather that sends slices point to point on gloo.",
     why="gloo's all_gather uses a link in one direction at a time.",
     during="one call of the optimizer's step() or update_lp_params()",
@@ -131,11 +124,17 @@ PIPELINE_GRID = Patch(
     why="PipelineModule has no argument for a grid, and creates the groups of tied layers with the one it makes.",
     during="one call of PipelineModule's constructor",
 )
-PIPELINE_WORLD = Patch(
+PIPELINE_GROUPS = Patch(
     find("deepspeed.comm"),
     "new_group",
-    instead="The world's own group, for the first group if it is of all ranks in ascending order.",
-    why="PipelineModule clones the world's group, which opens connections between all ranks and never uses them.",
+    instead=(
+        "The world's own group, for the first group if it is of all ranks in ascending order. Groups of stages are "
+        "created by their members alone."
+    ),
+    why=(
+        "PipelineModule clones the world's group, which opens connections between all ranks and never uses them. It "
+        "creates the groups of all tied layers on every rank."
+    ),
     during="one call of PipelineModule's constructor",
 )
 
@@ -149,35 +148,11 @@ INITIALIZE = Patch(
     during=USE,
     process_wide=_ASKED_FOR,
 )
-NAME_OF_PIPELINES = Patch(
-    find("deepspeed.pipe"),
-    "PipelineModule",
-    instead="ds_topo.PipelineModule.",
-    why="Programs import it from there.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
 CONSTRUCT_PIPELINE = Patch(
     find("deepspeed.runtime.pipe.module.PipelineModule"),
     "__init__",
     instead="The same on the grid in use, after a comparison of the topologies.",
     why="Programs derive from PipelineModule before a grid exists.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-TIED_MODULES = Patch(
-    find("deepspeed.runtime.pipe.module.PipelineModule"),
-    "_index_tied_modules",
-    instead="A method that creates groups of the stages that share a layer, on these stages.",
-    why="DeepSpeed creates the groups of all ranks on every rank.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-SET_BOUNDS = Patch(
-    find("deepspeed.runtime.pipe.module.PipelineModule"),
-    "_set_bounds",
-    instead="The same with Python's integers.",
-    why="Balanced partitions have NumPy's integers, which Python's random.seed() refuses under seed_layers=True.",
     during=USE,
     process_wide=_ASKED_FOR,
 )
@@ -330,13 +305,7 @@ deepspeed.utils.groups
   _EXPERT_PARALLEL_GROUP_RANKS: gets an entry per name
   _EXPERT_DATA_PARALLEL_GROUP: gets an entry per name
   _EXPERT_DATA_PARALLEL_GROUP_RANKS: gets an entry per name
-  _get_expert_parallel_group_dict: returns the sizes that have groups
-  _get_expert_parallel_group: returns the group of a name
-  _get_expert_data_parallel_group_dict: returns the groups over which experts are reduced
   _ZERO_PARAM_INTRA_PARALLEL_GROUP: is set to a group inside the data parallel group
-  _get_zero_param_intra_parallel_group: tells whether a second partition exists
-  _create_zero_param_parallel_group: is called for an mpu that is not a grid
-  _get_local_all_to_all_group: is called for topologies of data alone
 deepspeed.runtime.engine.DeepSpeedEngine
   _config: holds the engine's options
   _consolidated_16bit_state_dict: gathers what AutoTP has split
@@ -346,7 +315,6 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
   _unmanaged_backward_count: is the number of micro-batches since the last step of a program that ends steps
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
-  gate_modules: lists the gates whose capacity is padded
 deepspeed.runtime.base_optimizer.ZeROOptimizer
   _backward_hook_state: tells which backward pass has been prepared
   _backward_active_depth: tells whether a backward pass is running
@@ -354,17 +322,10 @@ deepspeed.runtime.base_optimizer.ZeROOptimizer
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
-  _grid: is the grid that a module was built on
   _layer_specs: tells which layers are tied
   _synchronize_tied_weights: is overridden to suppress a warning
-deepspeed.runtime.pipe.engine.PipelineEngine
-  _grad_layer_buf: lists the buffers of activations and gradients
 deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
   _first_send >=0.19.8: tells whether a stage sends the shapes of activations next
-torch.utils.data.dataloader._BaseDataLoaderIter
-  _dataset_kind: tells whether samples have indices
-  _index_sampler: tells who chooses the samples
-  _num_yielded: tells how many batches are left
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
   _reassign_or_swap_out_partitioned_parameters: copies master weights to a group's parameters
@@ -376,15 +337,12 @@ deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   fp32_partitioned_groups_flat: holds master weights
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _link_all_hp_params: links parameters and partitions when DeepSpeed's layout is back
-  _lazy_init_hp_params_optimizer_state: links them to optimizer states
-  _hp_optimizer_states_linked: tells whether these are linked
   real_dp_process_group: lists the group that shares each flat tensor
 deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   bf16_groups: lists the parameters of each flat tensor
   fp32_groups_gradients: lists the buffers in which gradients accumulate
   fp32_groups_has_gradients: marks buffers that are filled
   fp32_groups_flat_partition: holds master weights
-  grad_acc_dtype: is the data type in which gradients accumulate
   _hp_grad: is set on parameters with buffers, which the pipeline engine sums over the stages of a tied layer
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   single_partition_of_fp32_groups: holds master weights
@@ -412,6 +370,7 @@ deepspeed.utils.tensor_fragment.tensor_fragment
   hp_fragment_address: is what safe_get_full_fp32_param and similar functions look up
 deepspeed.utils.mixed_precision_linkage
   link_hp_params: sets _hp_mapping and _index_in_param_group on parameters
+  lazy_init_hp_params_optimizer_state: links parameters to optimizer states
 deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
   fp16_groups: lists the parameters of each flat gradient
   fp16_groups_flat: holds the parameters

@@ -413,7 +413,6 @@ CALLED_BY_MISTAKES = {
 """Overrides that raise or warn; each is tested with its feature."""
 CALLED_BY_PROGRAMS = {
     patches.INITIALIZE,
-    patches.NAME_OF_PIPELINES,
     patches.MODIFIED,
     patches.MODIFIED_BY_ONE,
     patches.INFERENCE_GROUP,
@@ -428,8 +427,8 @@ CALLED_BY_PROGRAMS = {
 OVERRIDES_CALLED_BY_PROGRAMS = {
     "DeepSpeedEngine.get_autosp_backend",
     "DeepSpeedEngine.set_train_batch_size",
+    "PipelineEngine.set_train_batch_size",
     "DeepSpeedEngine.set_train_micro_batch_size",
-    "DeepSpeedEngine._flush_coalesced_reduction_zero12",
     "FP16_Optimizer.unscale_and_clip_grads",
     "DeepSpeedZeroOptimizer.update_lp_params",
     "BF16_Optimizer.accumulate_hp_grads_and_remove_lp",
@@ -469,9 +468,14 @@ def _calls_noted_in(called: set[tuple[str, str]]) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.enter_context(mock.patch.object(ledger_module, "_replace", replace_and_count))
-        for mixin in mixins():
-            for name in overridden_by(mixin).keys() & vars(mixin).keys():
-                undo.enter_context(mock.patch.object(mixin, name, _noting_calls(vars(mixin)[name], name, called)))
+        overriding = {
+            (kind, name): None
+            for mixin in mixins()
+            for name in overridden_by(mixin)
+            for kind in [next(kind for kind in mixin.__mro__ if name in vars(kind))]
+        }
+        for kind, name in overriding:
+            undo.enter_context(mock.patch.object(kind, name, _noting_calls(vars(kind)[name], name, called)))
         yield
 
 
