@@ -140,7 +140,8 @@ class BackwardPasses:
         if not engine._running_engine_backward:
             self.require_none_reduced(engine)
             self._require_scaled()
-        if not optimizer._backward_active_depth and optimizer._backward_seen_this_step:
+        state = optimizer._backward_hook_state
+        if not state.backward_active_depth and state.backward_seen_this_step:
             optimizer.clear_backward_seen_flag()  # as a forward pass does
         return True
 

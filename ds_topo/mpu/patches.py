@@ -316,9 +316,7 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _unmanaged_backward_count: is the number of micro-batches since the last step of a program that ends steps
   _running_engine_backward: tells whether a backward pass is of the engine's own loss
 deepspeed.runtime.base_optimizer.ZeROOptimizer
-  _backward_hook_state: tells which backward pass has been prepared
-  _backward_active_depth: tells whether a backward pass is running
-  _backward_seen_this_step: tells whether there was one since the last forward pass
+  _backward_hook_state: tells which backward pass has been prepared, and whether one is running
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
@@ -328,7 +326,6 @@ deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
   _first_send >=0.19.8: tells whether a stage sends the shapes of activations next
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
-  _reassign_or_swap_out_partitioned_parameters: copies master weights to a group's parameters
   _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum, or those left out
   _offload_boundary_param_ids: has the parameters that got a gradient in this step
   _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: holds the gradients of this rank's partition
@@ -342,15 +339,12 @@ deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   bf16_groups: lists the parameters of each flat tensor
   fp32_groups_gradients: lists the buffers in which gradients accumulate
   fp32_groups_has_gradients: marks buffers that are filled
-  fp32_groups_flat_partition: holds master weights
   _hp_grad: is set on parameters with buffers, which the pipeline engine sums over the stages of a tied layer
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
-  single_partition_of_fp32_groups: holds master weights
   ipg_buckets: lists the gradients that are reduced next
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
-  use_separate_grad_accum: tells whether stage 1 accumulates in a second data type
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
   independent_gradient_partition_epilogue: collects the partition of an optimizer that needs whole matrices
@@ -374,10 +368,8 @@ deepspeed.utils.mixed_precision_linkage
 deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
   fp16_groups: lists the parameters of each flat gradient
   fp16_groups_flat: holds the parameters
-  fp32_groups_flat: holds their master weights
 deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
   fp16_groups: lists the parameters whose marks gradients get
-  fp32_groups: lists their master weights
   loss_scale_config: holds the loss scale
   _global_grad_norm: is the norm that the engine reports
 """
