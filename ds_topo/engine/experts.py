@@ -84,7 +84,7 @@ def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any
 
 @contextmanager
 def saving_by_slice(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Let each slice write the files that it will load, in ``_save_moe_checkpoint``.
+    """Let each slice write the files that it will load, in a call that saves.
 
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
     If replicas of an expert are on several slices, the files of the other slices would be missing.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -222,7 +222,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
         """
         with self._in_call("save_checkpoint"):
-            return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
+            save = self._in_files_of_experts(saves=True)(super().save_checkpoint)
+            return save_as_a_whole(save, self, save_dir, *arguments, **options)
 
     def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
         """Load by :func:`ds_topo.checkpoint.load`.
@@ -230,25 +231,13 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
         """
         with self._in_call("load_checkpoint"):
-            return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
+            load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
+            return load_as_a_whole(load, self, load_dir, *arguments, **options)
 
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
         """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
         with autoparallel.saving_whole_weights(self):
             return super().save_16bit_model(*arguments, **options)
-
-    def _save_zero_checkpoint(self, *arguments: Any) -> None:
-        """With experts and an axis ``shard``, save a file of each replica.
-
-        Experts have other partitions than dense parameters, which several replicas share.
-        """
-        with self._in_file_of_replica():
-            super()._save_zero_checkpoint(*arguments)
-
-    def _load_zero_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """With experts and an axis ``shard``, load the file of each replica."""
-        with self._in_file_of_replica():
-            return super()._load_zero_checkpoint(*arguments, **options)
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
@@ -259,23 +248,19 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         return states
 
     @contextmanager
-    def _in_file_of_replica(self) -> Iterator[None]:
-        if self.on_grid.copies is None or not self.has_moe_layers:
-            yield
-            return
-        with hybrid_sharding.file_of_replica(self, self.on_grid.copies):
-            yield
+    def _in_files_of_experts(self, *, saves: bool) -> Iterator[None]:
+        """Give experts files of their own, in a call that saves or loads a checkpoint.
 
-    def _save_moe_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Let each slice write the files of experts that it will load.
-
-        File names contain the writer's model parallel rank, so replicas on other slices would find no file.
+        With an axis ``shard``, each replica has a file: experts have other partitions than dense parameters, which
+        several replicas share. Each slice writes the files of experts that it will load: their names contain the
+        writer's model parallel rank, so replicas on other slices would find no file.
         """
-        if not self.on_grid.has_experts:
-            super()._save_moe_checkpoint(*arguments, **options)
-            return
-        with experts.saving_by_slice(self):
-            super()._save_moe_checkpoint(*arguments, **options)
+        with ExitStack() as undo:
+            if self.has_moe_layers and self.on_grid.copies is not None:
+                undo.enter_context(hybrid_sharding.file_of_replica(self, self.on_grid.copies))
+            if self.has_moe_layers and self.on_grid.has_experts and saves:
+                undo.enter_context(experts.saving_by_slice(self))
+            yield
 
 
 class PlainEngineOnGrid(EngineOnGrid):

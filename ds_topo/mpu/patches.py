@@ -89,14 +89,14 @@ WRITER_OF_EXPERTS = Patch(
     "_get_expert_data_parallel_rank",
     instead="A function that returns 0 on the writer of each slice and 1 on other ranks.",
     why="In DeepSpeed only expert data parallel rank 0 writes.",
-    during="one call of _save_moe_checkpoint()",
+    during="one call of save_checkpoint()",
 )
 WRITER_OF_FOLDED_EXPERTS = Patch(
     find("deepspeed.utils.groups"),
     "_get_data_parallel_rank",
     instead="The same on the writer of each slice of experts, and a number above all ranks on others.",
     why="With AutoEP and AutoTP, several replicas of an expert would write the same file.",
-    during="one call of _save_moe_checkpoint()",
+    during="one call of save_checkpoint()",
 )
 TORCH_LOAD = Patch(
     find("torch"),
