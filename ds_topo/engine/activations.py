@@ -84,6 +84,11 @@ def buffers_for(
         _last[engine] = method, shapes[:1]
 
 
+def forget_announced(engine: PipelineEngine) -> None:
+    """Let an engine announce the shapes of its next activations, whatever they are."""
+    _sent.pop(engine, None)
+
+
 def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
     """Return the instructions of an engine, of which ``SendActivation`` refuses shapes that it has not announced.
 
@@ -94,8 +99,7 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
     @wraps(send)
     def checked(engine: PipelineEngine, buffer_id: int, phase: int = 0, **options: Any) -> None:
         outputs, announced = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), _sent.setdefault(engine, {})
-        tells = engine._first_send[phase] if isinstance(engine, DualPipeVEngine) else engine.first_output_send
-        if tells or engine.dynamic_shape:
+        if engine.dynamic_shape or phase not in announced:
             announced[phase] = outputs
         elif announced[phase] != outputs:
             raise EngineOptionError(

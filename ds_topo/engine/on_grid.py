@@ -390,6 +390,11 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         with self._in_call("eval_batch"):
             return run_with_enough(super().eval_batch, self, *arguments, **options)
 
+    def reset_activation_shape(self) -> None:
+        """Forget which shapes of activations were announced to the next stage."""
+        activations.forget_announced(self)
+        super().reset_activation_shape()
+
     def _next_batch(self) -> Any:
         """Take a digest of the first batches: peers read samples independently, and must read the same."""
         batch = super()._next_batch()

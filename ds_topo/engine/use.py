@@ -184,16 +184,10 @@ def _partitioned_over_replicas(construct: Any, *args: Any, **options: Any) -> No
 
 
 @around
-def _with_modifier_kept(construct: Any, context: Any, *args: Any, **options: Any) -> None:
-    construct(context, *args, **options)
-    given = inspect.signature(construct).bind(context, *args, **options).arguments
-    context.ds_topo_modifier_rank = given.get("modifier_rank")
-
-
-@around
 def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
-    grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
-    if context.enabled and grid is not None and rank is not None:
+    grid = grid_in_use()
+    if context.enabled and grid is not None and context.src_rank is not None:
+        rank = dist.get_group_rank(context.params[0].ds_process_group, context.src_rank)  # of what was given
         _send_to_copies(context.params, grid)
         if grid.get_axis_size(MODEL) > 1:
             replicas = grid.get_partition_group()
@@ -409,7 +403,6 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.CONSTRUCT_PIPELINE, _constructed_on_grid),
     (patches.ZERO_INIT, _partitioned_over_replicas),
     (patches.INFERENCE_GROUP, autoparallel.with_group_of_grid_in_use),
-    (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     (patches.PROCESS_TOPOLOGY, always(ProcessTopology)),
     (patches.PIPE_DATA_TOPOLOGY, always(_PipeDataInUse)),

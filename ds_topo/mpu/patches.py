@@ -43,13 +43,6 @@ FOLDING_TABLES = Patch(
     why="AutoEP with AutoTP compares its groups with tables of neighboring ranks.",
     during="one call of an engine's constructor",
 )
-MODULE_STATES = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "module_state_dict",
-    instead="The same with whole weights.",
-    why="With AutoTP, DeepSpeed writes the slice of rank 0 alone.",
-    during="one call of save_16bit_model()",
-)
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
@@ -196,14 +189,6 @@ ZERO_INIT = Patch(
     during=USE,
     process_wide=_ASKED_FOR,
 )
-MODIFIED = Patch(
-    find("deepspeed.runtime.zero.partition_parameters.GatheredParameters"),
-    "__init__",
-    instead="The same. It also stores modifier_rank.",
-    why="The replacement of __exit__ needs the number that was given.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
 MODIFIED_BY_ONE = Patch(
     find("deepspeed.runtime.zero.partition_parameters.GatheredParameters"),
     "__exit__",
@@ -322,8 +307,6 @@ deepspeed.runtime.config.DeepSpeedConfig
 deepspeed.runtime.pipe.module.PipelineModule
   _layer_specs: tells which layers are tied
   _synchronize_tied_weights: is overridden to suppress a warning
-deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
-  _first_send >=0.19.8: tells whether a stage sends the shapes of activations next
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
   _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum, or those left out
@@ -357,6 +340,8 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
   _zero_padding >=0.19.7: marks gradients that are padding
+deepspeed.runtime.zero.partition_parameters.GatheredParameters
+  src_rank: is the rank whose changes of parameters count
 deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
   _PartitionedParameterCoordinator__step_id: counts the modules that have gathered their parameters
   _PartitionedParameterCoordinator__submodule_order: lists them while ZeRO 3 learns their order

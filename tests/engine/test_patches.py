@@ -413,7 +413,6 @@ CALLED_BY_MISTAKES = {
 """Overrides that raise or warn; each is tested with its feature."""
 CALLED_BY_PROGRAMS = {
     patches.INITIALIZE,
-    patches.MODIFIED,
     patches.MODIFIED_BY_ONE,
     patches.INFERENCE_GROUP,
     patches.FOLDING_TABLES,
