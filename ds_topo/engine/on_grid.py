@@ -280,10 +280,16 @@ class PlainEngineOnGrid(EngineOnGrid):
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Refuse gradients that the step cannot take any more."""
         with self._in_call("backward"):
-            self.on_grid.passes.require_none_reduced(self)
+            parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
+            parts.passes.require_none_reduced(self)
             if self.training:
-                self.on_grid.micro_batches.settle(self)
-            return super().backward(*arguments, **options)
+                parts.micro_batches.settle(self)
+            parts.micro_batches.backwards += 1
+            parts.passes.is_of_engine = True
+            try:
+                return super().backward(*arguments, **options)
+            finally:
+                parts.passes.is_of_engine = outer
 
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Compare the steps of replicas now and then while a watch is on."""
@@ -295,6 +301,7 @@ class PlainEngineOnGrid(EngineOnGrid):
             if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
                 job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
             self.on_grid.passes.end_micro_batch(is_last)
+            self.on_grid.micro_batches.backwards = 0
             return result
 
     def zero_grad(self) -> None:

@@ -298,8 +298,6 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _global_grad_norm: is what get_global_grad_norm() returns
   inside_no_sync_ctxt: tells which backward pass is the last one
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
-  _unmanaged_backward_count: is the number of micro-batches since the last step of a program that ends steps
-  _running_engine_backward: tells whether a backward pass is of the engine's own loss
 deepspeed.runtime.base_optimizer.ZeROOptimizer
   _backward_hook_state: tells which backward pass has been prepared, and whether one is running
 deepspeed.runtime.config.DeepSpeedConfig

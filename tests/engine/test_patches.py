@@ -92,9 +92,21 @@ def private_names_of_others() -> dict[str, set[str]]:
     return {name: files for name, files in used.items() if name not in own}
 
 
+def private_methods_called_by_super() -> set[str]:
+    """Return every ``super()._name`` of the package: it may define the method, too, but another library has it."""
+    return {
+        node.attr
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super"
+    }
+
+
 def test_no_private_name_is_used_without_a_row() -> None:
     listed = {row.name for row in ROWS}
     used = private_names_of_others()
+    assert private_methods_called_by_super() - listed == set()
     public = {"_asdict", "_make", "_fields"}  # of named tuples
     public |= {"_hp_mapping", "_index_in_param_group"}  # on parameters, set by functions that have a row
     public |= {"_SubParsersAction", "_ArgumentGroup"}  # argparse has no public names for these types
