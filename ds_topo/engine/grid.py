@@ -179,10 +179,12 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
             undo.pop_all()
             _tell_of(engine)
             return
-        check_release(given.get("config_class"))
+        config = given.get("config_class")
+        check_release(config)
+        checks.check_with_all_ranks(engine, config, mpu, given.get("optimizer"))
         release = put_engine_on_grid(engine)
         undo.callback(release)
-        with autoparallel.tables_of_grid(given.get("config_class"), mpu):
+        with autoparallel.tables_of_grid(config, mpu):
             construct(engine, *args, **options)
         complete(engine)
         mpu.on_destroy(release)

@@ -79,9 +79,9 @@ class _OverPartitions(MpuGrid):
 
 @contextmanager
 def partitioned_over_shard(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Use the group along ``shard`` while an engine builds an optimizer that partitions. Calls may be nested."""
+    """Use the group along ``shard`` while an engine builds an optimizer that partitions."""
     grid = engine.mpu
-    if not has_shard(grid) or engine.seq_data_parallel_group == grid.get_partition_group():
+    if not has_shard(grid):
         yield
         return
     _tell_of_links(grid)

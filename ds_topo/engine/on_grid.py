@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -114,13 +114,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     # -- construction
 
-    def _do_sanity_check(self) -> None:
-        """Check options and inputs first; all ranks compare the results.
-
-        hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
-        """
-        checks.check_with_all_ranks(self, super()._do_sanity_check)
-
     def _configure_expert_parallel(self, *arguments: Any, **options: Any) -> Any:
         """Create the expert groups of the grid first.
 
@@ -160,8 +153,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Do the same for ZeRO without an optimizer."""
-        with hybrid_sharding.partitioned_over_shard(self):
+        """Do the same for ZeRO without an optimizer, for which DeepSpeed calls this method alone."""
+        with hybrid_sharding.partitioned_over_shard(self) if optimizer is None else nullcontext():
             return super()._configure_zero_optimizer(optimizer)
 
     def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
