@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import torch_names
 from ds_topo.engine import autoparallel, checks
@@ -181,6 +182,8 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
             return
         config = given.get("config_class")
         check_release(config)
+        if given.get("mesh_device"):  # as the constructor does first
+            deepspeed_groups.mesh_device = given["mesh_device"]
         checks.check_with_all_ranks(engine, config, mpu, given.get("optimizer"))
         release = put_engine_on_grid(engine)
         undo.callback(release)
