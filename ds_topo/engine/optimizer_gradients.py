@@ -92,12 +92,11 @@ class BF16Gradients(OptimizerGradients):
         for parameters, gradients in buffers:
             self.grad_buffers |= zip(parameters, gradients, strict=True)
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
-        """Also set the gradients that the pipeline engine reads."""
-        super().bind(reduce, forget, bindings)
-        for parameter, gradient in self.grad_buffers.items():
-            parameter._hp_grad = gradient  # type: ignore[attr-defined]
-            bindings.callback(vars(parameter).pop, "_hp_grad", None)
+    def reduce_tied(self, reduce: Callable[[], None]) -> None:
+        """Sum the gradients in the buffers: the engine would look for those that the optimizer has accumulated."""
+        for weight, group in self.engine.module.get_tied_weights_and_groups():
+            if weight in self.grad_buffers:
+                dist.all_reduce(self.grad_buffers[weight], group=group)
 
     def mark_reduced(self) -> None:
         """Mark all buffers as filled."""
