@@ -93,18 +93,18 @@ def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
 
 def overrides() -> tuple[Override, ...]:
     """Return all overrides of the mixins that are imported."""
-    by_name: dict[tuple[type, str], list[type[Mixin]]] = {}
+    by_name: dict[tuple[type, str], dict[type, None]] = {}
     for mixin in mixins():
         for name, owner in overridden_by(mixin).items():
-            if name in vars(mixin):
-                by_name.setdefault((owner, name), []).append(mixin)
+            kind = next(kind for kind in mixin.__mro__ if name in vars(kind))
+            by_name.setdefault((owner, name), {})[kind] = None
     return tuple(
-        Override(owner, name, by=", ".join(mixin.__name__ for mixin in mixins), why=_reason(mixins[0], name))
-        for (owner, name), mixins in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
+        Override(owner, name, by=", ".join(kind.__name__ for kind in kinds), why=_reason(next(iter(kinds)), name))
+        for (owner, name), kinds in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
     )
 
 
-def _reason(mixin: type[Mixin], name: str) -> str:
+def _reason(mixin: type, name: str) -> str:
     text = inspect.getdoc(vars(mixin)[name]) or ""
     return " ".join(text.split("\n\nArgs:")[0].split())
 

@@ -67,13 +67,13 @@ def _get_expert_parallel_ranks(
 
 def _get_max_expert_size() -> int | None:
     """Return the largest expert parallel size that has groups, or None."""
-    groups = deepspeed_groups._get_expert_parallel_group_dict().values()
+    groups = deepspeed_groups._EXPERT_PARALLEL_GROUP.values()
     return max((dist.get_world_size(group) for group in groups), default=None)
 
 
 def _get_expert_parallel_src_rank(group_name: str) -> int:
     """Return the first global rank of the expert parallel group."""
-    return min(dist.get_process_group_ranks(deepspeed_groups._get_expert_parallel_group(group_name)))
+    return min(dist.get_process_group_ranks(deepspeed_groups._EXPERT_PARALLEL_GROUP[group_name]))
 
 
 def _create_zero_param_parallel_group(group_size: int) -> None:
@@ -87,7 +87,7 @@ def _create_zero_param_parallel_group(group_size: int) -> None:
 
 def _zero_param_parallel_is_initialized() -> bool:
     """Return whether there are hpZ groups. (DeepSpeed's own function returns None if there are.)"""
-    return deepspeed_groups._get_zero_param_intra_parallel_group() is not None
+    return deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
 
 
 def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:

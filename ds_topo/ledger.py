@@ -1,8 +1,10 @@
 """Patch names of other libraries, and restore them exactly.
 
-A *patch* is a name of another library that has another value for a while. A *reliance* is a private name that ds_topo
-reads, calls or overrides without replacing it. ``ds_topo.torch_names`` lists those of torch, ``ds_topo.mpu.patches``
-those of DeepSpeed; ``python -m ds_topo.engine`` prints both.
+A *patch* is a name of another library that has another value for a while. A *reliance* is a name that ds_topo reads,
+calls or overrides without replacing it, and that may vanish: a private one, or one of an object's internals. A name
+needs no row if all supported releases document it, as torch does the methods of its stores, or if ds_topo only forwards
+a program's call to it, as ``ds_topo.groups`` does. ``ds_topo.torch_names`` lists the rows of torch,
+``ds_topo.mpu.patches`` those of DeepSpeed; ``python -m ds_topo.engine`` prints both.
 
 ``ledger.bind`` puts a patch in force and returns the function that takes it back. A patch binds to one object wherever
 that works. A patch of a class or module must state on its row why it is process-wide; its holders are counted, the

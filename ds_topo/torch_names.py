@@ -94,9 +94,21 @@ def served_at(store: Store) -> tuple[str, int] | None:
     return (str(host), int(port)) if host and port else None
 
 
+def _world_of_job() -> dist.ProcessGroup:
+    """Return the group of all ranks of the job.
+
+    Raises:
+        ValueError: ``torch.distributed`` is not initialised.
+    """
+    if (world := dist.group.WORLD) is None:
+        raise ValueError("torch.distributed is not initialised: call ds_topo.init_distributed() first")
+    return world
+
+
 def default_store() -> Store:
     """Return the store of the job."""
-    return c10d._get_default_store()
+    store: Store = c10d._world.pg_map[_world_of_job()][1]
+    return store
 
 
 def address_of_store() -> str:
@@ -128,7 +140,7 @@ def timeout_of(given: float | timedelta | None) -> timedelta:
 
 def job_timeout() -> timedelta:
     """Return the timeout that the job passed to ``init_process_group``; ``new_group`` would use torch's default."""
-    world = c10d._get_default_group()
+    world = _world_of_job()
     if not communicates():
         return dist.default_pg_timeout
     for device in world._device_types:
@@ -144,7 +156,7 @@ def job_timeout() -> timedelta:
 
 def communicates() -> bool:
     """Tell whether the job moves data between processes; torch's ``fake`` backend does not."""
-    return traits_of(c10d._get_default_group(), torch.device("cpu")).communicates
+    return traits_of(_world_of_job(), torch.device("cpu")).communicates
 
 
 @around
@@ -194,7 +206,7 @@ def abort_nccl() -> None:
     wrong, and torch has forgotten all groups: the process must end.
     """
     if dist.is_initialized():
-        world = c10d._get_default_group()
+        world = _world_of_job()
         if any(traits_of(world, device).aborts for device in world._device_types):
             c10d._abort_process_group()
 
@@ -264,7 +276,7 @@ def next_group_named(name: str) -> Iterator[torch.device | None]:
     communicator. That is collective over the world, so members alone would wait for the other ranks forever. While the
     job is not bound, torch 2.15 would guess the group's device, so it must be given.
     """
-    world = c10d._get_default_group()
+    world = _world_of_job()
     bound = world.bound_device_id
     world.bound_device_id = None
     device = bound if bound is not None and traits_of(world, bound).binds_device else None
@@ -278,7 +290,7 @@ def next_group_named(name: str) -> Iterator[torch.device | None]:
 @contextmanager
 def without_store() -> Iterator[None]:
     """Let the ``with`` block create a group of this rank alone without the job's store, which may be gone."""
-    job = c10d._get_default_group()
+    job = _world_of_job()
     before = c10d._world.pg_map[job]
     c10d._world.pg_map[job] = (before[0], _C.HashStore())
     try:
@@ -305,8 +317,6 @@ def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-_BROADCAST_BYTES = 250 << 20
-"""The number of bytes that are broadcast at once, as in DDP."""
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 
@@ -314,13 +324,6 @@ def premultiplied_sum(factor: float) -> ReduceOp:
     """Return NCCL's ``ReduceOp`` that multiplies by ``factor`` while it sums."""
     op: ReduceOp = dist._make_nccl_premul_sum(factor)
     return op
-
-
-def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast the values of the group's first rank, in place; collective."""
-    if tensors:
-        tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]  # gloo's types
-        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)
 
 
 COLLECTIVES_ASK = "has_torch_function" in inspect.unwrap(dist.broadcast).__code__.co_names
@@ -332,21 +335,14 @@ COLLECTIVES_ASK = "has_torch_function" in inspect.unwrap(dist.broadcast).__code_
 ROWS: tuple[Patch | Reliance, ...] = (
     GROUP_NAME,
     DEFAULT_TIMEOUT,
-    Reliance(c10d.Store, "append", "Ranks append their plans to one key."),
-    Reliance(c10d, "_get_default_store", "Ranks compare their plans through the job's store."),
-    Reliance(c10d.Store, "clone", "The watch opens its own connection."),
-    Reliance(c10d.Store, "multi_get", "The watch reads several values by one request."),
-    Reliance(c10d.Store, "multi_set", "A rank that fails wakes the threads of all ranks by one request."),
     Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "It counts the collectives that a rank has called."),
     Reliance(_C, "_dump_fr_trace", "The watch reads this rank's entries of torch's flight recorder."),
     Reliance(c10d, "_abort_process_group", "The watch aborts NCCL's collectives that are blocked."),
-    Reliance(c10d.PrefixStore, "underlying_store", "Messages name the address of the store."),
-    Reliance(c10d, "_get_default_group", "It has the job's timeout, which new_group() does not inherit."),
     Reliance(
         c10d,
         "_world",
         "It tells whether a group still exists, since torch forgets all groups together with the world. It also keeps "
-        "an empty list under the tag of each destroyed group, which ds_topo deletes, and the store for new groups.",
+        "an empty list under the tag of each destroyed group, which ds_topo deletes, and the store of the job.",
     ),
     Reliance(dist.ProcessGroup, "bound_device_id", "It is None while members alone create a group."),
     Reliance(dist.ProcessGroup, "_device_types", "It lists the types of devices that a group serves."),
@@ -357,14 +353,11 @@ ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(torch.Tensor, "_version", "It tells whether a program has written to gradients that are being reduced."),
     Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
-    Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_current_graph_task_id", "It tells backward passes apart."),
     Reliance(torch.autograd, "_is_checkpoint_valid", "It tells backward() from torch.autograd.grad()."),
-    Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(TORCH_C, "_set_throw_on_mutable_data_ptr", "A stand-in for a parameter in flight gives no pointer."),
     Reliance(TORCH_C, "_set_storage_access_error_msg", "It gives no values, either.", releases="builds with NCCL"),
-    Reliance(torch.Tensor, "_make_subclass", "It lets nn.Parameter() accept a parameter in flight."),
     Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),

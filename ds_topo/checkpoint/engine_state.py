@@ -87,24 +87,24 @@ def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
     optimizer, inner = engine.optimizer, facts.inner_optimizer(engine)
     if inner is None:
         return
+    masters = [group["params"] for group in inner.param_groups]
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _of_zero_3(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         if optimizer.round_robin_gradients:
-            yield from _of_round_robin(optimizer)
+            yield from _of_round_robin(optimizer, masters)
         else:
-            yield from _of_partitions(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+            yield from _of_partitions(optimizer.bit16_groups, masters)
     elif isinstance(optimizer, BF16_Optimizer):
-        yield from _of_partitions(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        yield from _of_partitions(optimizer.bf16_groups, masters)
     elif isinstance(optimizer, FP16_Optimizer):
-        for number, (group, master) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+        for number, (group, (master,)) in enumerate(zip(optimizer.fp16_groups, masters, strict=True)):
             for parameter, end in zip(group, accumulate(one.numel() for one in group), strict=True):
                 yield Held(parameter, master, 0, parameter.numel(), end - parameter.numel(), number)
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        yield from _of_copies(optimizer.fp16_groups, optimizer.fp32_groups)
+        yield from _of_copies(optimizer.fp16_groups, masters)
     elif optimizer is inner:
-        groups = [group["params"] for group in inner.param_groups]
-        yield from _of_copies(groups, groups)
+        yield from _of_copies(masters, masters)
     else:
         raise CheckpointError(
             f"{stock_class(optimizer).__name__}: it is unknown where this optimizer keeps master weights and states, "
@@ -121,7 +121,7 @@ def _of_copies(groups: Any, masters: Any) -> Iterator[Held]:
 
 def _of_partitions(groups: Any, masters: Any) -> Iterator[Held]:
     """Yield the parameters of partitioned vectors; in both layouts the parameters store their addresses."""
-    for number, (parameters, master) in enumerate(zip(groups, masters, strict=True)):
+    for number, (parameters, (master,)) in enumerate(zip(groups, masters, strict=True)):
         for parameter in parameters:
             found = parameter._hp_mapping
             if found is None:
@@ -131,15 +131,10 @@ def _of_partitions(groups: Any, masters: Any) -> Iterator[Held]:
                 yield Held(parameter, master, there.start, there.numel, here.start, number)
 
 
-def _of_round_robin(optimizer: DeepSpeedZeroOptimizer) -> Iterator[Held]:
+def _of_round_robin(optimizer: DeepSpeedZeroOptimizer, masters: list[list[torch.Tensor]]) -> Iterator[Held]:
     """Yield the parameters with ``round_robin_gradients``, where the addresses in parameters are those without it."""
-    rows = zip(
-        optimizer.round_robin_bit16_groups,
-        offsets_in_flat_groups(optimizer),
-        optimizer.single_partition_of_fp32_groups,
-        strict=True,
-    )
-    for number, (parameters, offsets, master) in enumerate(rows):
+    rows = zip(optimizer.round_robin_bit16_groups, offsets_in_flat_groups(optimizer), masters, strict=True)
+    for number, (parameters, offsets, (master,)) in enumerate(rows):
         size = int(optimizer.partition_size[number])
         first = size * dist.get_rank(optimizer.real_dp_process_group[number])
         for parameter, offset in zip(parameters, offsets, strict=True):
@@ -178,8 +173,9 @@ def update_weights(engine: DeepSpeedEngine, parameters: Iterable[Named]) -> None
     optimizer: Any = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.checkpoint_event_prologue()
-        for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        flats = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for weights, masters in flats:
+            weights.data.copy_(masters.data)
         optimizer.checkpoint_event_epilogue()
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         optimizer.update_lp_params()
@@ -328,7 +324,7 @@ def named_buffers(engine: DeepSpeedEngine, rename: Rename = None) -> dict[str, N
 def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
     """Replace an expert's number on a rank, by default this one, by its number in the whole layer."""
     if rank is None:
-        rank = dist.get_rank(deepspeed_groups._get_expert_parallel_group(layer.expert_group_name))
+        rank = dist.get_rank(deepspeed_groups._EXPERT_PARALLEL_GROUP[layer.expert_group_name])
     expert = expert_of(name)
     assert expert is not None
     return expert.numbered(rank * int(layer.num_local_experts) + expert.number)

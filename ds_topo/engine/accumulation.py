@@ -15,15 +15,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_topo.errors import EngineOptionError, abridged
 
 
-def _in_this_step(engine: DeepSpeedEngine, steps: int) -> int:
-    """Return how many micro-batches of the current step have gradients already; a step has ``steps`` of them."""
-    if not engine.managed_gradient_accumulation():
-        return int(engine._unmanaged_backward_count)  # micro_steps counts steps
-    if engine._is_gradient_accumulation_boundary is not None or isinstance(engine, PipelineEngine):
-        return 0  # the program says which micro-batch is the last; a pipeline takes whole steps
-    return int(engine.micro_steps % steps)
-
-
 def _is_count(value: object) -> bool:
     try:
         return not isinstance(value, bool) and operator.index(value) > 0  # type: ignore[arg-type]
@@ -40,13 +31,23 @@ class MicroBatches:
 
     def __init__(self, number: int) -> None:
         self._number = number
+        self.backwards = 0
+        """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
+
+    def _in_this_step(self, engine: DeepSpeedEngine) -> int:
+        """Return how many micro-batches of the current step have gradients already."""
+        if not engine.managed_gradient_accumulation():
+            return self.backwards  # micro_steps counts steps
+        if engine._is_gradient_accumulation_boundary is not None or isinstance(engine, PipelineEngine):
+            return 0  # the program says which micro-batch is the last; a pipeline takes whole steps
+        return int(engine.micro_steps % self._number)
 
     def settle(self, engine: DeepSpeedEngine) -> None:
         """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
         number, former = engine.gradient_accumulation_steps(), self._number
         if number == former:
             return
-        done = _in_this_step(engine, former)
+        done = self._in_this_step(engine)
         if done:
             raise EngineOptionError(
                 f"gradient_accumulation_steps has become {number} after {done} of the {former} micro-batches of a "
@@ -65,7 +66,7 @@ class MicroBatches:
                 f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples "
                 f"in a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * number}"
             )
-        done = _in_this_step(engine, number)
+        done = self._in_this_step(engine)
         if done and train_batch_size != engine.train_batch_size():
             raise EngineOptionError(
                 f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "

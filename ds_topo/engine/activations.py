@@ -84,6 +84,11 @@ def buffers_for(
         _last[engine] = method, shapes[:1]
 
 
+def forget_announced(engine: PipelineEngine) -> None:
+    """Let an engine announce the shapes of its next activations, whatever they are."""
+    _sent.pop(engine, None)
+
+
 def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
     """Return the instructions of an engine, of which ``SendActivation`` refuses shapes that it has not announced.
 
@@ -94,8 +99,7 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
     @wraps(send)
     def checked(engine: PipelineEngine, buffer_id: int, phase: int = 0, **options: Any) -> None:
         outputs, announced = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), _sent.setdefault(engine, {})
-        tells = engine._first_send[phase] if isinstance(engine, DualPipeVEngine) else engine.first_output_send
-        if tells or engine.dynamic_shape:
+        if engine.dynamic_shape or phase not in announced:
             announced[phase] = outputs
         elif announced[phase] != outputs:
             raise EngineOptionError(
@@ -110,10 +114,3 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
 
 def _text(shapes: Shapes) -> str:
     return " and ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in shapes) or "no tensors"
-
-
-def drop_buffer_of_other_type(engine: PipelineEngine, index: int, dtype: torch.dtype) -> None:
-    """Make ``_allocate_or_extend_buffers`` allocate a buffer: it would return one of another type if large enough."""
-    buffers = engine._grad_layer_buf
-    if len(buffers) > index and buffers[index].dtype != dtype:
-        buffers[index] = torch.empty(0, dtype=dtype, device=engine.device)

@@ -36,6 +36,7 @@ from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
 
 from ds_topo.engine.config_options import other_slices, passes_of
 from ds_topo.engine.experts import create_expert_groups
@@ -93,12 +94,14 @@ def saving_whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
         return
     whole = engine._consolidated_16bit_state_dict() or {}  # on rank 0
 
-    @around
-    def with_whole(state_dict: Any, *given: Any, **more: Any) -> dict[str, Any]:
-        return {name: whole.get(name, value) for name, value in state_dict(*given, **more).items()}
+    def fill(module: nn.Module, states: dict[str, Any], *_: Any) -> None:
+        states.update({name: whole[name] for name in states if name in whole})
 
-    with ledger.bound(patches.MODULE_STATES, with_whole, engine):
+    hook = engine.module.register_state_dict_post_hook(fill)
+    try:
         yield
+    finally:
+        hook.remove()
 
 
 @around

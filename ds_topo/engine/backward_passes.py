@@ -49,9 +49,7 @@ def _is_prepared(optimizer: ZeROOptimizer) -> bool:
 
 
 def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
-    """Tell whether the running backward pass brings gradients to the engine, unlike ``torch.autograd.grad``."""
-    if engine._running_engine_backward:
-        return True
+    """Tell whether a backward pass that the program runs brings gradients, unlike ``torch.autograd.grad``."""
     trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
     if is_whole_backward():  # also if checkpointed layers run a pass of their own
         return any(True for _ in trained)
@@ -67,6 +65,8 @@ class BackwardPasses:
         """True if the gradients of the step are reduced, and cannot take others."""
         self._is_penalized = False
         """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned."""
+        self.is_of_engine = False
+        """True while ``engine.backward`` runs."""
 
     def end_micro_batch(self, is_last: bool) -> None:
         """Start another step unless more micro-batches follow."""
@@ -86,7 +86,7 @@ class BackwardPasses:
         """Return the inputs of a forward pass so that outputs of other engines among them are not divided again."""
         if not _has_graph() or engine.gradient_accumulation_steps() == 1:
             return inputs
-        return _changed(inputs, partial(_restored, engine))
+        return _changed(inputs, partial(_restored, engine, self))
 
     def of_outputs(self, engine: DeepSpeedEngine, outputs: Any) -> Any:
         """Return the outputs of a forward pass, by which gradients enter the engine and are divided."""
@@ -95,7 +95,7 @@ class BackwardPasses:
     def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming():
             return gradient
-        if not _reaches_parameters(engine):
+        if not (self.is_of_engine or _reaches_parameters(engine)):
             if torch.is_grad_enabled():
                 self._note_penalty(engine)
             return gradient
@@ -110,7 +110,7 @@ class BackwardPasses:
         if isinstance(optimizer, ZeROOptimizer):
             if not _is_prepared(optimizer):
                 engine._backward_prologue()
-        elif not engine._running_engine_backward:
+        elif not self.is_of_engine:
             engine._backward_prologue()  # it refuses loss.backward() without ZeRO
         return _divided(engine, gradient)
 
@@ -131,16 +131,17 @@ class BackwardPasses:
             RuntimeError: the step cannot take its gradients.
         """
         optimizer = engine.optimizer
-        if is_functorch_transforming() or not _reaches_parameters(engine):
+        if is_functorch_transforming() or not (self.is_of_engine or _reaches_parameters(engine)):
             return False
         if not isinstance(optimizer, ZeROOptimizer):
             return True
         if _is_prepared(optimizer):
             return False
-        if not engine._running_engine_backward:
+        if not self.is_of_engine:
             self.require_none_reduced(engine)
             self._require_scaled()
-        if not optimizer._backward_active_depth and optimizer._backward_seen_this_step:
+        state = optimizer._backward_hook_state
+        if not state.backward_active_depth and state.backward_seen_this_step:
             optimizer.clear_backward_seen_flag()  # as a forward pass does
         return True
 
@@ -281,7 +282,7 @@ def _divided(engine: DeepSpeedEngine, gradient: torch.Tensor) -> torch.Tensor:
     return divided
 
 
-def _restored(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
+def _restored(engine: DeepSpeedEngine, passes: BackwardPasses, value: torch.Tensor) -> torch.Tensor:
     """Return an input that depends on an engine's output so that this engine does not divide its gradient."""
     if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
         return value
@@ -289,7 +290,7 @@ def _restored(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
     view: torch.Tensor = of_engine.apply(value)
 
     def multiply(gradient: torch.Tensor) -> torch.Tensor:
-        if is_functorch_transforming() or not _reaches_parameters(engine):
+        if is_functorch_transforming() or not (passes.is_of_engine or _reaches_parameters(engine)):
             return gradient
         one = gradient.new_ones(())
         factor = _divided(engine, one)

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
@@ -106,21 +105,12 @@ def remaining(iterator: Iterator[Any]) -> int | None:
         return None if left is None else left + len(iterator.ahead)
     if isinstance(iterator, (RepeatingLoader, cycle)):
         return _ENDLESS
-    if isinstance(iterator, _BaseDataLoaderIter):
-        return len(iterator) - int(iterator._num_yielded) if _has_exact_length(iterator) else None
     if isinstance(iterator, repeat):
         return operator.length_hint(iterator, _ENDLESS)
     if type(iterator).__module__ == "builtins":  # the hints of other iterators may be estimates
         hint = operator.length_hint(iterator, -1)
         return hint if hint >= 0 else None
     return None
-
-
-def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
-    """Return True if torch alone chooses the samples; the length of a user's sampler or stream may be an estimate."""
-    batches = iterator._index_sampler
-    modules = [type(sampler).__module__ for sampler in (batches, getattr(batches, "sampler", batches))]
-    return iterator._dataset_kind == _DatasetKind.Map and all(name.startswith("torch.utils.data.") for name in modules)
 
 
 def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ of an engine compare their settings and models; if one rank fails, all raise. Op
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -50,17 +50,25 @@ from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes, partition_axes
 
 
-def check_with_all_ranks(engine: DeepSpeedEngine, do_sanity_check: Callable[[], None]) -> None:
-    """Check options and inputs before ``DeepSpeedEngine._do_sanity_check``, and compare the results of all ranks."""
-    config, grid = engine._config, engine.mpu
+def check_with_all_ranks(engine: DeepSpeedEngine, config: DeepSpeedConfig, grid: MpuGrid, optimizer: Any) -> None:
+    """Check options before an engine is built, and compare the results of all ranks.
+
+    hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
+
+    Args:
+        engine: the engine, whose constructor has not run.
+        config: its config.
+        grid: its mpu.
+        optimizer: the program's optimizer, or the function that makes it, if any.
+    """
     everyone = grid.get_ranks(axes_of_engine(grid, isinstance(engine, PipelineEngine)))
     with agreement(everyone, "the settings of the engine") as lines:
         autoparallel.complete_sizes(config, grid)
         kinds = isinstance(engine, PipelineEngine), isinstance(engine, DualPipeVEngine)
         check_config(ConfigOnGrid(config, grid, *kinds))
-        check_engine_inputs(engine, grid)
-        do_sanity_check()
-        lines += _settings(engine)
+        check_sections(config, grid)
+        lines += _settings(config, grid, type(optimizer).__name__ if optimizer else config.optimizer_name)
+        lines.append(f"engine={stock_class(engine).__name__}")
 
 
 _reads_sections: ContextVar[bool] = ContextVar("reads_sections", default=False)
@@ -146,19 +154,19 @@ def reading_sections() -> Iterator[None]:
         _reads_sections.reset(token)
 
 
-def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
+def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     """Raise for sections of the config that the engine would ignore.
 
     Raises:
         TopologyError: the topology of the config differs from the grid's.
         EngineOptionError: ``deepspeed.initialize`` itself does not read the reducer's section.
     """
-    if wants_reducer(engine._config) and not _reads_sections.get():
+    if wants_reducer(config) and not _reads_sections.get():
         raise EngineOptionError(
             f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or call ds_topo.use(grid) first"
         )
-    section = engine._config._param_dict.get(TOPOLOGY_SECTION)
+    section = config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
         wanted = as_topology(section, grid.world_size)  # or what verify has set
         if wanted != grid.topology():
@@ -401,19 +409,14 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
 
 
-def _settings(engine: DeepSpeedEngine) -> list[str]:
-    config = engine._config
-    optimizer = type(engine.client_optimizer).__name__ if engine.client_optimizer else config.optimizer_name
-    module = engine.module if hasattr(engine, "module") else None
+def _settings(config: DeepSpeedConfig, grid: MpuGrid, optimizer: str | None) -> list[str]:
     return [
         *(f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name)),
         f"optimizer={optimizer}",
         f"zero stage={config.zero_config.stage}",
         f"autotp_size={config.tensor_parallel_config.autotp_size}",
         f"autoep_size={config.expert_parallel_config.autoep_size}",
-        f"engine={stock_class(engine).__name__}",
-        f"correct norms={engine.mpu.correct_norms}",
-        f"micro batches of={getattr(module, 'micro_batches', None)}",
+        f"correct norms={grid.correct_norms}",
         f"torch {torch.__version__}",
         f"deepspeed {deepspeed.__version__}",
         f"ds_topo {sys.modules['ds_topo'].__version__}",

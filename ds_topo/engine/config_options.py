@@ -136,7 +136,7 @@ def _second_partition(case: ConfigOnGrid) -> Iterator[str]:
     grid = case.grid
     size = min(case.config.zero_config.zero_hpz_partition_size, len(grid.dp_group))  # as DeepSpeed does
     wanted = list(grid.to_global(zero_partition_ranks(grid.topology(), size, grid.grid_rank)))
-    group = deepspeed_groups._get_zero_param_intra_parallel_group()
+    group = deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
     found = _neighbors(size) if group is None else dist.get_process_group_ranks(group)
     if found != wanted:
         yield (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -68,7 +69,7 @@ def check_engine_with_experts(engine: DeepSpeedEngine) -> None:
         )
     check_norm(engine)
     if slices > 1:  # model parallel peers split the slots of an expert evenly; DeepSpeed asserts that this is possible
-        for gate in engine.gate_modules:
+        for gate in (each for each in engine.module.modules() if isinstance(each, TopKGate)):
             engine.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
 
 
@@ -83,7 +84,7 @@ def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any
 
 @contextmanager
 def saving_by_slice(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Let each slice write the files that it will load, in ``_save_moe_checkpoint``.
+    """Let each slice write the files that it will load, in a call that saves.
 
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
     If replicas of an expert are on several slices, the files of the other slices would be missing.
@@ -207,7 +208,7 @@ def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
     ranks: list[int] = []
     try:
         ranks = zero_partition_ranks(grid.topology(), size, grid.grid_rank)
-        if deepspeed_groups._get_zero_param_intra_parallel_group() is not None:
+        if deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None:
             raise ExpertGroupError(
                 "the ZeRO parameter intra parallel group is already initialized, and a process has only one: "
                 "destroy its grid first"

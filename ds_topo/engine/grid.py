@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import torch_names
 from ds_topo.engine import autoparallel, checks
@@ -92,7 +93,7 @@ class PipelineParallelGrid(MpuGrid):
             warn_of_newer_releases((*patches.ROWS, *torch_names.ROWS))
         with ExitStack() as undo:
             undo.callback(self.destroy)
-            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, _building_engines))
+            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(current.forget, self))
@@ -159,8 +160,12 @@ class PipelineEngineGrid(PipelineParallelGrid):
 # -- engines of a grid ------------------------------------------------------------------------------------------------
 
 
+when_built: list[Callable[[DeepSpeedEngine], object]] = []
+"""What is called with each engine that was built."""
+
+
 @around
-def _building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
+def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     """Replace ``DeepSpeedEngine.__init__``: an engine whose mpu is a grid gets the class of engines on a grid."""
     given = inspect.signature(construct).bind(engine, *args, **options).arguments
     model, mpu = given["model"], given.get("mpu")
@@ -173,17 +178,28 @@ def _building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
             checks.check_engine_without_grid(model, mpu, given.get("config_class"))
             construct(engine, *args, **options)
             undo.pop_all()
+            _tell_of(engine)
             return
-        check_release(given.get("config_class"))
+        config = given.get("config_class")
+        check_release(config)
+        if given.get("mesh_device"):  # as the constructor does first
+            deepspeed_groups.mesh_device = given["mesh_device"]
+        checks.check_with_all_ranks(engine, config, mpu, given.get("optimizer"))
         release = put_engine_on_grid(engine)
         undo.callback(release)
-        with autoparallel.tables_of_grid(given.get("config_class"), mpu):
+        with autoparallel.tables_of_grid(config, mpu):
             construct(engine, *args, **options)
         complete(engine)
         mpu.on_destroy(release)
         undo.pop_all()
         if current.is_needed_by_others(before):
             current.restore(before)
+        _tell_of(engine)
+
+
+def _tell_of(engine: DeepSpeedEngine) -> None:
+    for call in when_built:
+        call(engine)
 
 
 def _check_names_of_experts(model: Any, mpu: Any) -> None:

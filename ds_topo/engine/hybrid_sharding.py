@@ -216,7 +216,8 @@ def sum_over_copies(copies: Copies, optimizer: DeepSpeedZeroOptimizer) -> None:
 
 def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
     """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
-    gradients = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
+    (master,) = optimizer.param_groups[group]["params"]
+    gradients = master.grad.view(-1)
     for piece in gradients.split(int(optimizer.reduce_bucket_size)):
         _Sum([piece], among, scale, optimizer.bit16_groups_flat[group].dtype).wait()
     optimizer.local_overflow |= not bool(gradients.isfinite().all())

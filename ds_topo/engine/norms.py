@@ -472,7 +472,7 @@ def _replica(parameter: nn.Parameter, grid: ProcessGrid) -> int:
         return dist.get_rank(grid.get_data_parallel_group())
     reducer: Any = owners[parameter]() if parameter in owners else None
     group = reducer.options.expert_groups.get(name) if reducer is not None else None
-    group = group or deepspeed_groups._get_expert_data_parallel_group_dict().get(name)
+    group = group or deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP.get(name)
     if group is None:
         raise ExpertGroupError(
             f"a parameter is an expert of group {name!r}, which does not exist: call "

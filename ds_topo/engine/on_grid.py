@@ -5,15 +5,15 @@ one back when the grid is destroyed. What a method adds is written down here onc
 modules that it calls hold one concept each. Its optimizer gets a class, too (:mod:`ds_topo.engine.optimizers_on_grid`).
 
 A :class:`~ds_topo.GradientReducer` and ``check_replicas`` add classes of their own, also to engines without a grid.
-Their methods run around those here: those of ``check_replicas`` outside, then those of the reducer, then these. What
-``ds-topo verify`` records is the innermost, in DeepSpeed's own methods.
+Their methods run around those here: those of ``check_replicas`` outside, then those of ``ds-topo verify``, which
+records, then those of the reducer, then these.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -114,13 +114,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     # -- construction
 
-    def _do_sanity_check(self) -> None:
-        """Check options and inputs first; all ranks compare the results.
-
-        hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
-        """
-        checks.check_with_all_ranks(self, super()._do_sanity_check)
-
     def _configure_expert_parallel(self, *arguments: Any, **options: Any) -> Any:
         """Create the expert groups of the grid first.
 
@@ -148,15 +141,21 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         super()._configure_distributed_model(model)
         compare_slices(self, model)
 
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas."""
-        with hybrid_sharding.partitioned_over_shard(self):
-            return super()._configure_zero_optimizer(optimizer)
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas.
 
-    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas."""
+        Add a placeholder to each group of a pipeline without a trainable parameter: a stage without trainable
+        parameters, or without those of a group, fails alone.
+        """
+        if isinstance(self, PipelineEngine):
+            model_parameters = with_placeholders(self, client_optimizer, model_parameters)
         with hybrid_sharding.partitioned_over_shard(self):
-            return super()._configure_bf16_optimizer(optimizer)
+            super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Do the same for ZeRO without an optimizer, for which DeepSpeed calls this method alone."""
+        with hybrid_sharding.partitioned_over_shard(self) if optimizer is None else nullcontext():
+            return super()._configure_zero_optimizer(optimizer)
 
     def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
         """Build a data loader for this rank's share of samples.
@@ -208,15 +207,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         else:
             super().clip_fp32_gradients()
 
-    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
-        """Add gradients of zeros where this rank has none.
-
-        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
-        """
-        if self.on_grid.adds_zeros:
-            reduction_order.fill_missing(optimizer)
-        super()._flush_coalesced_reduction_zero12(optimizer)
-
     # -- checkpoints
 
     def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
@@ -225,7 +215,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
         """
         with self._in_call("save_checkpoint"):
-            return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
+            save = self._in_files_of_experts(saves=True)(super().save_checkpoint)
+            return save_as_a_whole(save, self, save_dir, *arguments, **options)
 
     def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
         """Load by :func:`ds_topo.checkpoint.load`.
@@ -233,25 +224,13 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
         """
         with self._in_call("load_checkpoint"):
-            return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
+            load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
+            return load_as_a_whole(load, self, load_dir, *arguments, **options)
 
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
         """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
         with autoparallel.saving_whole_weights(self):
             return super().save_16bit_model(*arguments, **options)
-
-    def _save_zero_checkpoint(self, *arguments: Any) -> None:
-        """With experts and an axis ``shard``, save a file of each replica.
-
-        Experts have other partitions than dense parameters, which several replicas share.
-        """
-        with self._in_file_of_replica():
-            super()._save_zero_checkpoint(*arguments)
-
-    def _load_zero_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """With experts and an axis ``shard``, load the file of each replica."""
-        with self._in_file_of_replica():
-            return super()._load_zero_checkpoint(*arguments, **options)
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
@@ -262,23 +241,19 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         return states
 
     @contextmanager
-    def _in_file_of_replica(self) -> Iterator[None]:
-        if self.on_grid.copies is None or not self.has_moe_layers:
-            yield
-            return
-        with hybrid_sharding.file_of_replica(self, self.on_grid.copies):
-            yield
+    def _in_files_of_experts(self, *, saves: bool) -> Iterator[None]:
+        """Give experts files of their own, in a call that saves or loads a checkpoint.
 
-    def _save_moe_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Let each slice write the files of experts that it will load.
-
-        File names contain the writer's model parallel rank, so replicas on other slices would find no file.
+        With an axis ``shard``, each replica has a file: experts have other partitions than dense parameters, which
+        several replicas share. Each slice writes the files of experts that it will load: their names contain the
+        writer's model parallel rank, so replicas on other slices would find no file.
         """
-        if not self.on_grid.has_experts:
-            super()._save_moe_checkpoint(*arguments, **options)
-            return
-        with experts.saving_by_slice(self):
-            super()._save_moe_checkpoint(*arguments, **options)
+        with ExitStack() as undo:
+            if self.has_moe_layers and self.on_grid.copies is not None:
+                undo.enter_context(hybrid_sharding.file_of_replica(self, self.on_grid.copies))
+            if self.has_moe_layers and self.on_grid.has_experts and saves:
+                undo.enter_context(experts.saving_by_slice(self))
+            yield
 
 
 class PlainEngineOnGrid(EngineOnGrid):
@@ -298,10 +273,16 @@ class PlainEngineOnGrid(EngineOnGrid):
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Refuse gradients that the step cannot take any more."""
         with self._in_call("backward"):
-            self.on_grid.passes.require_none_reduced(self)
+            parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
+            parts.passes.require_none_reduced(self)
             if self.training:
-                self.on_grid.micro_batches.settle(self)
-            return super().backward(*arguments, **options)
+                parts.micro_batches.settle(self)
+            parts.micro_batches.backwards += 1
+            parts.passes.is_of_engine = True
+            try:
+                return super().backward(*arguments, **options)
+            finally:
+                parts.passes.is_of_engine = outer
 
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Compare the steps of replicas now and then while a watch is on."""
@@ -313,6 +294,7 @@ class PlainEngineOnGrid(EngineOnGrid):
             if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
                 job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
             self.on_grid.passes.end_micro_batch(is_last)
+            self.on_grid.micro_batches.backwards = 0
             return result
 
     def zero_grad(self) -> None:
@@ -327,9 +309,17 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone."""
+        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone.
+
+        Add gradients of zeros where this rank has none. DeepSpeed leaves them out, so ranks that use other parameters
+        sum gradients of different ones, or fail.
+        """
         with self.on_grid.passes.coalesced(self), super().coalesce_grad_reduction():
-            yield
+            try:
+                yield
+            finally:  # gradients are reduced after an error, too
+                if self.on_grid.adds_zeros:
+                    reduction_order.fill_missing(self.optimizer)
 
     # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
 
@@ -377,13 +367,6 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
     def using_bf16_optimizer(self, value: bool) -> None:
         pass
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Add a placeholder to each group without a trainable parameter.
-
-        A stage without trainable parameters, or without those of a group, fails alone.
-        """
-        super()._configure_optimizer(client_optimizer, with_placeholders(self, client_optimizer, model_parameters))
-
     def _build_data_iter(self, dataset: Any) -> None:
         """Read this rank's share of samples, on stages that read samples.
 
@@ -407,6 +390,11 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         with self._in_call("eval_batch"):
             return run_with_enough(super().eval_batch, self, *arguments, **options)
 
+    def reset_activation_shape(self) -> None:
+        """Forget which shapes of activations were announced to the next stage."""
+        activations.forget_announced(self)
+        super().reset_activation_shape()
+
     def _next_batch(self) -> Any:
         """Take a digest of the first batches: peers read samples independently, and must read the same."""
         batch = super()._next_batch()
@@ -424,9 +412,9 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         return self.on_grid.instructions
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Any:
-        """Replace a buffer of another type: DeepSpeed returns a buffer of any type that is large enough."""
-        activations.drop_buffer_of_other_type(self, idx, dtype)
-        return super()._allocate_or_extend_buffers(idx, shape, dtype)
+        """Return a new buffer in place of one of another type: DeepSpeed returns any that is large enough."""
+        buffer = super()._allocate_or_extend_buffers(idx, shape, dtype)
+        return buffer if buffer.dtype == dtype else torch.empty(shape, dtype=dtype, device=self.device)
 
 
 def put_engine_on_grid(engine: DeepSpeedEngine) -> Callable[[], None]:

@@ -92,12 +92,11 @@ class BF16Gradients(OptimizerGradients):
         for parameters, gradients in buffers:
             self.grad_buffers |= zip(parameters, gradients, strict=True)
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
-        """Also set the gradients that the pipeline engine reads."""
-        super().bind(reduce, forget, bindings)
-        for parameter, gradient in self.grad_buffers.items():
-            parameter._hp_grad = gradient  # type: ignore[attr-defined]
-            bindings.callback(vars(parameter).pop, "_hp_grad", None)
+    def reduce_tied(self, reduce: Callable[[], None]) -> None:
+        """Sum the gradients in the buffers: the engine would look for those that the optimizer has accumulated."""
+        for weight, group in self.engine.module.get_tied_weights_and_groups():
+            if weight in self.grad_buffers:
+                dist.all_reduce(self.grad_buffers[weight], group=group)
 
     def mark_reduced(self) -> None:
         """Mark all buffers as filled."""
@@ -178,28 +177,27 @@ class PartitionGradients(OptimizerGradients):
             offset_of = {p: offset for p, offset in zip(*in_place, strict=True) if p.numel()}
             parameters = [parameter for parameter in parameters if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = [offset_of[parameter] for parameter in parameters]
-            flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
-            dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
-            yield self._flat_group(index, parameters, flat, master, offsets, dtype)
+            flat, dtype = optimizer.bit16_groups_flat[index], optimizer.gradient_accumulation_dtype
+            dtype = flat.dtype if dtype == optimizer.dtype else dtype
+            yield self._flat_group(index, parameters, flat, offsets, dtype)
 
     def _groups_of_bf16(self, optimizer: BF16_Optimizer) -> Iterator[FlatGroup]:
         for index, whole_group in enumerate(optimizer.bf16_groups):
             parameters = [parameter for parameter in whole_group if parameter.numel()]  # before DeepSpeed 0.19.8
             offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
-            flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
-            gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
-            yield self._flat_group(index, parameters, flat, master, offsets, dtype, gradients)
+            flat, gradients = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_gradients_flat[index]
+            yield self._flat_group(index, parameters, flat, offsets, gradients.dtype, gradients)
 
     def _flat_group(
         self,
         index: int,
         parameters: list[nn.Parameter],
         flat: torch.Tensor,
-        master: torch.Tensor,
         offsets: Sequence[int],
         dtype: torch.dtype,
         flat_gradients: torch.Tensor | None = None,
     ) -> FlatGroup:
+        (master,) = self.optimizer.param_groups[index]["params"]
         process_group = self.optimizer.real_dp_process_group[index]
         size = dist.get_world_size(process_group)
         theirs = PartitionLayout.flat([parameter.numel() for parameter in parameters], offsets, master.numel(), size)

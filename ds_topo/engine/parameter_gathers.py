@@ -78,6 +78,8 @@ class FlatGroup:
     """The layout in force."""
     averaged: torch.Tensor | None = field(default=None, init=False)
     """The averaged gradients of this rank's partition, from backward to the step."""
+    has_linked_states: bool = field(default=False, init=False)
+    """True if ``safe_get_full_optimizer_state`` and similar functions find the optimizer states, in this layout."""
 
     def __post_init__(self) -> None:
         self.layout = self.theirs
@@ -256,20 +258,18 @@ def _in_slices(
     groups_flat: Sequence[torch.Tensor],
     partitioned_param_groups: Sequence[Sequence[torch.Tensor]],
     dp_process_group: Sequence[ProcessGroup],
-    *arguments: Any,
-    **options: Any,
 ) -> None:
-    """Replace ``all_gather_dp_groups``."""
+    """Replace ``all_gather_into_tensor_dp_groups``."""
     pairs = list(zip(groups_flat, dp_process_group, strict=False))
     if all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
         for flat, group in pairs:
             exchange_of(group, flat.device).gather_now(flat)
     else:
-        gather(groups_flat, partitioned_param_groups, dp_process_group, *arguments, **options)
+        gather(groups_flat, partitioned_param_groups, dp_process_group)
 
 
 @contextmanager
 def gathering_in_slices() -> Iterator[None]:
     """Send updated parameters point to point on gloo, in methods of DeepSpeed's optimizers that gather them."""
-    with ledger.bound(patches.GATHER_OF_ZERO, _in_slices), ledger.bound(patches.GATHER_OF_BF16, _in_slices):
+    with ledger.bound(patches.GATHER_PARAMETERS, _in_slices):
         yield

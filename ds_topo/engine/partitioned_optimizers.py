@@ -44,6 +44,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
     DeepSpeedZeroOptimizer,
 )
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
@@ -125,7 +126,6 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
     """Do what both optimizers do alike in our layout."""
 
     reduction: ReducerOfOptimizer
-    _hp_optimizer_states_linked: bool
 
     @abstractmethod
     def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
@@ -255,11 +255,11 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
                 )
 
     def _link_states(self) -> None:
-        """Link the optimizer states anew if they were linked, and exist."""
-        if self._hp_optimizer_states_linked:
-            self._hp_optimizer_states_linked = False
-            if all(group.master in self.optimizer.state for group in self.reduction.groups):
-                self._lazy_init_hp_params_optimizer_state()
+        """Link the optimizer states to the parameters, where the optimizer has states."""
+        for group in self.reduction.groups:
+            group.has_linked_states = group.master in self.optimizer.state
+            if group.has_linked_states:
+                lazy_init_hp_params_optimizer_state(group.parameters, group.master, self.optimizer.state)
 
 
 class PartitionedZero(PartitionedOptimizer, ReducedZero):
@@ -394,10 +394,11 @@ class PartitionedBF16(PartitionedOptimizer, ReducedBF16):
         for group, partition in zip(self.reduction.groups, partitions, strict=True):
             group.master.grad = partition.to(group.master.dtype)
         self.optimizer.step()
-        if self.grad_acc_dtype is not torch.float32:
-            for group in self.reduction.groups:
+        for group in self.reduction.groups:
+            if group.gradients.dtype is not torch.float32:
                 group.master.grad = None
-        self._lazy_init_hp_params_optimizer_state()
+        if not all(group.has_linked_states for group in self.reduction.groups):
+            self._link_states()
         self.update_lp_params()
         self.clear_hp_grads()
 

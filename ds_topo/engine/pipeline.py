@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import wraps
-from numbers import Integral
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from ds_topo.engine.grid import PipelineEngineGrid
@@ -25,7 +25,7 @@ from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
-from ds_topo.ledger import always, around, ledger
+from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.differences import StockDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
@@ -42,34 +42,69 @@ CONSTRUCTION = "PipelineModule"
 """The name of a pipeline's construction in errors of other ranks."""
 
 
-def _world_of_construction(create: Any) -> Any:
+def _groups_of_construction(grid: PipelineEngineGrid, create: Any) -> Any:
+    """Return the function that creates groups while a module is built on a grid.
+
+    DeepSpeed clones the world's group first. At the end it creates the groups of stages that share a tied layer, for
+    all replicas on every rank; here, their members alone create them.
+    """
+    lines = map(grid.to_global, grid.topology().get_axis_comm_lists(PIPE))
+    line_of = {rank: number for number, line in enumerate(lines) for rank in line}
     is_first = True
 
     @wraps(create)
-    def world_or_new_group(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
+    def world_or_own_group(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
         nonlocal is_first
         is_of_world = is_first and ranks is not None and list(ranks) == list(range(dist.get_world_size()))
         is_first = False
-        return dist.group.WORLD if is_of_world else create(ranks, *arguments, **named)
+        if is_of_world:
+            return dist.group.WORLD
+        of_lines = {line_of.get(rank) for rank in ranks or ()}
+        if arguments or named or len(of_lines) != 1 or None in of_lines:
+            return create(ranks, *arguments, **named)
+        is_member = grid.global_rank in ranks
+        return grid.create_group(RankGroup(("tied layers",), tuple(ranks))) if is_member else None
 
-    return world_or_new_group
+    return world_or_own_group
 
 
-@contextmanager
-def building_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> Iterator[None]:
-    """Make the constructor of a module take this grid instead of creating one.
+def construct_on(
+    grid: PipelineEngineGrid,
+    module: DeepSpeedPipelineModule,
+    construct: Callable[..., None],
+    layers: list[Any],
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """Call DeepSpeed's constructor of a module so that it takes this grid instead of creating one.
+
+    Args:
+        grid: the grid.
+        module: the module.
+        construct: the constructor, bound to the module.
+        layers: its layers.
+        arguments: further ones of the constructor, without ``num_stages`` and ``topology``.
+        options: more of them.
 
     Raises:
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
     """
+    given = inspect.signature(construct).bind(layers, None, grid._topo, *arguments, **options)
+    given.apply_defaults()
+    if given.arguments["seed_layers"]:  # the bounds of stages are NumPy's integers, which random.seed() refuses
+        seed = given.arguments["seed_fn"] or set_random_seed
+        given.arguments["seed_fn"] = wraps(seed)(lambda number: seed(int(number)))
     own_grid = always(lambda topology=None, process_group=None: grid)
-    with ledger.bound(patches.PIPELINE_GRID, own_grid), ledger.bound(patches.PIPELINE_WORLD, _world_of_construction):
-        yield
-    if module._grid is not grid:
+    own_groups = partial(_groups_of_construction, grid)
+    with ledger.bound(patches.PIPELINE_GRID, own_grid), ledger.bound(patches.PIPELINE_GROUPS, own_groups):
+        construct(*given.args, **given.kwargs)
+    module.partition_method = given.arguments["partition_method"]
+    if module.mpu() is not grid:
         raise RuntimeError(
             f"this release of DeepSpeed does not build pipelines on {patches.PIPELINE_GRID}, which ds_topo replaces: "
             "use a release that README.md names"
         )
+    _checkpoint_all_segments(module)
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
@@ -117,8 +152,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             raise RuntimeError(
                 "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
             )
-        layers = _checked_layers(layers)
-        _check_loss(args[0] if args else options.get("loss_fn"))
+        layers = checked_layers(layers, args[0] if args else options.get("loss_fn"))
         if isinstance(num_stages, str):  # a spec instead of a number
             topology, num_stages = topology or num_stages, None
         layout = _layout_of(num_stages, topology, config, grid)
@@ -126,16 +160,14 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             is_given = topology is not None or config is not None
             require_topology_in_use(cast(Any, layout) if is_given else None, num_stages, used)
             layout = grid = used
-        _check_stages(num_stages, layout, len(layers), self.parts_of_a_rank)
+        check_stages(num_stages, layout, len(layers), self.parts_of_a_rank)
         if isinstance(layout, MpuGrid):
             engine_grid = PipelineEngineGrid.over(layout)
         else:
             engine_grid = PipelineEngineGrid(layout, timeout=timeout)
         guard.narrow(CONSTRUCTION, engine_grid.members)
         try:
-            with building_on(self, engine_grid):
-                super().__init__(layers, None, engine_grid._topo, *args, **options)
-            checkpoint_all_segments(self)
+            construct_on(engine_grid, self, super().__init__, layers, *args, **options)
         except BaseException:
             if layout is not grid:
                 engine_grid.destroy()
@@ -147,22 +179,12 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 
     def mpu(self) -> PipelineEngineGrid:
         """Return the grid."""
-        grid: PipelineEngineGrid = self._grid
+        grid: PipelineEngineGrid = super().mpu()
         return grid
-
-    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
-        with_plain_bounds(super()._set_bounds)(start, stop)
-
-    def _partition_layers(self, method: str = "uniform") -> None:
-        self.partition_method = method
-        super()._partition_layers(method)
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():  # otherwise torch warns that the broadcast of a parameter is not differentiable
             super()._synchronize_tied_weights()
-
-    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        return index_tied_modules(self)
 
 
 class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[misc]
@@ -174,7 +196,6 @@ class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[mis
     """
 
     parts_of_a_rank = 2
-    phase_bounds: list[tuple[int, int]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         require(DUALPIPEV)
@@ -185,13 +206,8 @@ class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[mis
             )
         super().__init__(*args, **options)
 
-    def _partition_layers(self, method: str = "uniform") -> None:
-        super()._partition_layers(method)
-        # as in with_plain_bounds(); DeepSpeed switches between these bounds without _set_bounds()
-        self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]
 
-
-def checkpoint_all_segments(module: DeepSpeedPipelineModule) -> None:
+def _checkpoint_all_segments(module: DeepSpeedPipelineModule) -> None:
     """Let the activation checkpointing of a module work for token ids, and with ``torch_autocast``.
 
     DeepSpeed's default function is reentrant: it detaches a segment whose inputs need no gradient from autograd, so an
@@ -213,54 +229,13 @@ def _checkpointed(function: Any, *inputs: Any) -> Any:
     return non_reentrant_checkpoint(function, *inputs)
 
 
-@around
-def with_plain_bounds(set_bounds: Any, *arguments: Any, **named: Any) -> None:
-    """Convert the bounds of balanced partitions from NumPy's integers.
-
-    With ``seed_layers=True`` DeepSpeed passes them to ``random.seed``, which refuses NumPy's integers.
-    """
-
-    def plain(value: Any) -> Any:
-        return int(value) if isinstance(value, Integral) else value
-
-    set_bounds(*map(plain, arguments), **{name: plain(value) for name, value in named.items()})
-
-
-def index_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, dict[str, Any]]:
-    """Create the groups of stages that share a tied module; return the groups by key.
-
-    DeepSpeed's own method creates the groups of all ranks on every rank.
-    """
-    grid: PipelineEngineGrid = module.mpu()
-    tied_comms: dict[str, dict[str, Any]] = {}
-    if grid.pipe_parallel_size == 1:
-        return tied_comms
-    stages_of: dict[str, set[int]] = {}
-    for index, layer in enumerate(module._layer_specs):
-        if isinstance(layer, TiedLayerSpec):
-            stages_of.setdefault(layer.key, set()).add(module.stage_owner(index))
-    for key, stages in sorted(stages_of.items()):
-        if grid.stage_id not in stages:
-            continue
-        ranks = [grid.stage_to_global(stage) for stage in sorted(stages)]
-        tied_comms[key] = {
-            "ranks": ranks,
-            "group": grid.create_group(RankGroup(("tied layers", key), tuple(ranks))),
-            "weight_attr": module.tied_weight_attrs[key],
-            "module": module.tied_modules[key],
-        }
-        if grid.global_rank != ranks[0]:  # only the first stage's copy counts in the gradient norm
-            for parameter in module.tied_modules[key].parameters():
-                parameter.ds_pipe_replicated = True
-    return tied_comms
-
-
-def _checked_layers(layers: Iterable[Any]) -> list[Any]:
+def checked_layers(layers: Iterable[Any], loss: object) -> list[Any]:
     """Return the layers as a list.
 
     Raises:
         ValueError: there is no layer.
-        TypeError: a stage could not build or call a layer, such as a class without its arguments.
+        TypeError: a stage could not build or call a layer, such as a class without its arguments, or the last stage
+            could not call the loss function.
     """
     if isinstance(layers, (str, type)) or not isinstance(layers, Iterable):
         raise TypeError(f"layers={abridged(layers)}: give a list of modules, LayerSpec, TiedLayerSpec or functions")
@@ -276,19 +251,11 @@ def _checked_layers(layers: Iterable[Any]) -> list[Any]:
             raise TypeError(
                 f"layer {index} is {abridged(layer)}: give a module, LayerSpec, TiedLayerSpec or a function"
             )
-    return checked
-
-
-def _check_loss(loss: object) -> None:
-    """Refuse a loss function that the last stage could not call.
-
-    Raises:
-        TypeError: it is not callable, or a class of modules.
-    """
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise TypeError(f"loss_fn is the class {loss.__name__}: give an instance, {loss.__name__}()")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss_fn={abridged(loss)}: give a function of (outputs, labels), such as nn.MSELoss()")
+    return checked
 
 
 def _layout_of(
@@ -321,7 +288,7 @@ def _layout_of(
     return used
 
 
-def _check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, layers: int, parts: int) -> None:
+def check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, layers: int, parts: int) -> None:
     """Refuse a ``num_stages`` that differs from the topology's, and fewer layers than parts on all stages.
 
     Raises:

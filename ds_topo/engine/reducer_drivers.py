@@ -121,6 +121,8 @@ class EngineDriver(StepDriver):
         self._bindings = ExitStack()
         self._is_backward_of_output = False
         """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
+        self._is_backward_of_engine = False
+        """True while ``engine.backward`` runs."""
         self.reducer: BucketReducer
         """The reducer that the engine drives; set in :meth:`bind`."""
 
@@ -150,7 +152,7 @@ class EngineDriver(StepDriver):
         if engine.gradient_average and engine.postscale_gradients() and engine.gradient_predivide_factor() != 1.0:
             options["predivide_factor"] = engine.gradient_predivide_factor()
         if engine.has_moe_layers:
-            options["expert_groups"] = dict(deepspeed_groups._get_expert_data_parallel_group_dict())
+            options["expert_groups"] = dict(deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP)
         return options
 
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
@@ -189,7 +191,16 @@ class EngineDriver(StepDriver):
 
     def begin_backward(self) -> None:
         """Note that the gradients that follow are of this engine's output."""
-        self._is_backward_of_output = not self.engine._running_engine_backward
+        self._is_backward_of_output = not self._is_backward_of_engine
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Note that ``engine.backward`` runs."""
+        outer, self._is_backward_of_engine = self._is_backward_of_engine, True
+        try:
+            yield
+        finally:
+            self._is_backward_of_engine = outer
 
     def end_backward(self) -> None:
         """Note that this engine's backward pass is over."""
@@ -221,7 +232,7 @@ class EngineDriver(StepDriver):
         A backward pass of another engine's loss through this module is not: its gradients are added to the next ones.
         """
         engine = self.engine
-        is_own = engine._running_engine_backward or self._is_backward_of_output
+        is_own = self._is_backward_of_engine or self._is_backward_of_output
         if engine.inside_no_sync_ctxt or not is_own:
             return False
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
@@ -418,6 +429,11 @@ class ReducedPlainEngine(ReducedEngine):
         self.reducer_driver.give_up_unfinished()
         return super().forward(*inputs, **named)
 
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        """Note that it is this engine's own backward pass."""
+        with self.reducer_driver.in_backward():
+            return super().backward(*arguments, **options)
+
     def _backward_prologue(self) -> None:
         """Note that the gradients that follow are of this engine's output.
 
@@ -445,7 +461,7 @@ class ReducedPipelineEngine(ReducedEngine, PipelineEngine):  # type: ignore[misc
         """
         return self.reducer_driver.driving(super()._INSTRUCTION_MAP)
 
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Discard a step that an exception in backward has ended: training may go on with the same engine."""
         self.reducer_driver.give_up_unfinished()
-        super()._exec_schedule(pipe_schedule)
+        return super().train_batch(*arguments, **options)

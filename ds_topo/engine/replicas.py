@@ -201,7 +201,7 @@ class ReplicaCheck:
 class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    mixin_order, mixin_suffix, mixin_state = 2, "Compared", "replica_check"
+    mixin_order, mixin_suffix, mixin_state = 3, "Compared", "replica_check"
     replica_check: ReplicaCheck
 
     def destroy(self) -> None:
@@ -307,7 +307,7 @@ def _group_of(parameter: torch.Tensor, dense: ProcessGroup) -> tuple[ProcessGrou
 
 
 def _expert_group(name: str) -> tuple[ProcessGroup, str]:
-    return deepspeed_groups._get_expert_data_parallel_group_dict()[name], f"expert data of {name}"
+    return deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[name], f"expert data of {name}"
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ def hand_over_missing_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:
             missing.add(number)
             if number not in used:
                 group, _, start, numel = optimizer.grad_position[number]
-                optimizer.single_partition_of_fp32_groups[group].grad.view(-1)[start : start + numel].zero_()
+                (master,) = optimizer.param_groups[group]["params"]
+                master.grad.view(-1)[start : start + numel].zero_()
         if missing & used:
             optimizer._offload_accumulated_param_ids = missing & used
             optimizer._finalize_cpu_offload_gradient_accumulation()

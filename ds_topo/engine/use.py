@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,18 +26,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
-from ds_topo.engine.pipeline import (
-    CONSTRUCTION,
-    PipelineModule,
-    building_on,
-    checkpoint_all_segments,
-    index_tied_modules,
-    with_plain_bounds,
-)
+from ds_topo.engine.pipeline import CONSTRUCTION, PipelineModule, check_stages, checked_layers, construct_on
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError, warn
 from ds_topo.ledger import Make, Patch, always, around, find, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import StockDualPipeVModule
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -145,10 +140,10 @@ def _constructed_on_grid(
         construct(module, layers, num_stages, topology, *args, **options)
         return
     require_topology_in_use(topology, num_stages, grid)
-    engine_grid = PipelineEngineGrid.over(grid)
-    with guard.over(CONSTRUCTION, grid.members), building_on(module, engine_grid):
-        construct(module, layers, None, engine_grid._topo, *args, **options)
-    checkpoint_all_segments(module)
+    layers = checked_layers(layers, args[0] if args else options.get("loss_fn"))
+    check_stages(num_stages, grid, len(layers), 2 if isinstance(module, StockDualPipeVModule) else 1)
+    with guard.over(CONSTRUCTION, grid.members):
+        construct_on(PipelineEngineGrid.over(grid), module, partial(construct, module), layers, *args, **options)
 
 
 class _PipeDataInUse(PipeDataParallelTopology):
@@ -189,16 +184,10 @@ def _partitioned_over_replicas(construct: Any, *args: Any, **options: Any) -> No
 
 
 @around
-def _with_modifier_kept(construct: Any, context: Any, *args: Any, **options: Any) -> None:
-    construct(context, *args, **options)
-    given = inspect.signature(construct).bind(context, *args, **options).arguments
-    context.ds_topo_modifier_rank = given.get("modifier_rank")
-
-
-@around
 def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
-    grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
-    if context.enabled and grid is not None and rank is not None:
+    grid = grid_in_use()
+    if context.enabled and grid is not None and context.src_rank is not None:
+        rank = dist.get_group_rank(context.params[0].ds_process_group, context.src_rank)  # of what was given
         _send_to_copies(context.params, grid)
         if grid.get_axis_size(MODEL) > 1:
             replicas = grid.get_partition_group()
@@ -411,13 +400,9 @@ def _ranks_per_sample(grid: MpuGrid) -> int:
 
 WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.INITIALIZE, always(initialize)),
-    (patches.NAME_OF_PIPELINES, always(PipelineModule)),
     (patches.CONSTRUCT_PIPELINE, _constructed_on_grid),
-    (patches.TIED_MODULES, always(index_tied_modules)),
-    (patches.SET_BOUNDS, with_plain_bounds),
     (patches.ZERO_INIT, _partitioned_over_replicas),
     (patches.INFERENCE_GROUP, autoparallel.with_group_of_grid_in_use),
-    (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     (patches.PROCESS_TOPOLOGY, always(ProcessTopology)),
     (patches.PIPE_DATA_TOPOLOGY, always(_PipeDataInUse)),

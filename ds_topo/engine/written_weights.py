@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -208,17 +209,21 @@ def _copy_changed(own: torch.Tensor, master: torch.Tensor) -> bool:
 _Pairs: TypeAlias = Iterator[tuple[Any, Any]]
 
 
+def _masters_of(optimizer: Any) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors that a wrapped optimizer steps on, by group."""
+    return (group["params"] for group in optimizer.param_groups)
+
+
 def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> _Pairs:
-    masters = optimizer.single_partition_of_fp32_groups
-    for number, (partitions, master) in enumerate(
-        zip(optimizer.parallel_partitioned_bit16_groups, masters, strict=True)
-    ):
-        yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
+    return _of_partitions(optimizer, optimizer.parallel_partitioned_bit16_groups)
 
 
 def _of_bf16(optimizer: BF16_Optimizer) -> _Pairs:
-    masters = optimizer.fp32_groups_flat_partition
-    for number, (partitions, master) in enumerate(zip(optimizer.bf16_partitioned_groups, masters, strict=True)):
+    return _of_partitions(optimizer, optimizer.bf16_partitioned_groups)
+
+
+def _of_partitions(optimizer: Any, partitioned: Any) -> _Pairs:
+    for number, (partitions, (master,)) in enumerate(zip(partitioned, _masters_of(optimizer), strict=True)):
         yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
 
 
@@ -227,12 +232,11 @@ def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Pairs:
 
 
 def _of_fused(optimizer: FP16_Optimizer) -> _Pairs:
-    return zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True)
+    return zip(optimizer.fp16_groups_flat, chain.from_iterable(_masters_of(optimizer)), strict=True)
 
 
 def _of_unfused(optimizer: FP16_UnfusedOptimizer) -> _Pairs:
-    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        yield from zip(parameters, masters, strict=True)
+    return zip(chain.from_iterable(optimizer.fp16_groups), chain.from_iterable(_masters_of(optimizer)), strict=True)
 
 
 _PARTS: dict[type, Callable[[Any], _Pairs]] = {

@@ -22,7 +22,7 @@ CONSTRUCT_ENGINE = Patch(
     "__init__",
     instead="The same. An engine whose mpu is a grid has a class of ours; others may not have a model for a grid.",
     why="DeepSpeed's engines assume an order of ranks that a grid may not have.",
-    during="a PipelineParallelGrid exists",
+    during="a PipelineParallelGrid exists, or ds-topo verify records a run",
     process_wide="deepspeed.initialize builds the engine itself: no object exists before the constructor runs.",
 )
 SOURCE_OF_SLICES = Patch(
@@ -43,26 +43,12 @@ FOLDING_TABLES = Patch(
     why="AutoEP with AutoTP compares its groups with tables of neighboring ranks.",
     during="one call of an engine's constructor",
 )
-MODULE_STATES = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "module_state_dict",
-    instead="The same with whole weights.",
-    why="With AutoTP, DeepSpeed writes the slice of rank 0 alone.",
-    during="one call of save_16bit_model()",
-)
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-GATHER_OF_ZERO = Patch(
-    find("deepspeed.runtime.zero.stage_1_and_2"),
-    "all_gather_dp_groups",
-    instead="A gather that sends slices point to point on gloo.",
-    why="gloo's all_gather uses a link in one direction at a time.",
-    during="one call of the optimizer's step() or update_lp_params()",
-)
-GATHER_OF_BF16 = Patch(
-    find("deepspeed.runtime.bf16_optimizer"),
-    "all_gather_dp_groups",
+GATHER_PARAMETERS = Patch(
+    find("deepspeed.runtime.utils"),
+    "all_gather_into_tensor_dp_groups",
     instead="A gather that sends slices point to point on gloo.",
     why="gloo's all_gather uses a link in one direction at a time.",
     during="one call of the optimizer's step() or update_lp_params()",
@@ -96,14 +82,14 @@ WRITER_OF_EXPERTS = Patch(
     "_get_expert_data_parallel_rank",
     instead="A function that returns 0 on the writer of each slice and 1 on other ranks.",
     why="In DeepSpeed only expert data parallel rank 0 writes.",
-    during="one call of _save_moe_checkpoint()",
+    during="one call of save_checkpoint()",
 )
 WRITER_OF_FOLDED_EXPERTS = Patch(
     find("deepspeed.utils.groups"),
     "_get_data_parallel_rank",
     instead="The same on the writer of each slice of experts, and a number above all ranks on others.",
     why="With AutoEP and AutoTP, several replicas of an expert would write the same file.",
-    during="one call of _save_moe_checkpoint()",
+    during="one call of save_checkpoint()",
 )
 TORCH_LOAD = Patch(
     find("torch"),
@@ -131,11 +117,17 @@ PIPELINE_GRID = Patch(
     why="PipelineModule has no argument for a grid, and creates the groups of tied layers with the one it makes.",
     during="one call of PipelineModule's constructor",
 )
-PIPELINE_WORLD = Patch(
+PIPELINE_GROUPS = Patch(
     find("deepspeed.comm"),
     "new_group",
-    instead="The world's own group, for the first group if it is of all ranks in ascending order.",
-    why="PipelineModule clones the world's group, which opens connections between all ranks and never uses them.",
+    instead=(
+        "The world's own group, for the first group if it is of all ranks in ascending order. Groups of stages are "
+        "created by their members alone."
+    ),
+    why=(
+        "PipelineModule clones the world's group, which opens connections between all ranks and never uses them. It "
+        "creates the groups of all tied layers on every rank."
+    ),
     during="one call of PipelineModule's constructor",
 )
 
@@ -149,35 +141,11 @@ INITIALIZE = Patch(
     during=USE,
     process_wide=_ASKED_FOR,
 )
-NAME_OF_PIPELINES = Patch(
-    find("deepspeed.pipe"),
-    "PipelineModule",
-    instead="ds_topo.PipelineModule.",
-    why="Programs import it from there.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
 CONSTRUCT_PIPELINE = Patch(
     find("deepspeed.runtime.pipe.module.PipelineModule"),
     "__init__",
     instead="The same on the grid in use, after a comparison of the topologies.",
     why="Programs derive from PipelineModule before a grid exists.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-TIED_MODULES = Patch(
-    find("deepspeed.runtime.pipe.module.PipelineModule"),
-    "_index_tied_modules",
-    instead="A method that creates groups of the stages that share a layer, on these stages.",
-    why="DeepSpeed creates the groups of all ranks on every rank.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-SET_BOUNDS = Patch(
-    find("deepspeed.runtime.pipe.module.PipelineModule"),
-    "_set_bounds",
-    instead="The same with Python's integers.",
-    why="Balanced partitions have NumPy's integers, which Python's random.seed() refuses under seed_layers=True.",
     during=USE,
     process_wide=_ASKED_FOR,
 )
@@ -218,14 +186,6 @@ ZERO_INIT = Patch(
     "__init__",
     instead="The same over the data parallel group of the grid in use.",
     why="Without a group, as from_pretrained() calls it, it partitions over all ranks of the world.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-MODIFIED = Patch(
-    find("deepspeed.runtime.zero.partition_parameters.GatheredParameters"),
-    "__init__",
-    instead="The same. It also stores modifier_rank.",
-    why="The replacement of __exit__ needs the number that was given.",
     during=USE,
     process_wide=_ASKED_FOR,
 )
@@ -283,46 +243,6 @@ GATHER_TOKENS = Patch(
 
 # -- recorded runs -----------------------------------------------------------------------------------------------------
 
-RECORDED_FORWARD = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "forward",
-    instead="The same. Of the first engine that trains, verify records the outputs of modules.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_BACKWARD = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "backward",
-    instead="The same. Of the first engine that trains, verify records the loss.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_STEP = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "step",
-    instead="The same. Of the first engine that trains, verify records gradients, weights and states.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_CLIP = Patch(
-    find("deepspeed.runtime.engine.DeepSpeedEngine"),
-    "clip_fp32_gradients",
-    instead="The same, of the engine that is recorded: verify records the factor by which it clips.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
-RECORDED_BATCH = Patch(
-    find("deepspeed.runtime.pipe.engine.PipelineEngine"),
-    "train_batch",
-    instead="The same. Of the first engine that trains, verify records the same of a pipeline.",
-    why="Two runs of one program can only be compared by what they compute.",
-    during="ds-topo verify records a run",
-    process_wide="The program builds its engine itself, after its process was started for the recording.",
-)
 DROPOUT = Patch(
     find("torch.nn.functional"),
     "dropout",
@@ -370,13 +290,7 @@ deepspeed.utils.groups
   _EXPERT_PARALLEL_GROUP_RANKS: gets an entry per name
   _EXPERT_DATA_PARALLEL_GROUP: gets an entry per name
   _EXPERT_DATA_PARALLEL_GROUP_RANKS: gets an entry per name
-  _get_expert_parallel_group_dict: returns the sizes that have groups
-  _get_expert_parallel_group: returns the group of a name
-  _get_expert_data_parallel_group_dict: returns the groups over which experts are reduced
   _ZERO_PARAM_INTRA_PARALLEL_GROUP: is set to a group inside the data parallel group
-  _get_zero_param_intra_parallel_group: tells whether a second partition exists
-  _create_zero_param_parallel_group: is called for an mpu that is not a grid
-  _get_local_all_to_all_group: is called for topologies of data alone
 deepspeed.runtime.engine.DeepSpeedEngine
   _config: holds the engine's options
   _consolidated_16bit_state_dict: gathers what AutoTP has split
@@ -384,30 +298,15 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _global_grad_norm: is what get_global_grad_norm() returns
   inside_no_sync_ctxt: tells which backward pass is the last one
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
-  _unmanaged_backward_count: is the number of micro-batches since the last step of a program that ends steps
-  _running_engine_backward: tells whether a backward pass is of the engine's own loss
-  gate_modules: lists the gates whose capacity is padded
 deepspeed.runtime.base_optimizer.ZeROOptimizer
-  _backward_hook_state: tells which backward pass has been prepared
-  _backward_active_depth: tells whether a backward pass is running
-  _backward_seen_this_step: tells whether there was one since the last forward pass
+  _backward_hook_state: tells which backward pass has been prepared, and whether one is running
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
-  _grid: is the grid that a module was built on
   _layer_specs: tells which layers are tied
   _synchronize_tied_weights: is overridden to suppress a warning
-deepspeed.runtime.pipe.engine.PipelineEngine
-  _grad_layer_buf: lists the buffers of activations and gradients
-deepspeed.runtime.pipe.dualpipev.DualPipeVEngine
-  _first_send >=0.19.8: tells whether a stage sends the shapes of activations next
-torch.utils.data.dataloader._BaseDataLoaderIter
-  _dataset_kind: tells whether samples have indices
-  _index_sampler: tells who chooses the samples
-  _num_yielded: tells how many batches are left
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
-  _reassign_or_swap_out_partitioned_parameters: copies master weights to a group's parameters
   _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum, or those left out
   _offload_boundary_param_ids: has the parameters that got a gradient in this step
   _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: holds the gradients of this rank's partition
@@ -416,23 +315,16 @@ deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   fp32_partitioned_groups_flat: holds master weights
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   _link_all_hp_params: links parameters and partitions when DeepSpeed's layout is back
-  _lazy_init_hp_params_optimizer_state: links them to optimizer states
-  _hp_optimizer_states_linked: tells whether these are linked
   real_dp_process_group: lists the group that shares each flat tensor
 deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   bf16_groups: lists the parameters of each flat tensor
   fp32_groups_gradients: lists the buffers in which gradients accumulate
   fp32_groups_has_gradients: marks buffers that are filled
-  fp32_groups_flat_partition: holds master weights
-  grad_acc_dtype: is the data type in which gradients accumulate
-  _hp_grad: is set on parameters with buffers, which the pipeline engine sums over the stages of a tied layer
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
-  single_partition_of_fp32_groups: holds master weights
   ipg_buckets: lists the gradients that are reduced next
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient
   bit16_groups: lists the parameters of each flat tensor
   round_robin_bit16_groups: lists them in the order of the flat tensor
-  use_separate_grad_accum: tells whether stage 1 accumulates in a second data type
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
   independent_gradient_partition_epilogue: collects the partition of an optimizer that needs whole matrices
@@ -445,6 +337,8 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
   _zero_padding >=0.19.7: marks gradients that are padding
+deepspeed.runtime.zero.partition_parameters.GatheredParameters
+  src_rank: is the rank whose changes of parameters count
 deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
   _PartitionedParameterCoordinator__step_id: counts the modules that have gathered their parameters
   _PartitionedParameterCoordinator__submodule_order: lists them while ZeRO 3 learns their order
@@ -452,13 +346,12 @@ deepspeed.utils.tensor_fragment.tensor_fragment
   hp_fragment_address: is what safe_get_full_fp32_param and similar functions look up
 deepspeed.utils.mixed_precision_linkage
   link_hp_params: sets _hp_mapping and _index_in_param_group on parameters
+  lazy_init_hp_params_optimizer_state: links parameters to optimizer states
 deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
   fp16_groups: lists the parameters of each flat gradient
   fp16_groups_flat: holds the parameters
-  fp32_groups_flat: holds their master weights
 deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
   fp16_groups: lists the parameters whose marks gradients get
-  fp32_groups: lists their master weights
   loss_scale_config: holds the loss scale
   _global_grad_norm: is the norm that the engine reports
 """

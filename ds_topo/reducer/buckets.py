@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import BucketSizes, ReductionOptions
 from ds_topo.reducer.parameters import ParameterState, Route, expert_group_name
-from ds_topo.torch_names import broadcast_coalesced
 
 
 def plan_buckets(
@@ -314,7 +313,7 @@ class BucketLayout:
         for state in self._states:
             state.expected = state.expected or max(1, state.arrived)
         agreed = torch.tensor(order, device=self._states[0].parameter.device)
-        broadcast_coalesced([agreed], group)
+        dist.broadcast(agreed, group_src=0, group=group)
         self.arrivals = None
         plan = plan_parameters(self._states, self._sizes, agreed.tolist())
         if plan != self._plan:

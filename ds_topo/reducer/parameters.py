@@ -33,7 +33,6 @@ from ds_topo.torch_names import (
     ZERO_GRAD_OF_MODULES,
     ZERO_GRAD_OF_OPTIMIZERS,
     ReduceOp,
-    broadcast_coalesced,
     job_timeout,
 )
 from ds_topo.zero.exchange import Exchange
@@ -386,7 +385,18 @@ def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup
     for name, tensors in by_name.items():
         replicas = group if name is None else options.expert_groups.get(name)
         if replicas is not None:
-            broadcast_coalesced(tensors, replicas)
+            _broadcast(tensors, replicas)
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
+    """Broadcast the values of the group's first rank, in place; collective."""
+    targets = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]  # gloo's types
+    values = [each.contiguous() for each in targets]
+    works = [dist.broadcast(each, group_src=0, group=group, async_op=True) for each in values]
+    for target, value, work in zip(targets, values, works, strict=True):
+        work.wait()
+        if value is not target:
+            target.copy_(value)
 
 
 # -- the reducers of parameters ----------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,10 +36,12 @@ from torch.utils.serialization import config
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
+from ds_topo.classes import Mixin, adopt
 from ds_topo.engine.batches import digest as digest_of
+from ds_topo.engine.grid import building_engines, when_built
 from ds_topo.engine.replicas import digest, replicated
 from ds_topo.errors import warn
-from ds_topo.ledger import around, ledger
+from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, SEQ
@@ -90,21 +93,13 @@ def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterato
     """Record an engine, or the first one that trains inside the ``with`` statement, until :class:`Finished`."""
     recorder = Recorder(what)
     with recorder.hooks as undo:
-        for row, method in (
-            (patches.RECORDED_FORWARD, recorder.forward),
-            (patches.RECORDED_BACKWARD, recorder.backward),
-            (patches.RECORDED_STEP, recorder.step),
-            (patches.RECORDED_BATCH, recorder.step),
-        ):
-            if engine is None or isinstance(engine, row.owner):  # type: ignore[arg-type]
-                make = around(method) if engine is None else partial(_of_engine, engine, method)
-                undo.callback(ledger.bind(row, make, engine))
+        if engine is not None:
+            recorder.follow(engine)
+        else:
+            when_built.append(recorder.follow)
+            undo.callback(when_built.remove, recorder.follow)
+            undo.callback(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
         yield recorder
-
-
-def _of_engine(engine: DeepSpeedEngine, method: Callable[..., Any], original: Callable[..., Any]) -> Any:
-    """Build the replacement of a method of one engine, which is called like a method of its class."""
-    return wraps(original)(partial(method, lambda _, *arguments, **named: original(*arguments, **named), engine))
 
 
 class Recorder:
@@ -121,52 +116,67 @@ class Recorder:
         self._slices: dict[str, Slice] = {}
         """The places of all parameters in whole ones."""
         self._is_in_forward = False
+        self._random_state: torch.Tensor | None = None
+        """The state of the random generator before a forward pass that is recorded."""
         self._of_others: set[int] = set()
         """The ids of parameters of a reference, of which another rank records the same weights."""
         self._begin_step()
 
-    # -- the engine's methods, while it is recorded ------------------------------------------------------------------
+    # -- the calls of an engine --------------------------------------------------------------------------------------
 
-    def forward(self, original: Any, engine: DeepSpeedEngine, *inputs: Any, **named: Any) -> Any:
-        """Record the outputs of modules in the first micro-batch of each step."""
-        if not (engine.module.training and torch.is_grad_enabled()) or not self._attach(engine):
-            return original(engine, *inputs, **named)
+    def follow(self, engine: DeepSpeedEngine) -> None:
+        """Give an engine the class of recorded engines, until the end of the recording."""
+        engine.recorder = self
+        is_pipeline = isinstance(engine, PipelineEngine)
+        self.hooks.callback(adopt(engine, RecordedPipelineEngine if is_pipeline else RecordedEngine))
+        begin, end = partial(self._begin_forward, weakref.ref(engine)), partial(self._end_forward, weakref.ref(engine))
+        hooks = engine.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        self.hooks.callback(hooks.remove)
+        self.hooks.callback(engine.module.register_forward_hook(end, always_call=True).remove)
+
+    def _begin_forward(
+        self, engine: weakref.ref[DeepSpeedEngine], module: nn.Module, inputs: Any, named: Mapping[str, Any]
+    ) -> None:
+        """Begin to record a forward pass: the outputs of modules, in the first micro-batch of each step."""
+        recorded = engine()
+        if recorded is None or not (module.training and torch.is_grad_enabled()) or not self._attach(recorded):
+            return
         self._is_in_forward = self._micro_batch == 0
         if not self.what.is_reference:
             self._record["samples"].append(digest_of_samples((inputs, named)))
-        state = torch.get_rng_state()
-        try:
-            return original(engine, *inputs, **named)
-        finally:
-            # a pipeline with seed_layers seeds before each layer
-            reseeds = bool(getattr(engine.module, "seed_layers", False))
-            self._record["is_random"] |= not (reseeds or torch.equal(state, torch.get_rng_state()))
-            self._micro_batch += 1
-            self._is_in_forward = False
+        self._random_state = torch.get_rng_state()
 
-    def backward(self, original: Any, engine: DeepSpeedEngine, loss: Any, *arguments: Any, **named: Any) -> Any:
-        """Record the loss of a plain engine."""
-        if engine is self.engine and not isinstance(engine, PipelineEngine) and torch.is_tensor(loss):
+    def _end_forward(self, engine: weakref.ref[DeepSpeedEngine], module: nn.Module, *_: Any) -> None:
+        """End it."""
+        if self._random_state is None or engine() is not self.engine:
+            return
+        # a pipeline with seed_layers seeds before each layer
+        reseeds = bool(getattr(module, "seed_layers", False))
+        self._record["is_random"] |= not (reseeds or torch.equal(self._random_state, torch.get_rng_state()))
+        self._micro_batch += 1
+        self._is_in_forward, self._random_state = False, None
+
+    def note_loss(self, engine: DeepSpeedEngine, loss: Any) -> None:
+        """Record the loss of a micro-batch of a plain engine, or of a batch of a pipeline."""
+        if engine is self.engine and torch.is_tensor(loss):
             self._record["losses"].append(float(loss.detach().float().mean()))
-        return original(engine, loss, *arguments, **named)
 
-    def step(self, original: Any, engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
+    @contextmanager
+    def step(self, engine: DeepSpeedEngine) -> Iterator[None]:
         """Record a step, or a whole batch of a pipeline, at its end."""
         is_recorded, before = self._attach(engine), engine.global_steps
-        result = original(engine, *arguments, **named)
+        yield
         if is_recorded and engine.global_steps > before:
-            if isinstance(engine, PipelineEngine):
-                self._record["losses"].append(float(result))
             self._end_step(engine)
-        return result
 
-    def clip(self, engine: DeepSpeedEngine, original: Callable[[], Any]) -> Any:
+    @contextmanager
+    def clip(self, engine: DeepSpeedEngine) -> Iterator[None]:
         """Record the factor by which an engine clips gradients in fp32 without ZeRO: it may report no norm."""
-        before = _size_of_gradients(engine.module)
-        result = original()
+        is_recorded = engine is self.engine and not self.what.is_reference
+        before = _size_of_gradients(engine.module) if is_recorded else 0.0
+        yield
         if 0 < before < math.inf:
             self._record["clipped"] = _size_of_gradients(engine.module) / before
-        return result
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
@@ -181,9 +191,6 @@ class Recorder:
         inner = facts.inner_optimizer(engine)
         if inner is not None and not self.what.is_reference:
             self.hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
-        if not self.what.is_reference:
-            make = partial(partial, self.clip, engine)
-            self.hooks.callback(ledger.bind(patches.RECORDED_CLIP, make, engine))
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
@@ -385,6 +392,43 @@ class Recorder:
             for row in replicated(engine, slices)
             if not row.name.startswith("random state")
         ]
+
+
+class Recorded(Mixin, DeepSpeedEngine):  # type: ignore[misc]
+    """An engine of which a recorder writes what it computes."""
+
+    mixin_order, mixin_suffix, mixin_state = 2, "Recorded", "recorder"
+    recorder: Recorder
+
+    def clip_fp32_gradients(self) -> None:
+        """Record the factor by which gradients are clipped."""
+        with self.recorder.clip(self):
+            super().clip_fp32_gradients()
+
+
+class RecordedEngine(Recorded):
+    """A plain engine that is recorded."""
+
+    def backward(self, loss: Any, *arguments: Any, **options: Any) -> Any:
+        """Record the loss."""
+        self.recorder.note_loss(self, loss)
+        return super().backward(loss, *arguments, **options)
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Record the step."""
+        with self.recorder.step(self):
+            return super().step(*arguments, **options)
+
+
+class RecordedPipelineEngine(Recorded, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine that is recorded."""
+
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Record the step, with its loss."""
+        with self.recorder.step(self):
+            loss = super().train_batch(*arguments, **options)
+            self.recorder.note_loss(self, loss)
+            return loss
 
 
 def _size_of_gradients(model: nn.Module) -> float:

@@ -39,7 +39,6 @@ import torch
 from torch import _C, nn
 from torch._C import (
     DisableTorchFunctionSubclass,
-    _disabled_torch_function_impl,
     _set_throw_on_mutable_data_ptr,
     _storage_Use_Count,
 )
@@ -230,8 +229,9 @@ class InFlightParameter(nn.Parameter):
                 _wait_for(parameter)
         if function is torch.Tensor.detach and _is_for_new_parameter():
             _land_now(args[0])
-            return torch.Tensor._make_subclass(nn.Parameter, args[0])  # nn.Parameter() expects the class of args[0]
-        return _disabled_torch_function_impl(function, types, args, kwargs)
+            return args[0].detach().as_subclass(nn.Parameter)  # nn.Parameter() expects the class of args[0]
+        with DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _land_now(self)

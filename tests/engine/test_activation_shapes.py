@@ -172,14 +172,13 @@ def test_another_shape_on_one_slice_raises_on_all_ranks(world: Worlds, reader: s
 class Sender:
     """What ``SendActivation`` asks of an engine."""
 
-    stage_id, dynamic_shape, first_output_send = 1, False, True
+    stage_id, dynamic_shape = 1, False
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
         self.pipe_buffers: dict[str, list[Any]] = {"outputs": []}
 
     def send(self, buffer_id: int) -> None:
-        self.first_output_send = False
         self.sent.append(self.pipe_buffers["outputs"][buffer_id])
 
 
@@ -198,7 +197,7 @@ def test_a_stage_refuses_to_send_shapes_that_the_next_one_does_not_expect() -> N
         with pytest.raises(EngineOptionError):
             send(sender, buffer)
     assert sender.sent == [first, same]
-    sender.first_output_send = True  # after reset_activation_shape()
+    activations.forget_announced(sender)  # as reset_activation_shape() does
     send(sender, 2)
     sender.dynamic_shape = True
     send(sender, 0)

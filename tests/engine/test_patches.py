@@ -31,12 +31,13 @@ from torch import nn
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
 from ds_topo import ledger as ledger_module
-from ds_topo.classes import Override, mixins, mixins_of, overridden_by
+from ds_topo.classes import Override, mixins, mixins_of, overridden_by, overrides
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Patch, Reliance, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import is_missing
 from ds_topo.torch_names import inherit_timeout
+from ds_topo.verification.recorder import Recorded
 from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import data_efficiency
@@ -56,6 +57,11 @@ def test_no_row_is_listed_twice() -> None:
 def test_every_override_says_why() -> None:
     """A helper of a mixin must not have a name of DeepSpeed by accident."""
     assert [str(row) for row in ROWS if isinstance(row, Override) and not row.why] == []
+
+
+def test_page_has_what_mixins_of_higher_layers_override() -> None:
+    assert Recorded in mixins()
+    assert {str(row) for row in overrides()} - {str(row) for row in ROWS} == set()
 
 
 def test_page_shows_every_row() -> None:
@@ -86,9 +92,21 @@ def private_names_of_others() -> dict[str, set[str]]:
     return {name: files for name, files in used.items() if name not in own}
 
 
+def private_methods_called_by_super() -> set[str]:
+    """Return every ``super()._name`` of the package: it may define the method, too, but another library has it."""
+    return {
+        node.attr
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super"
+    }
+
+
 def test_no_private_name_is_used_without_a_row() -> None:
     listed = {row.name for row in ROWS}
     used = private_names_of_others()
+    assert private_methods_called_by_super() - listed == set()
     public = {"_asdict", "_make", "_fields"}  # of named tuples
     public |= {"_hp_mapping", "_index_in_param_group"}  # on parameters, set by functions that have a row
     public |= {"_SubParsersAction", "_ArgumentGroup"}  # argparse has no public names for these types
@@ -407,8 +425,6 @@ CALLED_BY_MISTAKES = {
 """Overrides that raise or warn; each is tested with its feature."""
 CALLED_BY_PROGRAMS = {
     patches.INITIALIZE,
-    patches.NAME_OF_PIPELINES,
-    patches.MODIFIED,
     patches.MODIFIED_BY_ONE,
     patches.INFERENCE_GROUP,
     patches.FOLDING_TABLES,
@@ -422,8 +438,8 @@ CALLED_BY_PROGRAMS = {
 OVERRIDES_CALLED_BY_PROGRAMS = {
     "DeepSpeedEngine.get_autosp_backend",
     "DeepSpeedEngine.set_train_batch_size",
+    "PipelineEngine.set_train_batch_size",
     "DeepSpeedEngine.set_train_micro_batch_size",
-    "DeepSpeedEngine._flush_coalesced_reduction_zero12",
     "FP16_Optimizer.unscale_and_clip_grads",
     "DeepSpeedZeroOptimizer.update_lp_params",
     "BF16_Optimizer.accumulate_hp_grads_and_remove_lp",
@@ -431,11 +447,6 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
 """Names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
-    patches.RECORDED_FORWARD,
-    patches.RECORDED_BACKWARD,
-    patches.RECORDED_STEP,
-    patches.RECORDED_CLIP,
-    patches.RECORDED_BATCH,
     patches.DROPOUT,
     patches.ATTENTION_DROPOUT,
     patches.CONFIGURE,
@@ -468,9 +479,14 @@ def _calls_noted_in(called: set[tuple[str, str]]) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.enter_context(mock.patch.object(ledger_module, "_replace", replace_and_count))
-        for mixin in mixins():
-            for name in overridden_by(mixin).keys() & vars(mixin).keys():
-                undo.enter_context(mock.patch.object(mixin, name, _noting_calls(vars(mixin)[name], name, called)))
+        overriding = {
+            (kind, name): None
+            for mixin in mixins()
+            for name in overridden_by(mixin)
+            for kind in [next(kind for kind in mixin.__mro__ if name in vars(kind))]
+        }
+        for kind, name in overriding:
+            undo.enter_context(mock.patch.object(kind, name, _noting_calls(vars(kind)[name], name, called)))
         yield
 
 

@@ -295,7 +295,7 @@ def test_layout_follows_the_order_in_which_gradients_last_arrived() -> None:
     assert layout.arrivals == []
     layout.arrivals += [1, 0, 1]
     states[0].expected, states[0].arrived, states[1].expected, states[1].arrived, states[2].expected = 1, 5, 0, 2, 0
-    with mock.patch.object(buckets_module, "broadcast_coalesced") as told:
+    with mock.patch.object(buckets_module.dist, "broadcast") as told:
         layout.learn("group")  # type: ignore[arg-type]
         assert _members(layout) == [[3], [2], [1], [0]], "the new order applies from the next step on"
         layout.renew()
@@ -307,19 +307,19 @@ def test_layout_follows_the_order_in_which_gradients_last_arrived() -> None:
         layout.learn("group")  # type: ignore[arg-type]
         assert layout.buckets == buckets
         assert told.call_count == 1
-        assert told.call_args.args[1] == "group"
+        assert told.call_args.kwargs == {"group_src": 0, "group": "group"}
 
 
 def test_layout_follows_the_order_of_the_first_rank_and_stays_if_it_is_equal() -> None:
-    def of_first_rank(tensors: list[torch.Tensor], group: object) -> None:
-        tensors[0].copy_(torch.tensor(order))
+    def of_first_rank(tensor: torch.Tensor, **_: object) -> None:
+        tensor.copy_(torch.tensor(order))
 
     for order in ([2, 0, 3, 1], [3, 2, 1, 0]):
         layout = _layout()
         assert layout.arrivals is not None
         layout.arrivals += [0, 1, 2, 3]
         before = list(layout.buckets)
-        with mock.patch.object(buckets_module, "broadcast_coalesced", of_first_rank):
+        with mock.patch.object(buckets_module.dist, "broadcast", of_first_rank):
             layout.learn(None)  # type: ignore[arg-type]
         layout.renew()
         assert _members(layout) == [[index] for index in order]
