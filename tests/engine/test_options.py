@@ -10,6 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,15 @@ from ds_topo import PipelineParallelGrid, groups, initialize
 from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructure
 from ds_topo.engine import config_options as table
 from ds_topo.engine.checks import check_model
-from ds_topo.engine.config_options import OPTIONS, ConfigOnGrid, Option, check_config, mechanisms_on, refusals
+from ds_topo.engine.config_options import (
+    OPTIONS,
+    ConfigOnGrid,
+    Option,
+    check_batch_sizes,
+    check_config,
+    mechanisms_on,
+    refusals,
+)
 from ds_topo.errors import EngineOptionError
 from ds_topo.topology.axes import mechanisms_of
 from tests.support.fake_world import fake_world
@@ -279,6 +288,34 @@ def test_the_table_and_the_command_show_name_the_same_mechanisms(topology: str, 
         degrees = {axis: case.degree(axis) for axis in grid.topology().axes}
         expected = mechanisms_of(options, degrees) or {"data": "hpZ"}
         assert mechanisms_on(case) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "steps", "message"),
+    [
+        (8, 2, 2, ""),
+        (
+            16,
+            2,
+            2,
+            r"16 is not 2 [(]train_micro.* x 2 [(]gradient_acc.* x 2 [(]repl.* axes read the same.*to 8, or omit",
+        ),
+        (16, 2, 2, r"In 'model=2,data=2' they are along \['data=2'\]"),
+        (12, 2, None, ""),
+        (9, 2, None, r"9 is not a multiple of 2 [(]train_micro.*to a multiple of 4"),
+        (9, None, None, r"9 is not a multiple of 2 [(]replicas with"),
+        (9, 2.5, None, ""),
+        (9, -1, None, ""),
+        ("auto", 2, 2, ""),
+    ],
+)
+def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any, message: str) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    config = {"train_batch_size": batch, **sizes}
+    with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
+        with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
+            check_batch_sizes(config, grid)
+        check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
 
 
 def test_a_manifest_records_what_the_table_says() -> None:
