@@ -96,10 +96,11 @@ TESTS = {
     "engine/unused_parameters": "engine/test_accumulation.py",
     "process_groups/process_grid": "process_groups/test_creation.py engine/test_grid.py",
     "reducer/options": "reducer/test_mistakes.py reducer/test_buckets.py",
-    "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer/test_interactions.py",
+    "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer/test_parameters.py reducer/test_interactions.py",
     "reducer/parameters": "reducer/test_buckets.py reducer/test_parameters.py reducer/test_interactions.py",
-    "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer/test_mistakes.py",
-    "zero/partitions": "zero/test_partitions.py engine/test_zero_partitions.py",
+    "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer/test_mistakes.py reducer/test_interactions.py",
+    "zero/exchange": "zero/test_exchange.py engine/test_hybrid_sharding.py",
+    "zero/partitions": "zero/test_partitions.py zero/test_exchange.py engine/test_zero_partitions.py",
     "zero/arrivals": "engine/test_arriving_parameters.py",
 }
 """The test files of source files of other names; those that fail soonest come first."""
@@ -193,7 +194,7 @@ def _is_for_people(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else None
     name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
     is_text = isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__")
-    is_text = is_text or (isinstance(node, ast.keyword) and node.arg == "usedforsecurity")
+    is_text = is_text or (isinstance(node, ast.keyword) and node.arg in ("usedforsecurity", "strict"))
     return is_text or isinstance(node, ast.JoinedStr) or name in MESSAGES
 
 
@@ -270,7 +271,7 @@ class Tree:
         outcome = (
             "passed"
             if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
-            else failed[1]
+            else failed[1] + (" (late)" if "missed the deadline" in text else "")
             if failed
             else f"pytest ended with {status}"
         )
@@ -287,7 +288,7 @@ class Tree:
             multiprocessing.util.spawnv_passfds = _fork_server
             forkserver.set_forkserver_preload(["tests.support.fork_server"])
             forkserver.ensure_running()  # before pytest imports anything
-            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line", *tests]
+            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *tests]
             status = pytest.main(options, plugins=[OneProcessFirst()])
             sys.stdout.flush()
             os._exit(status)

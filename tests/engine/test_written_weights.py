@@ -158,7 +158,7 @@ def test_a_sample_of_each_partition_is_compared_within_a_few_steps(monkeypatch: 
     for parts in (1, 4, 5, 8, 9):
         search, optimizer = _search(monkeypatch, parts=parts)
         for step in range(3):
-            for number, (own, master) in enumerate(optimizer.parts):
+            for number, (own, _) in enumerate(optimizer.parts):
                 own[0] = 1.0
                 search._steps = step
                 is_compared = search._sample_differs(optimizer.parts)
@@ -226,7 +226,7 @@ def test_on_an_accelerator_later_comparisons_are_read_when_they_are_ready(monkey
     for search._steps in (0, 1):
         assert search._sample_differs(optimizer.parts), "the first steps wait"
     search._steps = 2
-    for number in range(2):
+    for _ in range(2):
         assert not search._sample_differs(optimizer.parts)
         assert (len(events), said) == (1, []), "the comparison is under way"
     own[0], is_ready = 0.0, True
