@@ -85,6 +85,7 @@ TESTS = {
     "engine/config_options": "engine/test_options.py mistakes/test_options.py",
     "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",
     "engine/experts": "engine/test_experts_of_several_engines.py engine/test_moe.py",
+    "engine/one_layout": "engine/test_one_layout.py engine/test_use.py",
     "engine/optimizer_gradients": "engine/test_zero_partitions.py engine/test_irregular_steps.py",
     "engine/optimizers_on_grid": "engine/test_norms.py engine/test_half_precision_norms.py engine/test_accumulation.py",
     "engine/on_grid": "engine/test_step_order.py engine/test_engine_patches.py engine/test_golden_trace.py",

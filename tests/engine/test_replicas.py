@@ -20,6 +20,7 @@ from ds_topo.engine import replicas
 from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.gpt_training import pipeline, plain_engine, train
 from tests.support.moe_training import Case, trainer
 from tests.support.training import destroy_engine
@@ -250,6 +251,35 @@ def test_replicated_parameters_and_random_states_of_slices_are_compared(world: W
     (error,) = set(world(4).run(_slices_differ, what))
     assert named in error
     assert "along model" in error
+
+
+def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[int] = []
+
+    def extremes(values: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+        highest = values.clone()
+        if values.dim() == 2:
+            highest[changed, 1] += 1
+        return highest, values
+
+    monkeypatch.setattr(replicas, "_extremes", extremes)
+    monkeypatch.setattr(replicas, "_who", lambda what, own, group: what)
+    with fake_world(0, 2):
+        group = dist.group.WORLD
+        values = [torch.full((number + 1,), 1.0) for number in range(4)]
+        tensors = [
+            replicas.Replicated(name, each, group, "data", name == "b")
+            for name, each in zip("abcd", values, strict=True)
+        ]
+        sums = {id(each): replicas.digest(each) for each in values}
+        for places, expected in (
+            ([], ""),
+            ([1], ""),
+            ([1, 2], "1 of 3 tensors along data, first 'c' (float32 [3])"),
+            ([0, 3], "2 of 3 tensors along data, first 'a' (float32 [1])"),
+        ):
+            changed[:] = places
+            assert replicas._difference(tensors, group, sums) == expected
 
 
 def _beside_a_reducer() -> None:
