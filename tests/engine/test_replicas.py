@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -280,6 +281,39 @@ def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: p
         ):
             changed[:] = places
             assert replicas._difference(tensors, group, sums) == expected
+
+
+@pytest.mark.parametrize(
+    ("difference", "are_equal", "may_be_split", "checks", "said"),
+    [
+        ("first 'a'", True, False, True, "start with different parameters; first 'a'"),
+        ("first 'a'", False, True, False, "start with different parameters; first 'a'"),
+        ("", True, True, True, "start with the same slices"),
+        ("", True, True, False, ""),
+        ("", False, False, True, "train copies of the whole model"),
+        ("", False, False, False, ""),
+        ("", False, True, True, ""),
+    ],
+)
+def test_first_slice_warns_of_wrong_parameters(
+    difference: str, are_equal: bool, may_be_split: bool, checks: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_difference", lambda *_: difference)
+    monkeypatch.setattr(replicas, "_slices_are_equal", lambda *_: are_equal)
+    monkeypatch.setattr(replicas, "_may_be_split", lambda *_: may_be_split)
+    for rank in range(8):
+        with fake_world(rank, 8), PipelineParallelGrid("pipe=2,data=2,model=2") as grid:
+            grid.check_weights = checks
+            engine: Any = SimpleNamespace(mpu=grid)
+            for module in (nn.Linear(2, 2), nn.Module()):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    replicas.compare_slices(engine, module)
+                # A model without parameters is no copy of anything, and a model is a copy on its first stage alone.
+                has_copies = rank == 0 and len(list(module.parameters())) > 0
+                is_said = rank in (0, 4) and (has_copies or "copies" not in said)
+                assert len(caught) == (is_said and bool(said))
+                assert all(said in str(each.message) for each in caught)
 
 
 def _beside_a_reducer() -> None:
