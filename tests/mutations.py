@@ -7,14 +7,18 @@
 
 A change turns a comparison, exchanges an operator, negates a condition, or adds one to a number. Each is made in a copy
 of the working tree, in which the tests of that file run (``TESTS``, or those of the same name): first those of one
-process, and if they pass those of several ranks. Changes of messages, of annotations and of constants of a module are
-left out, because no test should depend on them.
+process, then those of several ranks. Tests that fail run again without a change, the first one at once and the others
+at the end. If one fails then, too, the program stops: there every change would seem to be noticed. Changes of messages,
+of annotations and of constants of a module are left out, because no test should depend on them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import itertools
+import multiprocessing.util
 import os
 import random
 import re
@@ -24,9 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,6 +62,12 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+IMPORTS = (
+    *("torch.distributed", "torch._dynamo", "torch.distributed.tensor.debug", "torch.utils.cpp_extension"),
+    *("deepspeed", "deepspeed.pipe", "deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer"),
+    *("deepspeed.runtime.zero.muon.original_muon", "hypothesis", "matplotlib.figure", "rich.progress"),
+)
+"""What every run of tests and every rank needs besides this project: it is imported once, before the forks."""
 MESSAGES = {"warn", "listed", "print", "write"}
 """Functions whose arguments are texts for people."""
 TESTS = {
@@ -64,17 +76,32 @@ TESTS = {
     "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
     "checkpoint/shards": "checkpoint/test_parts_of_tensors.py checkpoint/test_converting_values.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py",
+    "engine/__main__": "engine/test_fingerprints.py engine/test_patches.py",
+    "engine/activations": "engine/test_activation_shapes.py engine/test_pipeline.py",
+    "engine/autocast_scaling": "engine/test_idle_stages.py",
+    "engine/autoparallel": "engine/test_autotp.py engine/test_autosp.py engine/test_autoep.py",
+    "engine/backward_passes": "engine/test_accumulation.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
+    "engine/config_options": "engine/test_options.py mistakes/test_options.py",
+    "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",
     "engine/experts": "engine/test_experts_of_several_engines.py engine/test_moe.py",
+    "engine/one_layout": "engine/test_one_layout.py engine/test_use.py",
     "engine/optimizer_gradients": "engine/test_zero_partitions.py engine/test_irregular_steps.py",
-    "engine/parameter_gathers": "engine/test_shares.py",
+    "engine/optimizers_on_grid": "engine/test_norms.py engine/test_half_precision_norms.py engine/test_accumulation.py",
+    "engine/on_grid": "engine/test_step_order.py engine/test_engine_patches.py engine/test_golden_trace.py",
+    "engine/parameter_gathers": "engine/test_zero_partitions.py engine/test_arriving_parameters.py",
+    "engine/partitioned_optimizers": "engine/test_zero_partitions.py",
+    "engine/pipeline": "engine/test_pipeline.py engine/test_dualpipe.py engine/test_idle_stages.py",
+    "engine/shares": "engine/test_shares.py engine/test_replicas.py",
     "engine/start": "engine/test_use.py engine/test_grid.py",
+    "engine/unused_parameters": "engine/test_accumulation.py",
     "process_groups/process_grid": "process_groups/test_creation.py engine/test_grid.py",
     "reducer/options": "reducer/test_mistakes.py reducer/test_buckets.py",
-    "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer/test_interactions.py",
+    "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer",
     "reducer/parameters": "reducer/test_buckets.py reducer/test_parameters.py reducer/test_interactions.py",
-    "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer/test_mistakes.py",
-    "zero/partitions": "zero/test_partitions.py engine/test_zero_partitions.py",
+    "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer",
+    "zero/exchange": "zero/test_exchange.py engine/test_hybrid_sharding.py",
+    "zero/partitions": "zero/test_partitions.py zero/test_exchange.py engine/test_zero_partitions.py",
     "zero/arrivals": "engine/test_arriving_parameters.py",
 }
 """The test files of source files of other names; those that fail soonest come first."""
@@ -85,21 +112,29 @@ class Change:
     """One small change: new text for a part of a file."""
 
     file: Path
+    source: bytes
     line: int
     kind: str
     start: int
     end: int
     text: str
 
-    def applied(self) -> str:
+    @property
+    def package(self) -> str:
+        """The package of the file."""
+        return str(self.file.relative_to(ROOT).parent)
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}"
+
+    def applied(self) -> bytes:
         """Return the source with the change."""
-        source = self.file.read_bytes()
-        return (source[: self.start] + self.text.encode() + source[self.end :]).decode()
+        return self.source[: self.start] + self.text.encode() + self.source[self.end :]
 
     def difference(self) -> str:
         """Return the changed line before and after."""
-        before = self.file.read_text().splitlines()[self.line - 1].strip()
-        changed = self.applied().splitlines()[self.line - 1].strip()
+        before = self.source.decode().splitlines()[self.line - 1].strip()
+        changed = self.applied().decode().splitlines()[self.line - 1].strip()
         return f"    - {before}\n    + {changed}"
 
 
@@ -112,9 +147,8 @@ def changes_of(file: Path) -> Iterator[Change]:
     for node, kind, new in _changed_nodes(ast.parse(source)):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        yield Change(
-            file, node.lineno, kind, start, end, f"({ast.unparse(new)})" if kind != "constant" else ast.unparse(new)
-        )
+        text = ast.unparse(new)
+        yield Change(file, source.encode(), node.lineno, kind, start, end, text if kind == "constant" else f"({text})")
 
 
 def _changed_nodes(tree: ast.AST) -> Iterator[tuple[ast.expr, str, ast.expr]]:
@@ -161,7 +195,7 @@ def _is_for_people(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else None
     name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
     is_text = isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__")
-    is_text = is_text or (isinstance(node, ast.keyword) and node.arg == "usedforsecurity")
+    is_text = is_text or (isinstance(node, ast.keyword) and node.arg in ("usedforsecurity", "strict"))
     return is_text or isinstance(node, ast.JoinedStr) or name in MESSAGES
 
 
@@ -181,19 +215,12 @@ def tests_of(file: Path) -> list[str]:
     return [str(file.relative_to(ROOT)), *found]
 
 
-@dataclass(frozen=True)
-class Selection:
-    """A plugin of pytest that selects the tests of one process, or those of several ranks."""
-
-    on_ranks: bool
+class OneProcessFirst:
+    """A plugin of pytest that moves the tests of several ranks to the end."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Select the tests."""
-        items[:] = [
-            item
-            for item in items
-            if self.on_ranks == any("world" in name for name in getattr(item, "fixturenames", ()))
-        ]
+        """Sort the tests."""
+        items.sort(key=lambda item: any("world" in name for name in getattr(item, "fixturenames", ())))
 
 
 class Tree:
@@ -201,16 +228,25 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._failed: dict[str, None] = {}
+        """The tests that noticed a change, and have not run without it."""
+        self._is_confirmed = False
+        self._times = itertools.count(10**9, 10)
         files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
         for name in filter(None, files.split("\0")):
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
 
-    def run(self, tests: list[str], deadline: float, *, on_ranks: bool) -> tuple[str, float]:
-        """Run these tests, either those of one process or those of several ranks.
+    def write(self, file: Path, source: bytes) -> None:
+        """Write a file with a time of its own, by which Python recognizes bytecode of another source."""
+        (self.folder / file.relative_to(ROOT)).write_bytes(source)
+        os.utime(self.folder / file.relative_to(ROOT), (time := next(self._times), time))
 
-        Return ``passed``, the name of the first test that fails, or ``timeout``; and seconds.
+    def run(self, tests: list[str], deadline: float) -> tuple[str, float]:
+        """Run these tests, those of one process first.
+
+        Return ``passed``, pytest's line on the first test that fails, or ``timeout``; and seconds.
 
         They run in a fork, because importing torch and DeepSpeed takes longer than many tests.
         """
@@ -218,7 +254,7 @@ class Tree:
         with tempfile.TemporaryFile("w+") as output:
             child = os.fork()
             if child == 0:
-                self._become_pytest(tests, output.fileno(), on_ranks)
+                self._become_pytest(tests, output.fileno())
             status = None
             while status is None and time.monotonic() - begin < deadline:
                 found, ended = os.waitpid(child, os.WNOHANG)
@@ -230,26 +266,31 @@ class Tree:
                 return "timeout", time.monotonic() - begin
             output.seek(0)
             text = output.read()
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        if status == pytest.ExitCode.USAGE_ERROR:
+            raise SystemExit(f"pytest cannot run {' '.join(tests)}: {text}")
+        failed = re.search(r"^(?:FAILED|ERROR) (.+)$", text, re.MULTILINE)
         outcome = (
             "passed"
             if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
-            else failed[1]
+            else failed[1] + (" (late)" if "missed the deadline" in text else "")
             if failed
             else f"pytest ended with {status}"
         )
         return outcome, time.monotonic() - begin
 
-    def _become_pytest(self, tests: list[str], output: int, on_ranks: bool) -> NoReturn:
+    def _become_pytest(self, tests: list[str], output: int) -> NoReturn:
         try:
             os.setsid()
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.chdir(self.folder)
-            os.environ.update(PYTHONPATH=str(self.folder), PYTHONDONTWRITEBYTECODE="1")
-            sys.path[0], sys.dont_write_bytecode = str(self.folder), True
-            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line", *tests]
-            status = pytest.main(options, plugins=[Selection(on_ranks)])
+            os.environ["COLUMNS"] = "200"  # of the summary
+            os.environ["PYTHONPATH"] = sys.path[0] = str(self.folder)
+            multiprocessing.util.spawnv_passfds = _fork_server
+            forkserver.set_forkserver_preload(["tests.support.fork_server"])
+            forkserver.ensure_running()  # before pytest imports anything
+            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *tests]
+            status = pytest.main(options, plugins=[OneProcessFirst()])
             sys.stdout.flush()
             os._exit(status)
         finally:
@@ -257,17 +298,40 @@ class Tree:
 
     def outcome_of(self, change: Change, tests: list[str], deadline: float) -> str:
         """Make the change, run the tests, and undo the change; print and return the outcome."""
-        name = change.file.relative_to(ROOT)
-        (self.folder / name).write_text(change.applied())
-        outcome, total = "passed", 0.0
-        for on_ranks in (False, True):
-            if outcome == "passed":
-                outcome, seconds = self.run(tests, deadline, on_ranks=on_ranks)
-                total += seconds
-        shutil.copy2(change.file, self.folder / name)
+        self.write(change.file, change.applied())
+        outcome, seconds = self.run(tests, deadline)
+        self.write(change.file, change.source)
         verdict = {"passed": "NOT CAUGHT", "timeout": "timeout"}.get(outcome, f"caught by {outcome}")
-        print(f"{name}:{change.line} ({change.kind}, {total:.0f} s): {verdict}\n{change.difference()}", flush=True)
+        print(f"{change} ({change.kind}, {seconds:.0f} s): {verdict}\n{change.difference()}", flush=True)
+        if outcome not in ("passed", "timeout"):
+            self._failed |= dict.fromkeys([outcome.partition(" - ")[0]] if "::" in outcome else tests)
+            if not self._is_confirmed:
+                self.confirm(deadline)
         return outcome
+
+    def confirm(self, deadline: float) -> None:
+        """Stop the program if a test that noticed a change fails without one, too."""
+        outcome, _ = self.run([*self._failed], deadline) if self._failed else ("passed", 0)
+        if outcome != "passed":
+            raise SystemExit(f"{outcome} without a change, too: mend the tests or the environment first")
+        self._failed.clear()
+        self._is_confirmed = True
+
+
+def _fork_server(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Start a process of ``multiprocessing``; the fork server of the ranks is a fork that has imported ``IMPORTS``."""
+    if "forkserver" not in arguments[-1]:
+        return int(_SPAWN(path, arguments, descriptors))
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(70)
+    return child
+
+
+_SPAWN = multiprocessing.util.spawnv_passfds
 
 
 def sources(paths: Iterable[Path]) -> list[Path]:
@@ -286,24 +350,30 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", help="test files in place of those of each file")
     parser.add_argument("--deadline", type=float, default=120, help="seconds for the tests of one change (120)")
     options = parser.parse_args()
-    import deepspeed  # noqa: F401  before the forks
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else it starts a thread, and forks of threads hang
+    for module in IMPORTS:
+        importlib.import_module(module)
 
     possible = [change for file in sources(options.paths) for change in changes_of(file)]
     if options.line is not None:
         chosen = [change for change in possible if change.line == options.line]
     else:
         chosen = random.Random(options.seed).sample(possible, min(options.number, len(possible)))
-    missed, late = [], []
+    missed, numbers = [], Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Tree(Path(folder))
         for change in chosen:
             outcome = tree.outcome_of(change, options.tests or tests_of(change.file), options.deadline)
             missed += [change] if outcome == "passed" else []
-            late += [change] if outcome == "timeout" else []
-    caught = len(chosen) - len(missed) - len(late)
-    print(f"\n{caught} of {len(chosen)} changes were caught, {len(late)} timed out ({len(possible)} are possible)")
+            numbers[change.package, outcome if outcome in ("passed", "timeout") else "caught"] += 1
+        tree.confirm(options.deadline * 3)
+    print()
+    for package in sorted({change.package for change in chosen}):
+        caught, late, passed = (numbers[package, outcome] for outcome in ("caught", "timeout", "passed"))
+        of = sum(change.package == package for change in possible)
+        print(f"{package}: {caught} caught, {late} timed out, {passed} not caught, of {of} possible changes")
     for change in missed:
-        print(f"NOT CAUGHT: {change.file.relative_to(ROOT)}:{change.line}\n{change.difference()}")
+        print(f"NOT CAUGHT: {change}\n{change.difference()}")
     return 1 if missed else 0
 
 

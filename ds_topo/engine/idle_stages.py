@@ -86,11 +86,9 @@ def _as_list(parameters: Any) -> list[Any]:
 def _connect(module: nn.Module, _: Any, outputs: Any) -> Any:
     """Connect the first output of a stage that can have a gradient to the placeholders."""
     placeholders: Iterable[torch.Tensor] = getattr(module, PLACEHOLDERS)
-    several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    several = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     place = next((n for n, each in enumerate(several) if torch.is_tensor(each) and each.is_floating_point()), None)
     if place is None or not torch.is_grad_enabled():
         return outputs
-    connected: torch.Tensor = Connected.apply(several[place], *placeholders)  # type: ignore[no-untyped-call]
-    if several is not outputs:
-        return connected
-    return type(outputs)([*several[:place], connected, *several[place + 1 :]])
+    several[place] = Connected.apply(several[place], *placeholders)  # type: ignore[no-untyped-call]
+    return type(outputs)(several) if isinstance(outputs, (tuple, list)) else several[0]

@@ -105,8 +105,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
     own: Any = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
     with agreement(grid.get_ranks(axes_of_engine(grid, is_pipeline)), "the mpu of the engine"):
         if isinstance(own, MpuGrid):
-            if own.topology() != grid.topology() or own.to_global([0]) != grid.to_global([0]):
-                require_same_places(own.topology(), grid)
+            require_same_places(own.topology(), grid)
         elif own is not None and own is not parallel_state_sp:  # this module answers with the grid's groups
             require_same_groups(own, own.__name__ if isinstance(own, ModuleType) else type(own).__name__, grid)
     return mpu if is_pipeline or isinstance(mpu, MpuGrid) else grid

@@ -475,7 +475,8 @@ def start_sum_of_rows(gradient: torch.Tensor, route: Route) -> Callable[[], torc
             work.wait()
         is_row = torch.arange(most, device=counts.device) < counts[:, None]
         rows = is_row.flatten().nonzero()[:, 0]
-        return torch.sparse_coo_tensor(all_indices[rows][None], all_values[rows], gradient.shape).coalesce()
+        indices, values = all_indices[rows][None], all_values[rows]
+        return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()
 
     return gathered if most else lambda: gradient
 

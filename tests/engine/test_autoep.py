@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from packaging.version import Version
 from torch.distributed import checkpoint as dcp
 
 from ds_topo import PipelineParallelGrid, checkpoint, initialize
+from ds_topo.engine.autoparallel import tables_of_grid
 from ds_topo.errors import CheckpointLayoutError, EngineOptionError
 from tests.support.autotp_training import SAMPLES, batches_of, mixtral, start, train_alone, train_on, whole_parameters
 from tests.support.exhaustive import mark_exhaustive
@@ -68,6 +70,15 @@ def engine_on(grid: PipelineParallelGrid | None, zero: int, size: int | None, sl
         if slices > 1:
             config |= {"tensor_parallel": {"preset_model": "mixtral", "autotp_size": slices}}
         return deepspeed.initialize(model=model, config=config)[0]
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=False))])
+def test_engines_without_autoep_leave_its_tables_alone(config: Any) -> None:
+    auto_ep_folding = pytest.importorskip("deepspeed.module_inject.auto_ep_folding")
+    grid: Any = None
+    stock = auto_ep_folding.expected_folding_group_tables
+    with tables_of_grid(config, grid):
+        assert auto_ep_folding.expected_folding_group_tables is stock
 
 
 def _require_equal(run: Run, engine: Any, alone: Run) -> None:

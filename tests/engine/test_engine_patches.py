@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups
 from ds_topo.classes import mixins_of, overridden_by
+from ds_topo.engine import on_grid
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Patch, ledger
 from ds_topo.mpu import patches
@@ -41,6 +42,18 @@ class Recording(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen.append(deepspeed_groups.mpu)
         return super().forward(inputs)
+
+
+def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
+    engine: Any = type("Engine", (), {})()
+    engine.on_grid = object()
+    for scaler in ("first", "second"):
+        on_grid._restore_scaler(weakref.ref(engine), scaler)
+        assert engine.torch_autocast_z0_gradscaler == "first"
+        vars(engine).pop("on_grid", None)
+    kept = weakref.ref(engine)
+    del engine
+    on_grid._restore_scaler(kept, "third")
 
 
 def engine_of(mpu: Any = None, **more: Any) -> Any:
@@ -382,5 +395,5 @@ def _auto_tensor_parallelism() -> list[list[float]]:
 
 
 def test_auto_tensor_parallelism_trains_on_a_grid_as_without_one() -> None:
-    for without, on_grid in run_ranks(2, _auto_tensor_parallelism, deadline=120):
-        assert on_grid == without
+    for without, with_grid in run_ranks(2, _auto_tensor_parallelism, deadline=120):
+        assert with_grid == without

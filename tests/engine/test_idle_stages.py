@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
 from ds_topo.checkpoint.manifest import PLACEHOLDERS
+from ds_topo.engine.idle_stages import _connect, fill_groups
 from ds_topo.errors import CheckpointLayoutError, DisagreementError, EngineOptionError, FailedRankError
 from ds_topo.watch import first_cause
 from tests.support.exhaustive import mark_exhaustive
@@ -165,6 +166,54 @@ def test_training_equals_one_process(
     if "torch_autocast" in config and Version(torch.__version__) < Version("2.9"):
         pytest.skip("this torch cannot differentiate mse_loss of fp16 outputs and fp32 labels")
     world(4).run(_train, layers, options, config)
+
+
+def test_first_output_that_can_have_a_gradient_is_connected_to_the_placeholders() -> None:
+    module = nn.Module()
+    placeholder = nn.Parameter(torch.zeros(1))
+    setattr(module, PLACEHOLDERS, nn.ParameterList([placeholder]))
+    tokens, first, second = torch.arange(3), torch.ones(2), torch.ones(2)
+    for outputs in ((tokens, first, second), [tokens, first, second]):
+        found = _connect(module, None, outputs)
+        assert type(found) is type(outputs)
+        assert len(found) == 3
+        assert found[0] is tokens
+        assert found[2] is second
+        found[1].sum().backward()
+        assert placeholder.grad is not None
+        assert placeholder.grad.tolist() == [0.0]
+        placeholder.grad = None
+    assert _connect(module, None, first).requires_grad
+    assert not first.requires_grad
+    assert _connect(module, None, (tokens,)) == (tokens,)
+    with torch.no_grad():
+        assert _connect(module, None, first) is first
+
+
+@pytest.mark.parametrize("kind", ["parameters", "groups", "optimizer"])
+@pytest.mark.parametrize(("frozen", "some", "made"), [("ab", False, 2), ("a", False, 0), ("a", True, 1), ("", True, 0)])
+def test_each_group_without_trainable_parameters_gets_a_placeholder(
+    kind: str, frozen: str, some: bool, made: int
+) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(2), name not in frozen) for name in "ab"})
+    groups = [{"params": module["a"]}, {"params": [module["b"]]}]
+    optimizer = torch.optim.SGD(groups) if kind == "optimizer" else None
+    if kind == "parameters":
+        made = int(frozen == "ab")
+    parameters = {"parameters": [*module.values()], "groups": groups, "optimizer": []}[kind]
+    found = fill_groups(module, optimizer, parameters, torch.device("cpu"), some=some)
+    placeholders = [*getattr(module, PLACEHOLDERS, ())]
+    assert len(placeholders) == made
+    assert all(each.tolist() == [0.0] and each.requires_grad for each in placeholders)
+    if kind == "parameters":
+        assert [id(each) for each in found] == [id(each) for each in [*parameters, *placeholders]]
+    else:
+        filled = optimizer.param_groups if optimizer else found
+        added = iter(placeholders)
+        for name, group in zip("ab", filled, strict=True):
+            expected = [module[name], *([next(added)] if name in frozen and made else [])]
+            given = group["params"]
+            assert [id(each) for each in ([given] if torch.is_tensor(given) else given)] == [*map(id, expected)]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

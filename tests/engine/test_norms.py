@@ -241,6 +241,25 @@ def _norm_of_dtensors() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient / 4)
 
 
+@pytest.mark.parametrize(
+    ("placements", "counting"),
+    [
+        ([Shard(0), Shard(1)], [0, 1, 2, 3]),
+        ([Replicate(), Shard(0)], [0, 1]),
+        ([Shard(0), Replicate()], [0, 2]),
+        ([Replicate(), Replicate()], [0]),
+    ],
+)
+def test_first_copy_of_a_dtensor_counts(placements: list[Any], counting: list[int]) -> None:
+    found = []
+    for rank in range(4):
+        with fake_world(rank, 4), ProcessGrid("data=2,model=2") as grid:
+            mesh = SimpleNamespace(mesh=torch.arange(4).view(2, 2), get_coordinate=lambda: divmod(grid.global_rank, 2))
+            one: Any = SimpleNamespace(grad=SimpleNamespace(device_mesh=mesh, placements=placements))
+            found += [rank] if norms._counts_here(one, grid) else []
+    assert found == counting
+
+
 def test_norm_counts_each_element_of_a_dtensor_once(world: Worlds) -> None:
     world(4).run(_norm_of_dtensors)
 

@@ -10,6 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +33,18 @@ from ds_topo import PipelineParallelGrid, groups, initialize
 from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructure
 from ds_topo.engine import config_options as table
 from ds_topo.engine.checks import check_model
-from ds_topo.engine.config_options import OPTIONS, ConfigOnGrid, Option, check_config, mechanisms_on, refusals
+from ds_topo.engine.config_options import (
+    OPTIONS,
+    ConfigOnGrid,
+    Option,
+    check_batch_sizes,
+    check_config,
+    mechanisms_on,
+    refusals,
+)
 from ds_topo.errors import EngineOptionError
 from ds_topo.topology.axes import mechanisms_of
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import data_efficiency, settings, start
 from tests.support.training import engine_config
@@ -50,6 +60,7 @@ AUTO_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 AUTO_SEQUENCE = {"compile": {"passes": ["autosp"]}, "sequence_parallel_size": 2}
 MESH = {"sequence_parallel_size": 2, "data_parallel_size": 2}
 HYBRID = {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}
+DYNAMIC = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": "unused"}}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("data=2,model=2", QUANTIZED, "zero_quantized_gradients .* switch it off"),
@@ -97,7 +108,34 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("data=2,model=2", {"tensor_parallel": {"autotp_size": 0}}),
     ("data=2,seq=2", MESH),
     ("model=2,data=2", HYBRID),
+    ("pipe=2,data=2", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}}),
+    ("data=4", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}, "compile": {"deepcompile": True}}),
 ]
+
+
+def _check(rank: int, topology: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(rank, 4), PipelineParallelGrid(topology) as grid:
+        if options == MESH:
+            monkeypatch.setattr(deepspeed_groups, "mesh_device", SimpleNamespace(size=lambda dimension: 2))
+        config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
+        check_config(ConfigOnGrid(config, grid, is_pipeline="pipe" in topology))
+
+
+@pytest.mark.parametrize(("topology", "options", "message"), REFUSED)
+def test_options_that_assume_another_order_are_refused(
+    topology: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        with pytest.raises(EngineOptionError, match=re.compile(message, re.S)):
+            _check(rank, topology, options, monkeypatch)
+
+
+@pytest.mark.parametrize(("topology", "options"), ACCEPTED)
+def test_options_that_assume_this_order_are_accepted(
+    topology: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        _check(rank, topology, options, monkeypatch)
 
 
 def _join() -> None:
@@ -120,8 +158,10 @@ def _refuse(topology: str, options: dict[str, Any], message: str) -> None:
     assert DeepSpeedEngine.__init__ is untouched
 
 
-@pytest.mark.parametrize(("topology", "options", "message"), REFUSED)
-def test_options_that_assume_another_order_are_refused(
+@pytest.mark.parametrize(
+    ("topology", "options", "message"), mark_exhaustive(REFUSED, lambda number, _: number in (0, 9))
+)
+def test_engines_with_refused_options_are_not_built(
     world: Worlds, topology: str, options: dict[str, Any], message: str
 ) -> None:
     world(4).run(_refuse, topology, options, message)
@@ -183,7 +223,6 @@ def test_what_deepspeed_cannot_combine_is_refused_with_its_check_and_an_alternat
             check_config(ConfigOnGrid(config, grid, is_pipeline="pipe" in topology))
 
 
-DYNAMIC = {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": "unused"}}
 WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 TESTED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
     ("pipe=2,seq=2", {"data_efficiency": data_efficiency("unused")}, "plain"),
@@ -281,6 +320,34 @@ def test_the_table_and_the_command_show_name_the_same_mechanisms(topology: str, 
         assert mechanisms_on(case) == expected
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro", "steps", "message"),
+    [
+        (8, 2, 2, ""),
+        (
+            16,
+            2,
+            2,
+            r"16 is not 2 [(]train_micro.* x 2 [(]gradient_acc.* x 2 [(]repl.* axes read the same.*to 8, or omit",
+        ),
+        (16, 2, 2, r"In 'model=2,data=2' they are along \['data=2'\]"),
+        (12, 2, None, ""),
+        (9, 2, None, r"9 is not a multiple of 2 [(]train_micro.*to a multiple of 4"),
+        (9, None, None, r"9 is not a multiple of 2 [(]replicas with"),
+        (9, 2.5, None, ""),
+        (9, -1, None, ""),
+        ("auto", 2, 2, ""),
+    ],
+)
+def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any, message: str) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    config = {"train_batch_size": batch, **sizes}
+    with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
+        with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
+            check_batch_sizes(config, grid)
+        check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
+
+
 def test_a_manifest_records_what_the_table_says() -> None:
     kinds = {"layout": SavedLayout, "structure": SavedStructure, "options": SavedOptions}
     recorded = {option.recorded.rpartition(".")[::2] for option in OPTIONS if option.recorded}
@@ -299,8 +366,8 @@ def _accept(topology: str, options: dict[str, Any]) -> None:
         check_config(ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid))
 
 
-@pytest.mark.parametrize(("topology", "options"), ACCEPTED)
-def test_options_that_assume_this_order_are_accepted(world: Worlds, topology: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("topology", "options"), mark_exhaustive(ACCEPTED, lambda _, case: case[1] == MESH))
+def test_live_ranks_accept_options_in_this_order(world: Worlds, topology: str, options: dict[str, Any]) -> None:
     world(4).run(_accept, topology, options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.engine.reducer_drivers import PipelineDriver
 from ds_topo.errors import DisagreementError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, train_pipeline
@@ -44,6 +46,17 @@ LAYOUTS: list[tuple[str, list[dict[str, Any]]]] = [
     ("pipe=4", CASES[1:2]),
     ("pipe=2,model=2,data=2", [*CASES[:2], {"zero": 1, "sequence": True}]),
 ]
+
+
+@pytest.mark.parametrize(("stage", "communication", "defers"), [(0, [1], False), (1, [49], True), (1, [50], False)])
+def test_a_stage_defers_its_reduction_if_it_waits_longer_for_earlier_stages(
+    stage: int, communication: list[int], defers: bool
+) -> None:
+    driver: Any = SimpleNamespace(engine=SimpleNamespace(stage_id=stage), backward_ns=100)
+    of_steps = [SimpleNamespace(communication_ns=each, ended_ns=1) for each in communication]
+    under_way = SimpleNamespace(communication_ns=10**9, ended_ns=0)
+    assert PipelineDriver.prefers_to_defer(driver, [*of_steps, under_way]) is defers  # type: ignore[list-item]
+    assert PipelineDriver.prefers_to_defer(driver, [under_way]) is False, "nothing is known yet"  # type: ignore[list-item]
 
 
 def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:

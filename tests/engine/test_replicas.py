@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -20,6 +21,7 @@ from ds_topo.engine import replicas
 from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.gpt_training import pipeline, plain_engine, train
 from tests.support.moe_training import Case, trainer
 from tests.support.training import destroy_engine
@@ -250,6 +252,68 @@ def test_replicated_parameters_and_random_states_of_slices_are_compared(world: W
     (error,) = set(world(4).run(_slices_differ, what))
     assert named in error
     assert "along model" in error
+
+
+def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[int] = []
+
+    def extremes(values: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+        highest = values.clone()
+        if values.dim() == 2:
+            highest[changed, 1] += 1
+        return highest, values
+
+    monkeypatch.setattr(replicas, "_extremes", extremes)
+    monkeypatch.setattr(replicas, "_who", lambda what, own, group: what)
+    with fake_world(0, 2):
+        group = dist.group.WORLD
+        values = [torch.full((number + 1,), 1.0) for number in range(4)]
+        tensors = [
+            replicas.Replicated(name, each, group, "data", name == "b")
+            for name, each in zip("abcd", values, strict=True)
+        ]
+        sums = {id(each): replicas.digest(each) for each in values}
+        for places, expected in (
+            ([], ""),
+            ([1], ""),
+            ([1, 2], "1 of 3 tensors along data, first 'c' (float32 [3])"),
+            ([0, 3], "2 of 3 tensors along data, first 'a' (float32 [1])"),
+        ):
+            changed[:] = places
+            assert replicas._difference(tensors, group, sums) == expected
+
+
+@pytest.mark.parametrize(
+    ("difference", "are_equal", "may_be_split", "checks", "said"),
+    [
+        ("first 'a'", True, False, True, "start with different parameters; first 'a'"),
+        ("first 'a'", False, True, False, "start with different parameters; first 'a'"),
+        ("", True, True, True, "start with the same slices"),
+        ("", True, True, False, ""),
+        ("", False, False, True, "train copies of the whole model"),
+        ("", False, False, False, ""),
+        ("", False, True, True, ""),
+    ],
+)
+def test_first_slice_warns_of_wrong_parameters(
+    difference: str, are_equal: bool, may_be_split: bool, checks: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_difference", lambda *_: difference)
+    monkeypatch.setattr(replicas, "_slices_are_equal", lambda *_: are_equal)
+    monkeypatch.setattr(replicas, "_may_be_split", lambda *_: may_be_split)
+    for rank in range(8):
+        with fake_world(rank, 8), PipelineParallelGrid("pipe=2,data=2,model=2") as grid:
+            grid.check_weights = checks
+            engine: Any = SimpleNamespace(mpu=grid)
+            for module in (nn.Linear(2, 2), nn.Module()):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    replicas.compare_slices(engine, module)
+                # A model without parameters is no copy of anything, and a model is a copy on its first stage alone.
+                has_copies = rank == 0 and len(list(module.parameters())) > 0
+                is_said = rank in (0, 4) and (has_copies or "copies" not in said)
+                assert len(caught) == (is_said and bool(said))
+                assert all(said in str(each.message) for each in caught)
 
 
 def _beside_a_reducer() -> None:

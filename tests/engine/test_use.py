@@ -25,7 +25,7 @@ from torch import nn
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, use
-from ds_topo.engine.start import warn_of_undealt_samples
+from ds_topo.engine.start import warn_of_undealt_samples, with_samples_of
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
 from ds_topo.errors import EngineOptionError, TopologyError
 from ds_topo.mpu import patches
@@ -39,6 +39,28 @@ pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 ORDERS = [",".join(order) for order in permutations(("pipe=2", "data=2", "model=2"))]
 stock_initialize = deepspeed.initialize
 StockTopology = deepspeed_topology.PipeModelDataParallelTopology
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "batch"),
+    [
+        ("data=2,model=2", {"train_batch_size": 24, "gradient_accumulation_steps": 3}, 12),
+        ("data=2,model=2", {"train_batch_size": 8}, 4),
+        ("data=2,model=2", {"train_batch_size": 4}, 4),
+        ("data=2,model=2", {"train_batch_size": 8, "gradient_accumulation_steps": "auto"}, 8),
+        ("data=2,model=2", {"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"}, 8),
+        ("data=4", {"train_batch_size": 8}, 8),
+    ],
+)
+def test_batch_size_of_all_ranks_becomes_that_of_the_samples(spec: str, config: dict[str, Any], batch: int) -> None:
+    for rank in (0, 1):
+        given = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 5, **config}
+        with fake_world(rank, 4), PipelineParallelGrid(spec) as grid, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = with_samples_of(grid, given)
+            assert with_samples_of(grid, "ds_config.json") == "ds_config.json"
+        assert found == {**given, "train_batch_size": batch}
+        assert len(said) == (rank == 0 and batch != config["train_batch_size"])
 
 
 # -- pipelines of DeepSpeed's own class ------------------------------------------------------------------------------

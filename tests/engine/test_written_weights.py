@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, initialize
+from ds_topo.engine import written_weights
+from ds_topo.engine.written_weights import WrittenWeights
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
@@ -135,6 +139,102 @@ def test_the_switch_leaves_weights_as_deepspeed_does(world: Worlds) -> None:
     for difference, said in world(2).run(_trained, 1, _BF16, _loaded, False):
         assert difference > 0.5
         assert said == []
+
+
+class _Optimizer:
+    def __init__(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.parts = parts
+
+
+def _search(monkeypatch: pytest.MonkeyPatch, numel: int = 4, parts: int = 1) -> tuple[WrittenWeights, _Optimizer]:
+    """Return the search over partitions of zeros."""
+    optimizer = _Optimizer([(torch.zeros(numel), torch.zeros(numel)) for _ in range(parts)])
+    monkeypatch.setitem(written_weights._PARTS, _Optimizer, lambda optimizer: iter(optimizer.parts))
+    grid: Any = SimpleNamespace(check_weights=True)
+    return WrittenWeights(nn.Module(), optimizer, grid), optimizer
+
+
+def test_a_sample_of_each_partition_is_compared_within_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for parts in (1, 4, 5, 8, 9):
+        search, optimizer = _search(monkeypatch, parts=parts)
+        for step in range(3):
+            for number, (own, _) in enumerate(optimizer.parts):
+                own[0] = 1.0
+                search._steps = step
+                is_compared = search._sample_differs(optimizer.parts)
+                assert is_compared == (number % (-(-parts // 4)) == step % (-(-parts // 4)))
+                own[0] = 0.0
+
+
+@pytest.mark.parametrize(("numel", "period"), [(1, 1), (1024, 1), (1025, 2), (2048, 2), (2049, 3)])
+def test_a_sample_is_of_every_kth_element(numel: int, period: int) -> None:
+    own, master = torch.zeros(numel), torch.zeros(numel)
+    for element in (0, 1, period, numel - 1):
+        own[element % numel] = 1.0
+        assert bool(written_weights._sample_differs(own, master)) == (element % numel % period == 0)
+        own[element % numel] = 0.0
+
+
+def test_rounding_is_no_difference() -> None:
+    master = torch.tensor([1.0, 3.0, 1e-30, 0.0])
+    eps = torch.finfo(torch.bfloat16).eps
+    for factor, differs in ((1 + eps / 2, False), (1 - eps, False), (1 + 4 * eps, True), (1 - 4 * eps, True)):
+        assert bool(written_weights._sample_differs((master * factor).bfloat16(), master)) is differs
+    assert not written_weights._sample_differs(master.bfloat16(), master)
+
+
+def test_only_changed_elements_are_copied() -> None:
+    master = torch.tensor([1.001, 2.001, 3.001])
+    own = master.bfloat16()
+    assert not written_weights._copy_changed(own, master)
+    own[1], own[2] = 5.0, torch.nan
+    with mock.patch.object(written_weights, "_AT_A_TIME", 2):
+        assert written_weights._copy_changed(own, master)
+    assert torch.equal(master, torch.tensor([1.001, 5.0, 3.001])), "what is not a number is not a weight"
+
+
+def test_on_an_accelerator_later_comparisons_are_read_when_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps wait; later ones warn a step late, and start a comparison when the last one has ended."""
+    search, optimizer = _search(monkeypatch)
+    events: list[Any] = []
+
+    def record() -> Any:
+        events.append(SimpleNamespace(query=lambda: is_ready))
+        return events[-1]
+
+    class Found:
+        """The result of a comparison on a device."""
+
+        def __init__(self, differs: bool) -> None:
+            self.differs, self.device = differs, torch.device("cuda")
+
+        def any(self) -> Found:
+            return self
+
+        def to(self, device: str, non_blocking: bool) -> torch.Tensor:
+            return torch.tensor(self.differs)
+
+        def __bool__(self) -> bool:
+            return self.differs
+
+    monkeypatch.setattr(torch, "stack", lambda flags: Found(bool(flags[0])))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(record_event=record))
+    own, is_ready = optimizer.parts[0][0], False
+    said: list[str] = []
+    monkeypatch.setattr(search, "_warn", lambda which, result: said.append(result))
+    own[0] = 1.0
+    for search._steps in (0, 1):
+        assert search._sample_differs(optimizer.parts), "the first steps wait"
+    search._steps = 2
+    for _ in range(2):
+        assert not search._sample_differs(optimizer.parts)
+        assert (len(events), said) == (1, []), "the comparison is under way"
+    own[0], is_ready = 0.0, True
+    assert not search._sample_differs(optimizer.parts)
+    assert (len(events), len(said)) == (2, 1)
+    assert "they were lost" in said[0]
+    assert not search._sample_differs(optimizer.parts)
+    assert (len(events), len(said)) == (3, 1)
 
 
 def _replaced_by_another_shape() -> None:

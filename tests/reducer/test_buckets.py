@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,9 +26,12 @@ from ds_topo.reducer.buckets import (
     late_gradient,
     plan_buckets,
     plan_parameters,
+    start_sum_of_rows,
 )
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.reducer.parameters import ParameterState
+from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout
+from tests.support.fake_world import fake_world
 
 KINDS = ("float32", "bfloat16", "expert")
 CAPACITIES = st.integers(1, 40)
@@ -212,6 +216,32 @@ def test_bucket_over_grad_buffers_is_their_memory() -> None:
     assert bucket.flat.tolist() == list(range(2, 12))
     assert upper.view.tolist() == [[6, 7, 8], [9, 10, 11]], "a user's buffer has plain strides"
     assert lower.view.tolist() == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(keeps: bool) -> None:
+    layout = PartitionLayout.balanced([3, 2, 4], [(0, 1, 2)], 2)
+    with fake_world(0, 2):
+        parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, keeps=keeps)
+        served = [parameters[0], parameters[2]]  # the second one is frozen
+        bucket = _bucket(*(_region_state(number, each, gradients) for number, each in enumerate(served)))
+        assert not bucket.is_open
+        for parameter in served:
+            parameter.grad = torch.ones_like(parameter)
+        with mock.patch.object(gradients, "place", lambda region: torch.full((region.numel,), torch.nan)):
+            if keeps:
+                copy_in(bucket.members)
+            bucket.fill()
+        assert bucket.is_open
+        assert bucket.flat.tolist() == [1.0] * 3 + [0.0] * 2 + [1.0] * 4 + [0.0] * (layout.numel - 9)
+        bucket.give_back()
+        assert not bucket.is_open
+        assert not any(len(state.view) or state.holds_sum for state in bucket.members)
+
+
+def _region_state(index: int, parameter: nn.Parameter, gradients: PartitionedGradients) -> ParameterState:
+    return ParameterState(index, "p", parameter, torch.float32, False, region=gradients.regions[parameter])
 
 
 def test_live_gradients_move_to_the_new_bucket() -> None:
@@ -456,6 +486,23 @@ def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
     assert (none.view._nnz(), none.view.shape) == (0, (4,))
     assert state.parameter.grad is not None
     assert repeated.parameter.grad is None
+
+
+def test_rows_are_gathered_if_the_backend_cannot_sum_them() -> None:
+    ours = torch.sparse_coo_tensor([[2, 0, 2]], torch.arange(6.0).view(3, 2), (4, 2), check_invariants=True)
+    theirs = torch.sparse_coo_tensor([[0, 1, 3]], torch.ones(3, 2), (4, 2), check_invariants=True).coalesce()
+    others = [torch.tensor([3]), theirs.indices()[0], theirs.values()]
+
+    def gather(everyone: torch.Tensor, own: torch.Tensor, group: object, async_op: bool = False) -> Any:
+        everyone.view(2, *own.shape).copy_(torch.stack([own, others.pop(0)]))
+        return SimpleNamespace(wait=lambda: None)
+
+    route: Any = SimpleNamespace(traits=SimpleNamespace(sums_sparse=False), size=2, group=None)
+    with mock.patch.object(dist, "all_gather_into_tensor", gather):
+        found = start_sum_of_rows(ours, route)()
+    assert found.is_coalesced()
+    assert found.indices().tolist() == [[0, 1, 2, 3]]
+    assert torch.equal(found.to_dense(), ours.to_dense() + theirs.to_dense())
 
 
 def _copy_in_one_pass(state: ParameterState) -> None:

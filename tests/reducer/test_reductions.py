@@ -641,6 +641,16 @@ def test_notes_of_30000_ranks_do_not_overflow() -> None:
         assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (0, 0, False)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_ranks_at_other_steps_are_named_up_to_a_number(more: int) -> None:
+    others = reductions._RANKS_SHOWN + more
+    everyone = [(3 if rank < others else 7, rank, "a") for rank in range(2 * others + 1)]
+    with fake_world(0, 1), mock.patch.object(reductions, "gathered", return_value=everyone):
+        message = str(reductions.different_steps(7, None))  # type: ignore[arg-type]
+    named = [f"rank {rank} on a has taken 3" for rank in range(reductions._RANKS_SHOWN)]
+    assert f": {'; '.join(named)}{'; and 1 more' if more else ''}; the others have taken 7. " in message
+
+
 def test_notes_wait_for_the_last_communication_hook() -> None:
     previous: Any = mock.Mock()
     with _summed_over(1):

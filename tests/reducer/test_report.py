@@ -122,3 +122,11 @@ def test_exposed_time_is_communication_after_finish_began() -> None:
     early = StepTiming(2, 0, finish_ns=100, ended_ns=101, buckets=[bucket(10, 90)])
     assert (early.communication_ns, early.exposed_ns) == (80, 0)
     assert GradientReport(0, (step,)).hidden_fraction == pytest.approx(60 / 110)
+    spans = [event for event in GradientReport(3, (step,)).chrome_trace()["traceEvents"] if event["ph"] == "X"]
+    assert [(span["tid"], span["ts"] * 1e3, span["dur"] * 1e3) for span in spans] == [
+        (0, 0, 100),
+        (0, 100, 60),
+        (1, 10, 30),
+        (2, 30, 30),
+        (1, 90, 60),
+    ], "backward and finish() on one track, buckets on as many as overlap"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_topo.zero.exchange import Copies, rounds_of
-from ds_topo.zero.partitions import ALIGNMENT, PartitionedGradients, PartitionLayout
+from ds_topo.zero.partitions import ALIGNMENT, PartitionedGradients, PartitionLayout, moved
 from tests.support.fake_world import fake_world
 
 NUMELS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -83,6 +85,29 @@ def test_regions_are_even_and_adjacent(numels: list[int], size: int) -> None:
         assert 0 <= region.numel - numel < ALIGNMENT * size
         end += region.numel
     assert (layout.numel, layout.partition_numel) == (end, end // size)
+
+
+@given(layouts(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_moved_sends_each_element_from_its_old_place_to_its_new_one(
+    drawn: tuple[PartitionLayout, int], data: st.DataObject
+) -> None:
+    source, size = drawn
+    numels = source.numels
+    groups = [[index] for index in data.draw(st.permutations(range(len(numels))))]
+    target = PartitionLayout.balanced(numels, groups, size)
+    sums, sent = [_random(numel, index) for index, numel in enumerate(numels)], {}
+
+    def exchange(incoming: torch.Tensor, outgoing: torch.Tensor, arriving: Any, leaving: Any, group: object) -> None:
+        sent[rank] = outgoing.split(leaving)
+        if len(sent) == size:  # the other ranks have sent theirs
+            incoming.copy_(torch.cat([sent[other][rank] for other in range(size)]))
+
+    for rank in [*range(size), data.draw(st.integers(0, size - 1))]:  # one rank goes on after all have sent
+        partition = torch.nan_to_num(_own_part(source, rank, sums))
+        with fake_world(rank, size), mock.patch.object(dist, "all_to_all_single", exchange):
+            found = moved(partition, source, target, dist.group.WORLD)
+    assert torch.equal(found, torch.nan_to_num(_own_part(target, rank, sums)))
 
 
 def _random(numel: int, seed: int) -> torch.Tensor:
