@@ -8,19 +8,20 @@ whatever reads a parameter then waits for it (:mod:`ds_topo.zero.arrivals`).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_topo.backends import traits_of
 from ds_topo.errors import warn
-from ds_topo.ledger import around, ledger
-from ds_topo.mpu import patches
+from ds_topo.ledger import Patch, around, ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import plan_buckets
 from ds_topo.reducer.options import BucketSizes
@@ -252,24 +253,28 @@ class PartitionedParameters:
 
 @around
 def _in_slices(
-    gather: Any,
+    _: object,
     groups_flat: Sequence[torch.Tensor],
-    partitioned_param_groups: Sequence[Sequence[torch.Tensor]],
+    partitioned_param_groups: object,
     dp_process_group: Sequence[ProcessGroup],
-    *arguments: Any,
-    **options: Any,
+    *arguments: object,
+    **options: object,
 ) -> None:
     """Replace ``all_gather_dp_groups``."""
-    pairs = list(zip(groups_flat, dp_process_group, strict=False))
-    if all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
-        for flat, group in pairs:
-            exchange_of(group, flat.device).gather_now(flat)
-    else:
-        gather(groups_flat, partitioned_param_groups, dp_process_group, *arguments, **options)
+    for flat, group in zip(groups_flat, dp_process_group, strict=False):
+        exchange_of(group, flat.device).gather_now(flat)
 
 
-@contextmanager
-def gathering_in_slices() -> Iterator[None]:
-    """Send updated parameters point to point on gloo, in methods of DeepSpeed's optimizers that gather them."""
-    with ledger.bound(patches.GATHER_OF_ZERO, _in_slices), ledger.bound(patches.GATHER_OF_BF16, _in_slices):
-        yield
+def gathering_of(optimizer: Any, row: Patch | None) -> Callable[[], AbstractContextManager[None]]:
+    """Return what the methods of an optimizer that gather updated parameters run in: they are sent in slices on gloo.
+
+    Args:
+        optimizer: the optimizer.
+        row: DeepSpeed's function that gathers them; None if there is none.
+    """
+    if row is None:
+        return nullcontext
+    groups = [group for group in {*optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
+    device = torch.device(get_accelerator().current_device_name())
+    is_on_gloo = all(traits_of(group, device).tagged_messages for group in groups)
+    return partial(ledger.bound, row, _in_slices) if groups and is_on_gloo else nullcontext
