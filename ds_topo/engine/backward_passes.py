@@ -240,6 +240,12 @@ class _InputOfEngine(_OverlappingOutputOfEngine):
 
 def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the outputs of a forward pass as tensors that call ``enter`` with their gradients."""
+    if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None and outputs._base is None:
+        node: Any = outputs.grad_fn
+        if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
+            node.metadata[_OUTPUT] = True
+            outputs.register_hook(enter)
+            return outputs
     found: dict[int, torch.Tensor] = {}
 
     def note(output: torch.Tensor) -> torch.Tensor:
@@ -248,12 +254,6 @@ def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -
         return output
 
     _changed(outputs, note)
-    if isinstance(outputs, torch.Tensor) and found and outputs._base is None:
-        node: Any = outputs.grad_fn
-        if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
-            node.metadata[_OUTPUT] = True
-            outputs.register_hook(enter)
-            return outputs
     strided = {key: output for key, output in found.items() if output.layout is torch.strided}
     memory = {key: output.untyped_storage()._cdata for key, output in strided.items()}
     users = Counter(memory.values())

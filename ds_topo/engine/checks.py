@@ -291,6 +291,8 @@ _HOOK = "_ds_topo_direct_steps"
 class DirectSteps:
     """Notice steps of an engine's optimizer that the program takes itself, without ``engine.step()``.
 
+    Those inside ``with`` are the engine's.
+
     Args:
         engine: an engine of a grid, whose ``check_weights`` switches the warning off.
     """
@@ -307,14 +309,11 @@ class DirectSteps:
             setattr(optimizer, _HOOK, hook)
             self._grid.on_destroy(hook.remove)
 
-    @contextmanager
-    def of_engine(self) -> Iterator[None]:
-        """Take steps of the optimizer for the engine's inside the context."""
+    def __enter__(self) -> None:
         self._is_of_engine = True
-        try:
-            yield
-        finally:
-            self._is_of_engine = False
+
+    def __exit__(self, *_: object) -> None:
+        self._is_of_engine = False
 
     def _before_step(self, *_: object) -> None:
         if self._is_of_engine or self._has_warned or not self._grid.check_weights:

@@ -8,9 +8,8 @@ does a backward pass, from its start to its end, because a program may start it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
@@ -27,6 +26,10 @@ _NAMES = (
     "_DATA_PARALLEL_GROUP",
 )
 """The names of ``deepspeed.utils.groups`` that belong to one mpu."""
+_values = attrgetter(*_NAMES)
+
+Values: TypeAlias = tuple[Any, ...]
+"""Their values, of which the first one is the mpu."""
 
 
 class CurrentMpu:
@@ -35,61 +38,59 @@ class CurrentMpu:
     def __init__(self) -> None:
         self._in_backward: list[weakref.ref[DeepSpeedEngine]] = []
         """The engines whose backward pass is running; the last one began last."""
-        self._before_backward: dict[str, Any] | None = None
+        self._before_backward: Values | None = None
         """What was current before the first of them began; None while there is none."""
 
-    def set(self, mpu: Any) -> dict[str, Any]:
+    def set(self, mpu: Any) -> Values:
         """Make an mpu the current one; return what was current, for :meth:`restore`."""
-        before = {name: getattr(deepspeed_groups, name) for name in _NAMES}
-        if mpu is before["mpu"] and isinstance(mpu, MpuGrid):  # in most calls; its experts may be new
+        before: Values = _values(deepspeed_groups)
+        is_grid, former = isinstance(mpu, MpuGrid), before[0]
+        if is_grid and mpu is former:  # in most calls; its experts may be new
             deepspeed_groups.expert_tensor_parallel_world_size = slices_of_experts(mpu)
-            return before
-        values = {"mpu": mpu}
-        if isinstance(mpu, MpuGrid) or isinstance(before["mpu"], MpuGrid):
+        elif is_grid or isinstance(former, MpuGrid):
             slices = data = None  # AutoTP creates groups of its own, unless it finds some
-            if isinstance(mpu, MpuGrid) and mpu.get_axis_size(MODEL) > 1:
+            if is_grid and mpu.get_axis_size(MODEL) > 1:
                 slices, data = mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()
-            values = dict(zip(_NAMES, (mpu, slices_of_experts(mpu), slices, slices, data), strict=True))
-        self.restore(values)
+            self.restore((mpu, slices_of_experts(mpu), slices, slices, data))
+        else:
+            deepspeed_groups.mpu = mpu
         return before
 
-    def restore(self, values: dict[str, Any]) -> None:
+    def restore(self, values: Values) -> None:
         """Make current what :meth:`set` has returned."""
-        vars(deepspeed_groups).update(values)
+        vars(deepspeed_groups).update(zip(_NAMES, values, strict=True))
 
     def forget(self, grid: MpuGrid) -> None:
         """Reset the current mpu if it is this grid, so that no later engine without an mpu finds it."""
         if isinstance(deepspeed_groups.mpu, MpuGrid) and grid.shares_groups_with(deepspeed_groups.mpu):
             self.set(None)
 
-    @contextmanager
-    def during(self, mpu: MpuGrid) -> Iterator[None]:
-        """Make an mpu the current one during a call of an engine, which also ends interrupted backward passes."""
+    def begin_call(self, mpu: MpuGrid) -> Values:
+        """Make the mpu of an engine the current one until :meth:`end_call`, and end interrupted backward passes."""
         self._end_all()
-        before = self.set(mpu)
-        try:
-            yield
-        finally:
-            self._in_backward.clear()
-            self._before_backward = None
-            self.restore(before)
+        return self.set(mpu)
+
+    def end_call(self, before: Values) -> None:
+        """Make current what :meth:`begin_call` has returned."""
+        self._in_backward.clear()
+        self._before_backward = None
+        self.restore(before)
 
     def begin_backward(self, engine: DeepSpeedEngine) -> None:
         """Make the mpu of an engine the current one until :meth:`end_backward`."""
         before = self.set(engine.mpu)
         if not self._in_backward:
             self._before_backward = before
-        if engine not in [each() for each in self._in_backward]:
-            self._in_backward.append(weakref.ref(engine))
+        if (reference := weakref.ref(engine)) not in self._in_backward:
+            self._in_backward.append(reference)
 
     def end_backward(self, engine: DeepSpeedEngine) -> None:
         """Make the mpu of another engine of the same backward pass the current one, or what was current before it."""
-        living = [each for each in self._in_backward if each() is not None]
-        self._in_backward = [each for each in living if each() is not engine]
+        self._in_backward = [each for each in self._in_backward if each() not in (None, engine)]
         last = self._in_backward[-1]() if self._in_backward else None
         if last is not None:
             self.set(last.mpu)
-        elif living:
+        else:
             self._end_all()
 
     def _end_all(self) -> None:
@@ -98,7 +99,7 @@ class CurrentMpu:
         self._in_backward.clear()
         self._before_backward = None
 
-    def is_needed_by_others(self, before: dict[str, Any]) -> bool:
+    def is_needed_by_others(self, before: Values) -> bool:
         """Tell whether there may be an engine without a grid, whose methods would find a grid that stays current.
 
         Garbage collection must not decide this, because ranks collect at different times: an engine without an mpu
@@ -107,7 +108,7 @@ class CurrentMpu:
         Args:
             before: what was current before the last engine was built.
         """
-        former = before["mpu"]
+        former = before[0]
         has_other_mpu = former is not None and not isinstance(former, MpuGrid)
         return has_other_mpu or deepspeed_groups._WORLD_GROUP is not None
 

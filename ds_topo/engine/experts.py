@@ -30,8 +30,8 @@ from ds_topo.topology.rank_tables import ExpertPlan, RankGroup, name_of_size, ze
 
 def slices_of_experts(mpu: Any) -> int:
     """Return the number of ranks over which the experts of an mpu are sliced; 1 for an mpu that is not a grid."""
-    sliced = any(known.plan.expert_tensor_parallel for known in registry.of(mpu))
-    return int(mpu.get_slice_parallel_world_size()) if sliced else 1
+    known = registry.of(mpu)
+    return int(mpu.get_slice_parallel_world_size()) if known and known[0].plan.expert_tensor_parallel else 1
 
 
 @around

@@ -308,7 +308,8 @@ def clip_fp32_gradients(engine: DeepSpeedEngine, with_experts: bool) -> None:
     if with_experts or grid.get_axis_size(PIPE) > 1 or isinstance(engine, PipelineEngine):
         engine._global_grad_norm = clip_grad_norm_(parameters, limit, grid)
     else:
-        engine._global_grad_norm = clip_as_deepspeed(parameters, limit, mpu=grid)
+        mpu = grid if grid.ds_model_world_size > 1 else None  # which it would ask about each parameter
+        engine._global_grad_norm = clip_as_deepspeed(parameters, limit, mpu=mpu)
 
 
 def prepare_losses(engine: DeepSpeedEngine) -> None:

@@ -95,22 +95,36 @@ class EngineParts:
         )
 
 
+class _Call:
+    """A call of the program to an engine.
+
+    If one rank alone raises in it, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
+    otherwise it is that of the engine that was built last.
+    """
+
+    __slots__ = ("_before", "_engine", "_guarded", "_name")
+
+    def __init__(self, engine: EngineOnGrid, name: str) -> None:
+        self._engine, self._name = engine, name
+
+    def __enter__(self) -> None:
+        mpu = self._engine.mpu
+        self._before = current.begin_call(mpu)
+        self._guarded = guard.begin(self._name, mpu.members, self._engine.global_steps)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            guard.end(self._guarded, error)
+        finally:
+            current.end_call(self._before)
+
+
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods that all kinds of engines on a grid share."""
 
     mixin_suffix, mixin_state = "OnGrid", "on_grid"
     mpu: MpuGrid
     on_grid: EngineParts
-
-    @contextmanager
-    def _in_call(self, name: str) -> Iterator[None]:
-        """Run a call of the program.
-
-        If one rank alone raises in it, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
-        otherwise it is that of the engine that was built last.
-        """
-        with guard.over(name, self.mpu.members, self.global_steps), current.during(self.mpu):
-            yield
 
     # -- construction
 
@@ -191,7 +205,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         since the last step would be lost.
         """
         parts = self.on_grid
-        with parts.direct_steps.of_engine():
+        with parts.direct_steps:
             parts.samples.compare()
             if parts.written is not None:
                 parts.written.keep()
@@ -214,7 +228,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
         """
-        with self._in_call("save_checkpoint"):
+        with _Call(self, "save_checkpoint"):
             save = self._in_files_of_experts(saves=True)(super().save_checkpoint)
             return save_as_a_whole(save, self, save_dir, *arguments, **options)
 
@@ -223,7 +237,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
         """
-        with self._in_call("load_checkpoint"):
+        with _Call(self, "load_checkpoint"):
             load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
             return load_as_a_whole(load, self, load_dir, *arguments, **options)
 
@@ -261,18 +275,18 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compare the first samples of slices, and return outputs by which gradients enter the engine once."""
-        with self._in_call("forward"):
+        with _Call(self, "forward"):
             parts = self.on_grid
-            inputs, named = parts.passes.of_inputs(self, inputs), parts.passes.of_inputs(self, named)
+            given = inputs, named = parts.passes.of_inputs(self, (inputs, named))
             if self.training:
                 parts.micro_batches.settle(self)
-                parts.samples.look_at_inputs((inputs, named))
+                parts.samples.look_at_inputs(given)
             outputs = super().forward(*inputs, **named)
             return parts.passes.of_outputs(self, outputs)
 
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Refuse gradients that the step cannot take any more."""
-        with self._in_call("backward"):
+        with _Call(self, "backward"):
             parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
             parts.passes.require_none_reduced(self)
             if self.training:
@@ -286,12 +300,12 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Compare the steps of replicas now and then while a watch is on."""
-        with self._in_call("step"):
+        with _Call(self, "step"):
             is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
             result = super().step(*arguments, **options)
             taken = self.global_steps
-            has_reducer = getattr(self, "gradient_reducer", None) is not None  # which compares steps itself
-            if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
+            is_due = taken != before and not taken % STEPS_BETWEEN
+            if is_due and getattr(self, "gradient_reducer", None) is None:  # which compares steps itself
                 job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
             self.on_grid.passes.end_micro_batch(is_last)
             self.on_grid.micro_batches.backwards = 0
@@ -381,13 +395,13 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
         If one rank runs out of samples within a step, the others wait for its activations without end.
         """
-        with self._in_call("train_batch"), self.on_grid.samples.compared(self):
+        with _Call(self, "train_batch"), self.on_grid.samples.compared(self):
             accumulation.check_number(self)
             return run_with_enough(super().train_batch, self, *arguments, **options)
 
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:
         """Start on all ranks or on none."""
-        with self._in_call("eval_batch"):
+        with _Call(self, "eval_batch"):
             return run_with_enough(super().eval_batch, self, *arguments, **options)
 
     def reset_activation_shape(self) -> None:

@@ -6,6 +6,7 @@ There is one mixin for each kind of optimizer. :func:`put_optimizer_on_grid` cho
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from ds_topo.classes import Mixin, adopt
 from ds_topo.engine import hybrid_sharding, norms, reduction_order, unused_parameters
 from ds_topo.engine.backward_passes import BackwardPasses
 from ds_topo.engine.hybrid_sharding import copies_of
-from ds_topo.engine.parameter_gathers import gathering_in_slices
+from ds_topo.engine.parameter_gathers import gathering_of
 from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
 from ds_topo.mpu.differences import BF16_DISCARDS_INFINITIES
 from ds_topo.mpu.mpu import MpuGrid
@@ -46,6 +47,8 @@ class OptimizerParts:
     corrects_norm: bool
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
+    gathering: Callable[[], AbstractContextManager[None]]
+    """What DeepSpeed's own gather of updated parameters runs in."""
 
 
 def put_optimizer_on_grid(
@@ -85,6 +88,7 @@ def put_optimizer_on_grid(
         keeps_gradients=unused_parameters.keeps_gradients(optimizer),
         corrects_norm=corrects,
         has_experts=has_experts,
+        gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
     return adopt(optimizer, mixin)
 
@@ -136,12 +140,12 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             parts.compared.read()
         if parts.copies is not None:
             hybrid_sharding.sum_over_copies(parts.copies, self)
-        with gathering_in_slices():
+        with parts.gathering():
             return super().step(closure)
 
     def update_lp_params(self) -> Any:
         """Gather updated parameters as in :meth:`step`."""
-        with gathering_in_slices():
+        with self.on_grid.gathering():
             return super().update_lp_params()
 
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
@@ -191,7 +195,7 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
 
     def update_lp_params(self) -> Any:
         """Gather updated parameters point to point on gloo, whose all_gather uses a link in one direction at a time."""
-        with gathering_in_slices():
+        with self.on_grid.gathering():
             return super().update_lp_params()
 
     def get_grads_for_norm(self, for_clipping: bool = False) -> Any:

@@ -8,13 +8,15 @@ whatever reads a parameter then waits for it (:mod:`ds_topo.zero.arrivals`).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_topo.backends import traits_of
@@ -254,22 +256,19 @@ class PartitionedParameters:
 
 @around
 def _in_slices(
-    gather: Any,
+    _: object,
     groups_flat: Sequence[torch.Tensor],
-    partitioned_param_groups: Sequence[Sequence[torch.Tensor]],
+    partitioned_param_groups: object,
     dp_process_group: Sequence[ProcessGroup],
 ) -> None:
     """Replace ``all_gather_into_tensor_dp_groups``."""
-    pairs = list(zip(groups_flat, dp_process_group, strict=False))
-    if all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
-        for flat, group in pairs:
-            exchange_of(group, flat.device).gather_now(flat)
-    else:
-        gather(groups_flat, partitioned_param_groups, dp_process_group)
+    for flat, group in zip(groups_flat, dp_process_group, strict=False):
+        exchange_of(group, flat.device).gather_now(flat)
 
 
-@contextmanager
-def gathering_in_slices() -> Iterator[None]:
-    """Send updated parameters point to point on gloo, in methods of DeepSpeed's optimizers that gather them."""
-    with ledger.bound(patches.GATHER_PARAMETERS, _in_slices):
-        yield
+def gathering_of(optimizer: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which an optimizer's methods gather updated parameters: on gloo they go in slices."""
+    groups = [group for group in {*optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
+    device = torch.device(get_accelerator().current_device_name())
+    is_on_gloo = all(traits_of(group, device).tagged_messages for group in groups)
+    return partial(ledger.bound, patches.GATHER_PARAMETERS, _in_slices) if groups and is_on_gloo else nullcontext

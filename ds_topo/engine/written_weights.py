@@ -159,8 +159,9 @@ class WrittenWeights:
 
     def _sample_differs(self, parts: _Parts) -> bool:
         """Compare a sample of each partition with the master weights, to within the rounding."""
-        stride = -(-len(parts) // _PARTS_AT_ONCE)
-        flags = [_sample_differs(own, master) for own, master in parts[self._steps % max(stride, 1) :: max(stride, 1)]]
+        stride = max(1, -(-len(parts) // _PARTS_AT_ONCE))
+        samples = [(_sample(own), _sample(master)) for own, master in parts[self._steps % stride :: stride]]
+        flags = [_differ(*sample) for sample in samples if not _are_equal(*sample)]
         if not flags:
             return False
         found = torch.stack(flags).any()
@@ -185,10 +186,18 @@ class _Place:
     shape: torch.Size
 
 
-def _sample_differs(own: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    step = -(-own.numel() // _SAMPLED)
-    ours, theirs = own.reshape(-1)[::step].float(), master.reshape(-1)[::step].to(own.device, non_blocking=True).float()
-    limits = torch.finfo(own.dtype)
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
+
+
+def _are_equal(own: torch.Tensor, master: torch.Tensor) -> bool:
+    """Tell whether the elements are those of ``master``, rounded; always False on an accelerator, where it waits."""
+    return own.is_cpu and master.is_cpu and torch.equal(own, master.to(own.dtype))
+
+
+def _differ(own: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Tell whether the elements differ from those of ``master`` by more than an optimizer may round them."""
+    ours, theirs, limits = own.float(), master.to(own.device, non_blocking=True).float(), torch.finfo(own.dtype)
     return ((ours - theirs).abs() > 2 * limits.eps * (theirs.abs() + limits.tiny)).any()
 
 

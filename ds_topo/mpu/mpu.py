@@ -389,7 +389,7 @@ class ExpertRegistry:
 
     def of(self, mpu: object) -> list[ExpertGroups]:
         """Return the expert groups of a grid; an empty list for an mpu that is not a grid."""
-        if not isinstance(mpu, MpuGrid):
+        if not self._by_name or not isinstance(mpu, MpuGrid):
             return []
         return [groups for groups, _ in self._by_name.values() if groups.grid.shares_groups_with(mpu)]
 

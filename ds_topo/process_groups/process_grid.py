@@ -53,6 +53,16 @@ class _Core:
     correct_norms: bool = True
     has_engines: bool = False
     """True once an engine has been built, so that ``correct_norms`` can no longer change."""
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The results of :meth:`place_along`, which programs ask for in every layer and for every parameter."""
+
+    def place_along(self, axis: str) -> tuple[int, int]:
+        """Return this rank's index along an axis, and the degree of the axis."""
+        if axis not in self.places:
+            axes = rank_tables.axes_of(self.topology, axis)
+            index = self.topology.get_axis_index(axes, self.rank)
+            self.places[axis] = index, rank_tables.degree(self.topology, axes)
+        return self.places[axis]
 
 
 class ProcessGrid:
@@ -197,12 +207,11 @@ class ProcessGrid:
 
     def get_axis_rank(self, axis: str) -> int:
         """Return this rank's index along one axis, which is its rank in ``get_group(axis)``."""
-        topology = self._core.topology
-        return topology.get_axis_index(rank_tables.axes_of(topology, axis), self._core.rank)
+        return self._core.place_along(axis)[0]
 
     def get_axis_size(self, axis: str) -> int:
         """Return the degree of one axis."""
-        return rank_tables.degree(self._core.topology, rank_tables.axes_of(self._core.topology, axis))
+        return self._core.place_along(axis)[1]
 
     def get_next_rank(self, axis: str) -> int:
         """Return the global rank of the next peer along ``axis``; the last rank's next peer is the first."""

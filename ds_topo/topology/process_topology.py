@@ -316,7 +316,7 @@ class ProcessTopology:
         """The rank <-> coordinate arithmetic behind this topology."""
         return self._layout
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """The topology as text for ``from_spec``: degrees, with strides where degrees do not determine it.
 

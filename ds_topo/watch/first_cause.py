@@ -345,22 +345,31 @@ class Guard:
         Raises:
             FailedRankError: another rank has failed, so that this call could not come back, or could not reach it.
         """
-        if self.call is not None or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        ranks = members if members is not None else range(dist.get_world_size() if dist.is_initialized() else 1)
-        call = GuardedCall(name, ranks, steps)
-        self._listen()
-        if self._listener is not None:
-            self._listener.calls += 1
-        self.call = call
+        call = self.begin(name, members, steps)
         try:
             yield
         except BaseException as error:
-            self._end(call, error)
+            self.end(call, error)
             raise
-        else:
-            self._end(call, None)
+        self.end(call, None)
+
+    def begin(self, name: str, members: Sequence[int] | None, steps: int | None) -> GuardedCall | None:
+        """Begin a call as in :meth:`over`; return what :meth:`end` needs."""
+        if self.call is not None or threading.current_thread() is not threading.main_thread():
+            return None
+        self._listen()
+        if self._listener is not None:
+            self._listener.calls += 1
+        ranks = members if members is not None else range(dist.get_world_size() if dist.is_initialized() else 1)
+        self.call = GuardedCall(name, ranks, steps)
+        return self.call
+
+    def end(self, call: GuardedCall | None, error: BaseException | None) -> None:
+        """End a call, in which an error may have been raised; None is a call inside of another one."""
+        if call is None:
+            return
+        try:
+            self._end(call, error)
         finally:
             self.call = None
             self._stop_if_unused()
@@ -400,7 +409,7 @@ class Guard:
                 return
             self._listener.stop()
             self._listener = None
-        if os.environ.get(ENVIRONMENT, "").lower() in ("off", "0", "no", "false") or not _can_listen():
+        if not _can_listen() or os.environ.get(ENVIRONMENT, "").lower() in ("off", "0", "no", "false"):
             return
         if time.monotonic() < self._next_attempt_at:
             return
@@ -416,8 +425,11 @@ class Guard:
 
     def _end(self, call: GuardedCall, error: BaseException | None) -> None:
         """Post the error of a call, or raise the first cause in its place."""
-        listener, cause = self._heard(), call.cause
-        if listener is None or (cause is None and error is None):  # without one, the watch reports
+        cause = call.cause
+        if cause is None and error is None:
+            return
+        listener = self._heard()
+        if listener is None:  # the watch reports
             return
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
             return
@@ -445,10 +457,11 @@ def watch_is_on() -> bool:
 
 
 def _can_listen() -> bool:
+    world = dist.group.WORLD  # None without a job
     return (
         sys.platform == "linux"
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
+        and world is not None
+        and world.size() > 1
         and communicates()
         and served_at(default_store()) is not None
         and not watch_is_on()

@@ -15,7 +15,11 @@ Times = dict[str, list[float]]
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object], warmup: int
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    before: Callable[[], object],
+    warmup: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
     """Return the slowest rank's seconds in every round after the warm-up; ``before`` is called before each round.
 
@@ -27,9 +31,9 @@ def alternate(
         first = number % len(sides)
         for side, step in [*sides.items()][first:] + [*sides.items()][:first]:
             dist.barrier()
-            started = time.perf_counter()
+            started = clock()
             step()
-            taken = torch.tensor(time.perf_counter() - started)
+            taken = torch.tensor(clock() - started)
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             times[side].append(float(taken))
     return {side: values[warmup:] for side, values in times.items()}

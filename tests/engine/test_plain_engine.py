@@ -16,8 +16,10 @@ from parallel_layers import Parallel
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, number
+from tests.support.deepspeeds_calls import called_by
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, TINY, plain_engine, train
+from tests.support.small_engines import settings
 from tests.support.training import Reference, Run, assert_trained_alike
 from tests.support.world import Worlds
 
@@ -114,3 +116,30 @@ def _checkpointed_gradients() -> None:
 )
 def test_partitioned_activation_checkpointing_gives_the_same_gradients(world: Worlds) -> None:
     world(4).run(_checkpointed_gradients)
+
+
+def _calls_of_a_step(stage: int, layers: int) -> int:
+    """Return the number of functions of ds_topo that a step calls."""
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("data=1") as grid:
+        config = settings(gradient_clipping=0.1, zero_optimization={"stage": stage})
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+        engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config)
+
+        def step() -> None:
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(torch.ones(2, 8)).sum())
+                engine.step()
+
+        step()
+        step()  # the first ones compare samples
+        called = called_by(step).of_ds_topo
+        engine.destroy()
+    return called
+
+
+@pytest.mark.backends("gloo")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_costs_the_same_for_many_parameters(world: Worlds, stage: int) -> None:
+    few, many = (world(1).run(_calls_of_a_step, stage, layers)[0] for layers in (2, 20))
+    assert 0 < many <= few
