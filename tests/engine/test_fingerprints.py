@@ -24,7 +24,7 @@ def f(x, *, y=None):
     """Add."""
     return f"{x:>{y}} {x + 1}"
 '''
-EDITED = "deepspeed.utils.groups._get_expert_parallel_group"
+EDITED = "deepspeed.utils.groups._get_expert_data_parallel_rank"
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_another_release_shows_what_it_changes(tmp_path: Path) -> None:
     newer = f"{Version(deepspeed.__version__).base_version}.1"
     version.write_text(version.read_text().replace(deepspeed.__version__, newer))
     groups = folder / "deepspeed/utils/groups.py"
-    line = "    return _EXPERT_PARALLEL_GROUP[group_name]"
+    line = "    return dist.get_rank(group=_get_expert_data_parallel_group(group_name))"
     text = groups.read_text()
     assert text.count(line) == 1
-    groups.write_text("# A comment.\n" + text.replace(line, f"    # Another comment.\n{line[:-1]} or None]"))
+    groups.write_text("# A comment.\n" + text.replace(line, f"    # Another comment.\n{line} or 0"))
     shown = _run(folder)
     assert f"deepspeed {newer}" in shown
     assert f"1 of {len([n for n in sources(ROWS) if n.startswith('deepspeed.')])} functions and classes" in shown
@@ -99,7 +99,7 @@ def test_another_release_shows_what_it_changes(tmp_path: Path) -> None:
     assert title == f"--- {EDITED} (deepspeed {newer})"
     assert [one for one in lines if not one.startswith(" ")] == [
         "-    # Another comment.",
-        f"-{line[:-1]} or None]",
+        f"-{line} or 0",
         f"+{line}",
     ]
 

@@ -34,8 +34,8 @@ class Experts(nn.Module):
 
 AS_READ = [
     "ComparedPipelineEngine.train_batch",
+    "ReducedPipelineEngine.train_batch",
     "PipelineEngineOnGrid.train_batch",
-    "ReducedPipelineEngine._exec_schedule",
     "PipelineEngineOnGrid._next_batch",
     "ReducedZero.reduce_gradients",
     "ReducedEngine._take_model_step",
