@@ -118,6 +118,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("data=4", {**AUTO_EXPERTS, "zero_optimization": {"stage": 3}}),
     ("data=4", {"tensor_parallel": {"autotp_size": 1}, "compile": {"passes": ["autosp"]}}),
     ("data=2,shard=2", {"zero_optimization": {"stage": 3}}),
+    ("data=2,model=2", {"zero_optimization": {**ZENFLOW["zero_optimization"], "stage": 3}}),
     ("pipe=2,data=2", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}}),
     ("data=4", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}, "compile": {"deepcompile": True}}),
 ]
@@ -367,6 +368,36 @@ def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any
         with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
             check_batch_sizes(config, grid)
         check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
+
+
+@pytest.mark.parametrize(
+    ("topology", "members", "is_pipeline", "refused"),
+    [
+        ("data=4", [0, 1, 2, 3], False, 0),
+        ("pipe=2,data=2", [0, 1, 2, 3], True, 0),
+        ("pipe=2,data=2", [0, 1, 2, 3], False, 1),
+        ("data=2", [0, 1], False, 0),
+        ("data=2", [2, 3], False, 1),
+    ],
+)
+def test_a_curriculum_needs_rank_0_in_each_engine(
+    topology: str, members: list[int], is_pipeline: bool, refused: int
+) -> None:
+    config: Any = None
+    with fake_world(members[0], 4):
+        group = dist.new_group(members)
+        with PipelineParallelGrid(topology, group) as grid:
+            assert len(list(table._curriculum(ConfigOnGrid(config, grid, is_pipeline)))) == refused
+
+
+@pytest.mark.parametrize(("topology", "options"), [("data=4", {}), ("model=2,data=2", AUTO_TENSOR)])
+def test_experts_with_slices_need_a_release(
+    topology: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[object] = []
+    monkeypatch.setattr(table, "require", needed.append)
+    _check(0, topology, {**AUTO_EXPERTS, **options}, monkeypatch)
+    assert needed == ([table.SLICES_WITH_EXPERTS] if options else [])
 
 
 def test_a_manifest_records_what_the_table_says() -> None:
