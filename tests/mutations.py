@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -65,7 +66,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 IMPORTS = (
     *("torch.distributed", "torch._dynamo", "torch.distributed.tensor.debug", "torch.utils.cpp_extension"),
     *("deepspeed", "deepspeed.pipe", "deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer"),
-    *("deepspeed.runtime.zero.muon.original_muon", "hypothesis", "matplotlib.figure", "rich.progress"),
+    *("deepspeed.runtime.zero.muon.original_muon", "matplotlib.figure", "rich.progress"),
 )
 """What every run of tests and every rank needs besides this project: it is imported once, before the forks."""
 MESSAGES = {"warn", "listed", "print", "write"}
@@ -289,6 +290,8 @@ class Tree:
             multiprocessing.util.spawnv_passfds = _fork_server
             forkserver.set_forkserver_preload(["tests.support.fork_server"])
             forkserver.ensure_running()  # before pytest imports anything
+            settings.register_profile("without shrinking", phases=[Phase.explicit, Phase.generate])
+            settings.load_profile("without shrinking")
             options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *tests]
             status = pytest.main(options, plugins=[OneProcessFirst()])
             sys.stdout.flush()

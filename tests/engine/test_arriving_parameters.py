@@ -30,7 +30,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.backends import synchronize
 from ds_topo.torch_names import COLLECTIVES_ASK
 from ds_topo.zero import exchange
-from ds_topo.zero.arrivals import InFlightParameter
+from ds_topo.zero.arrivals import InFlightParameter, unaware_of_arrivals
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -40,6 +40,26 @@ from tests.support.world import Worlds
 pytestmark = pytest.mark.backends("gloo", "strict")
 
 OVERLAPPED = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300, "overlap_parameters": True}
+
+
+def test_what_would_not_wait_for_parameters_is_named() -> None:
+    class Optimized(nn.Linear):
+        pass
+
+    Optimized.__name__ = "OptimizedModule"
+    compiled, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    compiled.compile()
+    other.weight = type("Own", (nn.Parameter,), {})(torch.zeros(1, 1))
+    said = f"a collective of torch {torch.__version__}"
+    for part, expected in (
+        (nn.Linear(1, 1, bias=False), None),
+        (torch.jit.script(nn.Linear(1, 1)), "the scripted module '1'"),
+        (compiled, "the compiled module '1'"),
+        (Optimized(1, 1), "the compiled module '1'"),
+        (other, "the module '1', whose parameters are of class Own,"),
+    ):
+        found = unaware_of_arrivals(nn.Sequential(nn.Linear(1, 1), part))
+        assert found == (expected if COLLECTIVES_ASK else said)
 
 
 def _layers() -> nn.Sequential:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.engine import batches
-from ds_topo.engine.batches import ReadAhead, remaining
+from ds_topo.engine.batches import FirstSamples, ReadAhead, remaining
 from ds_topo.errors import DisagreementError, EndOfSamplesError
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -60,6 +60,28 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter([1, 2])
+
+
+def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_config() -> None:
+    telling = torch.arange(8.0).view(4, 2)
+    for rank in (0, 1):
+        with fake_world(rank, 2), PipelineParallelGrid("data=2") as grid:
+            for batch, noted, is_named in (
+                (telling, True, False),
+                (telling.view(2, 4), True, False),
+                (telling.view(1, 1, 8), True, True),
+                (telling[:3], False, True),
+                (torch.ones(4, 2), False, False),
+                (torch.tensor(3.0), False, False),
+            ):
+                first = FirstSamples(grid, 4)
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    for number in (1, 2, 2):
+                        first.look_at_inputs(batch)
+                        assert len(first._digests) == number
+                        assert len(said) == (is_named and rank == 0), "once, before the second batch"
+                assert [*map(bool, first._digests)] == [noted] * 2
 
 
 def test_remaining_counts_without_reading() -> None:

@@ -39,6 +39,7 @@ from ds_topo.engine.config_options import (
     Option,
     check_batch_sizes,
     check_config,
+    different_parameters,
     mechanisms_on,
     refusals,
 )
@@ -93,6 +94,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("data=4", HYBRID, "model axis of 2"),
     ("model=2,data=2", {**HYBRID, **AUTO_TENSOR}, "hybrid_engine with tensor_parallel .* Leave tensor_parallel out"),
     ("pipe=2,data=2", HYBRID, "model axis of 2"),
+    ("pipe=2,model=2", HYBRID, "model axis of 2 and no pipe axis"),
+    ("data=2,shard=2", QUANTIZED, r"'zero_optimization.zero_quantized_gradients \(qgZ\)'.* name that axis 'data'"),
+    ("data=2,shard=2", {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, r"elastic_checkpoint'\] with"),
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("pipe=2,data=2", {}),
@@ -108,6 +112,13 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("data=2,model=2", {"tensor_parallel": {"autotp_size": 0}}),
     ("data=2,seq=2", MESH),
     ("model=2,data=2", HYBRID),
+    ("pipe=2,model=2", {"hybrid_engine": {"enabled": True, "inference_tp_size": 1}}),
+    ("pipe=2,data=2", {"zero_optimization": {"stage": 1}}),
+    ("data=4", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}),
+    ("data=4", {**AUTO_EXPERTS, "zero_optimization": {"stage": 3}}),
+    ("data=4", {"tensor_parallel": {"autotp_size": 1}, "compile": {"passes": ["autosp"]}}),
+    ("data=2,shard=2", {"zero_optimization": {"stage": 3}}),
+    ("data=2,model=2", {"zero_optimization": {**ZENFLOW["zero_optimization"], "stage": 3}}),
     ("pipe=2,data=2", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}}),
     ("data=4", {"data_efficiency": {"enabled": True, "data_sampling": DYNAMIC}, "compile": {"deepcompile": True}}),
 ]
@@ -128,6 +139,17 @@ def test_options_that_assume_another_order_are_refused(
     for rank in range(4):
         with pytest.raises(EngineOptionError, match=re.compile(message, re.S)):
             _check(rank, topology, options, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("topology", "members", "refused"),
+    [("data=4", 4, 0), ("seq=4", 4, 0), ("pipe=4", 4, 1), ("data=2,model=2", 4, 1), ("data=2", 2, 1)],
+)
+def test_an_exchange_between_all_ranks_needs_equal_parameters(topology: str, members: int, refused: int) -> None:
+    with fake_world(0, 4):
+        group = dist.new_group(range(members))
+        with PipelineParallelGrid(topology, group) as grid:
+            assert len(list(different_parameters("an option", grid))) == refused
 
 
 @pytest.mark.parametrize(("topology", "options"), ACCEPTED)
@@ -346,6 +368,36 @@ def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any
         with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
             check_batch_sizes(config, grid)
         check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
+
+
+@pytest.mark.parametrize(
+    ("topology", "members", "is_pipeline", "refused"),
+    [
+        ("data=4", [0, 1, 2, 3], False, 0),
+        ("pipe=2,data=2", [0, 1, 2, 3], True, 0),
+        ("pipe=2,data=2", [0, 1, 2, 3], False, 1),
+        ("data=2", [0, 1], False, 0),
+        ("data=2", [2, 3], False, 1),
+    ],
+)
+def test_a_curriculum_needs_rank_0_in_each_engine(
+    topology: str, members: list[int], is_pipeline: bool, refused: int
+) -> None:
+    config: Any = None
+    with fake_world(members[0], 4):
+        group = dist.new_group(members)
+        with PipelineParallelGrid(topology, group) as grid:
+            assert len(list(table._curriculum(ConfigOnGrid(config, grid, is_pipeline)))) == refused
+
+
+@pytest.mark.parametrize(("topology", "options"), [("data=4", {}), ("model=2,data=2", AUTO_TENSOR)])
+def test_experts_with_slices_need_a_release(
+    topology: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[object] = []
+    monkeypatch.setattr(table, "require", needed.append)
+    _check(0, topology, {**AUTO_EXPERTS, **options}, monkeypatch)
+    assert needed == ([table.SLICES_WITH_EXPERTS] if options else [])
 
 
 def test_a_manifest_records_what_the_table_says() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,8 +20,11 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo.engine.pipeline import _check_stages
 from ds_topo.errors import DisagreementError, TopologyError
+from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.gpt_training import train_pipeline
 from tests.support.process_groups import number_of_groups
 from tests.support.small_engines import settings, start
@@ -239,3 +243,25 @@ def _differ_in_norms() -> None:
 
 def test_ranks_with_other_norms_raise(world: Worlds) -> None:
     world(2).run(_differ_in_norms)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "spec", "layers", "parts", "message"),
+    [
+        (None, "pipe=2,data=2", 2, 1, ""),
+        (2, "pipe=2,data=2", 4, 2, ""),
+        (1, "data=4", 1, 1, ""),
+        (4, "pipe=2,data=2", 8, 1, "num_stages=4, but 'pipe=2,data=2' has 2: give only one"),
+        (2, "pipe=2,data=2", 1, 1, "1 layers for the 2 stages of 'pipe=2,data=2': give every stage at least one"),
+        (2, "pipe=2,data=2", 3, 2, r"3 layers for the 2 stages .* at least 2 \(DualPipeV\)"),
+    ],
+)
+def test_stages_and_layers_must_fit_the_topology(
+    num_stages: int | None, spec: str, layers: int, parts: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_world(0, 4):
+        with pytest.raises(TopologyError, match=message) if message else nullcontext():
+            _check_stages(num_stages, spec, layers, parts)
+        if "num_stages" in message:
+            monkeypatch.setenv(TOPOLOGY_OVERRIDE, spec)
+            _check_stages(num_stages, spec, layers, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -125,6 +126,13 @@ def test_misspelt_keys_of_deepspeed_raise_with_a_suggestion(name: str, meant: st
 def test_what_nothing_reads_in_the_section_of_pipelines_raises(section: dict[str, str], message: str) -> None:
     with pytest.raises(EngineOptionError, match=message):
         check_top_level({"pipeline": section})
+
+
+@pytest.mark.parametrize("name", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+@pytest.mark.parametrize(("count", "is_valid"), [(2, True), (2.0, True), ("auto", True), (2.5, False), (True, False)])
+def test_numbers_of_samples_and_steps_must_be_whole(name: str, count: object, is_valid: bool) -> None:
+    with nullcontext() if is_valid else pytest.raises(EngineOptionError, match=f"{name} is {count}: give a whole num"):
+        check_top_level({name: count})
 
 
 def test_a_misspelt_switch_of_the_reducer_raises() -> None:

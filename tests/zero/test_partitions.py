@@ -164,11 +164,27 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
                     sums[member] += gradient
                     if region.index in whole or lasts:
                         assert torch.equal(gradients.place_of(parameters[member]), sums[member])
+            assert gradients.lasts is lasts
             assert gradients.holds_sums == bool(reduced - whole and not lasts)
             expected = _own_part(layout, rank, sums)
             found = gradients.take()
             assert torch.equal(found[expected.isfinite()], expected[expected.isfinite()])
             assert not gradients.holds_sums
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_few_regions_are_lent_at_a_time_unless_gradients_are_kept(keeps: bool) -> None:
+    layout = PartitionLayout.balanced([4] * 6, [(index,) for index in range(6)], 2)
+    with fake_world(0, 2):
+        parameters = [nn.Parameter(torch.zeros(4)) for _ in range(6)]
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, keeps=keeps)
+        under_way: list[Any] = []
+        for number, region in enumerate(layout.regions):
+            assert len(gradients.place(region)) == region.numel
+            waits = 0 if keeps else max(0, number - 2)
+            assert [each.wait.call_count for each in under_way] == [1] * waits + [0] * (number - waits)
+            under_way.append(mock.Mock(**{"is_done.return_value": False}))
+            gradients.note(under_way[-1])
 
 
 @pytest.mark.parametrize(
