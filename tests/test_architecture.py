@@ -138,9 +138,9 @@ def test_modules_without_torch_import_the_standard_library_alone(module: str) ->
     assert others <= {*sys.stdlib_module_names, "ds_topo"}
 
 
-def test_conversions_start_without_distributed_checkpoints_of_torch() -> None:
-    """They and what they import, DTensor and SymPy, would take a third of the start of ``ds-topo convert``."""
-    reached, left = set[str](), {"ds_topo.checkpoint.conversion"}
+def test_export_starts_without_distributed_checkpoints_of_torch() -> None:
+    """They and what they import, DTensor and SymPy, would take a third of the start of ``ds-topo export``."""
+    reached, left = set[str](), {"ds_topo.checkpoint.export"}
     while left:
         reached.add(module := left.pop())
         left |= own_imports_of(module, of_types_too=False) - reached

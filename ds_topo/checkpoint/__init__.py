@@ -2,13 +2,13 @@
 
 :func:`save` and :func:`load` take any engine. Engines on a grid call them from their own ``save_checkpoint`` and
 ``load_checkpoint``. :func:`checkpoints_in` and :func:`look_at` check the checkpoints of a folder without an engine, as
-``ds-topo checkpoint FOLDER`` does. :func:`convert` and ``load(..., convert=True)`` convert to other degrees and ZeRO
-stages, and :func:`to_single_file` and :func:`to_hugging_face` to plain files of weights, as ``ds-topo convert`` does.
+``ds-topo checkpoint FOLDER`` does. :func:`to_single_file` and :func:`to_hugging_face` write plain files of weights, as
+``ds-topo export`` does.
 
 :class:`TorchState` and :func:`load_torch` exchange the same state with other programs through
 ``torch.distributed.checkpoint``, in its own format.
 
-To read the code, start with ``saving``, ``loading`` and ``folder``; ``conversion`` is independent of live engines.
+To read the code, start with ``saving``, ``loading`` and ``folder``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ds_topo._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from ds_topo.checkpoint.conversion import convert as convert
-    from ds_topo.checkpoint.conversion import to_hugging_face as to_hugging_face
-    from ds_topo.checkpoint.conversion import to_single_file as to_single_file
+    from ds_topo.checkpoint.export import to_hugging_face as to_hugging_face
+    from ds_topo.checkpoint.export import to_single_file as to_single_file
     from ds_topo.checkpoint.folder import Checkpoint as Checkpoint
     from ds_topo.checkpoint.folder import checkpoints_in as checkpoints_in
     from ds_topo.checkpoint.folder import look_at as look_at
@@ -39,14 +38,13 @@ _MODULES = {
     "Manifest": "manifest",
     "TorchState": "torch_format",
     "checkpoints_in": "folder",
-    "convert": "conversion",
     "load": "loading",
     "load_torch": "torch_format",
     "look_at": "folder",
     "save": "saving",
     "save_in_background": "saving",
-    "to_hugging_face": "conversion",
-    "to_single_file": "conversion",
+    "to_hugging_face": "export",
+    "to_single_file": "export",
 }
 __all__ = sorted(_MODULES)
 _import, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -280,16 +280,6 @@ class Source:
                 found, first = states, name
         return found
 
-    def hyperparameters(self, stage: int) -> list[dict[str, Any]]:
-        """Return the hyperparameters of every group of the optimizer of a stage."""
-        return self._states_of(self.model.holders(stage * self.model.slices, "")).groups
-
-    @cached_property
-    def type_of_masters(self) -> torch.dtype:
-        """The data type of master weights."""
-        masters = self._states_of(self.model.holders(0, "")).masters
-        return masters[0][0].dtype if masters else torch.float32
-
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
         with self._lock:
             if holders not in self._states:

@@ -11,6 +11,7 @@ import inspect
 import math
 import platform
 import random
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import constants
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -396,7 +398,9 @@ def digests_of_buffers(engine: DeepSpeedEngine) -> dict[str, str]:
 def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     """Return this stage's structure on the first replica of the first slice; None on all other ranks."""
     stage, place, _ = stage_and_slice(engine)
-    return {"stage": stage, "structure": structure_of(engine)} if place == 0 and replica_of(engine) == 0 else None
+    if place or replica_of(engine):
+        return None
+    return {"stage": stage, "structure": structure_of(engine), "universal": universal_info_of(engine)}
 
 
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure:
@@ -405,6 +409,81 @@ def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.Sav
     return manifests.merged_structures(
         [manifests.built_from(manifests.SavedStructure, share["structure"]) for share in found]
     )
+
+
+# -- universal checkpoints ---------------------------------------------------------------------------------------------
+# DeepSpeed's ``ds_to_universal`` asks which parameters slices split, and how. Its patterns are names here.
+
+_ITEMS = {
+    "tp_replicated_parameter_patterns": list,
+    "parameter_with_row_parallelism_patterns": list,
+    "parameter_with_sub_params": list,
+    "sub_param_shard_widths": dict,
+    "vocabulary_parameter_patterns": list,
+    "pipeline_replicated_parameter_patterns": list,
+    "autotp_unsupported_parameter_patterns": dict,
+}
+"""The entries of ``universal_checkpoint_info``. Source: ``deepspeed/checkpoint/constants.py``."""
+_VOCABULARY = "original_vocab_size"
+WRITER = "written_by"
+"""An entry that marks ours, which a program did not supply."""
+
+
+def universal_info_of(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return what ``ds_to_universal`` needs to know of this stage's parameters."""
+    _, _, slices = stage_and_slice(engine)
+    structure, found = structure_of(engine), {key: kind() for key, kind in _ITEMS.items()}
+    in_groups = {name for groups in structure.groups for names in groups for name in names}
+    for name, parameter in engine.module.named_parameters():
+        if name not in in_groups or not parameter.requires_grad or head_of(name):
+            continue
+        pattern, split, shape = f"^{re.escape(name)}$", structure.splits.get(name), shape_of(parameter)
+        if getattr(parameter, "ds_pipe_replicated", False):  # a copy of an earlier stage's
+            found["pipeline_replicated_parameter_patterns"].append(pattern)
+        if name in structure.undeclared and slices > 1:
+            reason = "it is marked as a slice, and does not declare partition_dim"
+            found["autotp_unsupported_parameter_patterns"][pattern] = reason
+        if split is None:
+            found["tp_replicated_parameter_patterns"].append(pattern)
+        elif split.stride > 1 or split.dim > 1:
+            width = shape[split.dim] // split.stride
+            sizes: list[Any] = list(shape)
+            sizes[split.dim] = (width * slices,) * split.stride
+            sub = {"patterns": [pattern], "shape": sizes, "partition_dim": split.dim}
+            found["parameter_with_sub_params"].append(sub)
+            found["sub_param_shard_widths"][pattern] = [[width] * slices] * split.stride
+        elif split.dim == 1:
+            found["parameter_with_row_parallelism_patterns"].append(pattern)
+        elif split.real is not None and len(shape) == 2 and found.setdefault(_VOCABULARY, split.real) == split.real:
+            found["vocabulary_parameter_patterns"].append(pattern)
+    return found
+
+
+def merged_universal_info(stages: Iterable[Mapping[str, Any]], structure: manifests.SavedStructure) -> dict[str, Any]:
+    """Merge what the stages know, first to last, into ``universal_checkpoint_info``."""
+    version = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    whole: dict[str, Any] = {**version, WRITER: "ds_topo", **{key: kind() for key, kind in _ITEMS.items()}}
+    for one in stages:
+        for key, kind in _ITEMS.items():
+            if kind is dict:
+                whole[key] |= one[key]
+            else:
+                whole[key] += [row for row in one[key] if row not in whole[key]]
+        if one.get(_VOCABULARY, size := whole.get(_VOCABULARY)) != size and size is not None:  # it has one size for all
+            patterns = one["vocabulary_parameter_patterns"]
+            whole["vocabulary_parameter_patterns"] = [
+                pattern for pattern in whole["vocabulary_parameter_patterns"] if pattern not in patterns
+            ]
+        elif _VOCABULARY in one:
+            whole[_VOCABULARY] = one[_VOCABULARY]
+    on_first = (
+        {f"^{re.escape(name)}$" for names in structure.groups[0] for name in names} if structure.groups else set()
+    )
+    for pattern in whole["pipeline_replicated_parameter_patterns"]:
+        if pattern not in on_first:  # the command keeps the copy of stage 0 alone
+            reason = "it is tied between stages, and the first stage does not have it"
+            whole["autotp_unsupported_parameter_patterns"][pattern] = reason
+    return whole
 
 
 # -- random states -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ elements. Nothing is written to the disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,15 +31,31 @@ from ds_topo.checkpoint.engine_state import (
     restore_hyperparameters,
     update_weights,
 )
-from ds_topo.checkpoint.manifest import SavedStructure, built_from
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedStructure, built_from
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.checkpoint.saved_model import Parameter, model_of, require_splits
-from ds_topo.checkpoint.target import require_reachable
+from ds_topo.checkpoint.saved_model import (
+    Parameter,
+    WholeModel,
+    has_placeholders,
+    model_of,
+    require_splits,
+    starred,
+)
+from ds_topo.checkpoint.shards import FLAT_OPTIMIZER
 from ds_topo.checkpoint.without_manifest import WeightFiles, layout_of_files, manifest_of_files
-from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, warn
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, listed, warn
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
+_HALF_OPTIMIZERS = (FLAT_OPTIMIZER, "FP16_UnfusedOptimizer")
+"""DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
+_OPTIMIZERS = {
+    0: (BF16_OPTIMIZER, *_HALF_OPTIMIZERS),
+    1: ("DeepSpeedZeroOptimizer", BF16_OPTIMIZER),
+    2: ("DeepSpeedZeroOptimizer",),
+    3: ("DeepSpeedZeroOptimizer_Stage3",),
+}
+"""DeepSpeed's optimizers by ZeRO stage; without ZeRO in fp32 it is the program's own."""
 _BUILD_ALIKE = "Build the model and freeze its parameters as when it was saved"
 
 
@@ -349,3 +365,92 @@ def _plain_weights(engine: DeepSpeedEngine, path: Path, rename: Rename, structur
         aliases={},
     )
     return WeightFiles(path, renamed, named_buffers(engine, rename).keys())
+
+
+# -- what cannot be loaded ---------------------------------------------------------------------------------------------
+
+
+def require_reachable(model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
+    """Check that a layout can be reached.
+
+    Args:
+        model: model of the checkpoint.
+        layout: the new layout.
+        structure: structure of the model there.
+        has_states: whether the optimizer's states are converted, too.
+
+    Raises:
+        CheckpointLayoutError: the message says why not, and what to do.
+    """
+    if problem := next(_problems(model, layout, structure, has_states), ""):
+        raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
+    require_splits(model, layout.degrees().get("model", 1))
+
+
+def _problems(model: WholeModel, layout: SavedLayout, structure: SavedStructure, has_states: bool) -> Iterator[str]:
+    """Yield why a layout cannot be reached."""
+    saved, was = model.layout, model.structure
+    kinds = {True: "a PipelineModule", False: "a plain engine"}
+    if any(has_placeholders(groups) for groups in structure.groups):
+        yield (
+            "a stage here has no trainable parameter in a group of the optimizer. Give each stage one, or load the "
+            "checkpoint in the layout that saved it"
+        )
+    if layout.is_pipeline != saved.is_pipeline:
+        yield (
+            f"{kinds[saved.is_pipeline]} became {kinds[layout.is_pipeline]}, whose parameters have other names. Save "
+            "it by TorchState(engine, rename=...), and load it by load_torch"
+        )
+    if len(structure.layers) != len(was.layers):
+        yield (
+            f"its pipeline has {len(was.layers)} layers, and this one has {len(structure.layers)}: only the same model "
+            "can continue from it. Build the model with as many layers"
+        )
+    if structure.experts.keys() != was.experts.keys():
+        yield (
+            f"it has experts {listed(sorted(was.experts), 2)}, and this job {listed(sorted(structure.experts), 2)}: "
+            "only the same model can continue from it"
+        )
+    if saved.zero_stage == 3 and any(one.is_stacked for one in model.parameters.values()):
+        yield (
+            "the experts of AutoEP are in partitions of ZeRO 3, which only the topology that saved them can read. Save "
+            "and load in torch's format (TorchState), or convert it by python -m deepspeed.checkpoint.ds_to_universal"
+        )
+    are_split = [{groups.tensor_parallel for groups in one.experts} for one in (saved, layout)]
+    if model.experts and are_split[0] != are_split[1]:
+        yield (
+            "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
+            "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
+        )
+    if has_states:
+        yield from _problems_of_states(model, layout, structure)
+
+
+def _problems_of_states(model: WholeModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
+    """Yield why the saved states of the optimizer are unknown, or meaningless in a layout."""
+    saved, was = model.layout, model.structure
+    known = [*([was.optimizer] if not saved.zero_stage else []), *_OPTIMIZERS[saved.zero_stage]]
+    if saved.optimizer is None:
+        yield ("it was saved without an optimizer. Load its weights alone (load_optimizer_states=False)")
+    elif saved.optimizer not in known:
+        yield (
+            f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of "
+            f"{' and '.join(map(str, known))} is"
+        )
+    names = set(map(starred, model.parameters))
+    in_optimizer = dict.fromkeys(name for stage in was.groups for group in stage for name in group)
+    if left_out := [name for name in in_optimizer if starred(name) not in names]:
+        yield (
+            f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
+            "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
+        )
+    uses_partitions = layout.has_partitions or saved.has_partitions
+    if not structure.is_by_element and (uses_partitions or layout.degrees().get("model", 1) != model.slices):
+        own = structure.optimizer or "the program's optimizer"
+        yield (
+            f"{own} is not known to update each element by its own gradient and states alone. Its updates may depend "
+            "on the partitions of ZeRO and on the shapes of slices, so that a job of another layout would train "
+            "differently. Load the checkpoint in the layout that saved it, or its weights alone "
+            "(load_optimizer_states=False). If it does update each element alone, set is_element_by_element = True on "
+            "its class"
+        )

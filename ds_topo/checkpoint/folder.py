@@ -335,7 +335,7 @@ def other_kind(path: Path) -> str:
     where = weights if path.is_file() or weights.suffix in (".pt", ".pth") else path
     return (
         f"{weights.name} seems to hold weights alone: load them into the module before deepspeed.initialize, by "
-        f"from_pretrained() or load_state_dict(), or into the engine, by load(engine, {str(where)!r}, convert=True)"
+        f"from_pretrained() or load_state_dict(), or into the engine, by load(engine, {str(where)!r})"
     )
 
 

@@ -5,7 +5,7 @@
     all ranks   agree on tag and options
     rank 0      finds the next candidate that is complete by the sizes of its files, and readable in this layout
     all ranks   check their share of the files (digests if requested, types to build), and their parameters
-    rank 0      decides: load it, convert it, try the next one, or raise
+    rank 0      decides: load it as it is, load it by name, try the next one, or raise
     all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``engine_filling``),
                 which it also does with plain weights
 """
@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
@@ -101,7 +101,7 @@ def load(
     folder: str | PathLike[str],
     tag: str | None = None,
     *,
-    convert: bool = False,
+    convert: bool = True,
     verify: str = SIZES,
     trusted: bool = False,
     restore_random_states: bool = True,
@@ -112,36 +112,37 @@ def load(
     custom_load_fn: Callable[..., None] | None = None,
     rename: Rename = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Load a checkpoint into an engine; with ``convert=True`` it may have another layout. Collective over all ranks.
+    """Load a checkpoint of any layout into an engine; collective over all ranks.
 
-    Any order of the axes reads what any other order of the same degrees has saved. Without a tag, the checkpoint that
-    ``latest`` names is loaded. If that one is damaged or missing, the newest complete one is loaded, and rank 0 warns
-    with the reason. In checkpoints that DeepSpeed alone saved, without a manifest, only missing and truncated files
-    are found.
+    Without a tag, the checkpoint that ``latest`` names is loaded. If that one is damaged or missing, the newest
+    complete one is loaded, and rank 0 warns with the reason. In checkpoints that DeepSpeed alone saved, without a
+    manifest, only missing and truncated files are found.
 
-    If the files do not fit the engine's layout, and with ``convert=True``, every rank reads its own elements out of
-    them, by the names of parameters. Nothing is written to the disk.
+    DeepSpeed loads files that fit the engine's layout: those of any order of the same degrees. Otherwise every rank
+    reads its own elements out of them, by the names of parameters. Nothing is written to the disk.
 
-    With ``convert=True`` it may also be plain weights: Hugging Face's folder of a model, or a file of safetensors or of
-    torch. Then weights and buffers are loaded, and nothing else changes.
+    It may also be plain weights: Hugging Face's folder of a model, or a file of safetensors or of torch. Then weights
+    and buffers are loaded, and nothing else changes.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
         folder: the folder of all checkpoints; or plain weights.
         tag: the only checkpoint to load. By default see above.
-        convert: convert the checkpoint if this layout cannot read its files: other degrees, stages of a pipeline,
+        convert: whether a checkpoint whose files do not fit is read by name: other degrees, stages of a pipeline,
             stages of ZeRO, precision, groups of the optimizer, or frozen parameters. Random states are restored if the
-            numbers of stages, slices and replicas are the same.
+            numbers of stages, slices and replicas are the same. If it is False, such a checkpoint is refused, and so
+            are plain weights.
         verify: how to check that a checkpoint is complete: by the ``"sizes"`` of its files, or by their ``"digests"``,
             which also finds changed bytes. For digests every rank reads its share of the files once more.
-        trusted: allow all types in the files, which may run any code that they contain. Conversions refuse such types.
+        trusted: allow all types in the files, which may run any code that they contain. Reading by name refuses such
+            types.
         restore_random_states: whether to restore random states if they were saved.
-        load_module_strict: as in ``engine.load_checkpoint``, like all following arguments. If it is False, a conversion
-            leaves parameters that the checkpoint does not have as they are, and a warning names them.
+        load_module_strict: as in ``engine.load_checkpoint``, like all following arguments. If it is False, reading by
+            name leaves parameters that the checkpoint does not have as they are, and a warning names them.
         load_optimizer_states: see there.
         load_lr_scheduler_states: see there.
         load_module_only: see there.
-        custom_load_fn: see there; not possible with a conversion.
+        custom_load_fn: see there; not possible if the files do not fit.
         rename: from the module's names of parameters to those of plain weights: a function, or a mapping that may omit
             names that stay. A pipeline's are ``"3.weight"``, and ``"tied_modules.<key>.weight"`` if tied.
 
@@ -154,7 +155,7 @@ def load(
         MissingCheckpointError: there is no checkpoint, or none with that tag.
         DamagedCheckpointError: the checkpoint with that tag is damaged, or all checkpoints are.
         CheckpointVersionError: a later ds_topo saved it.
-        CheckpointLayoutError: this layout cannot read its files, and with ``convert`` cannot be reached.
+        CheckpointLayoutError: its states cannot be those of this layout, or its files do not fit (``convert=False``).
         CheckpointModelError: it is of another model; the message names the first parameter that differs.
         UnsafeCheckpointError: it holds types that are not allowed.
         CheckpointError: a rank failed while it loaded; the engine cannot be used then.
@@ -194,6 +195,8 @@ def load(
     else:
         state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
     meeting.end()
+    if facts.WRITER in (state.get(UNIVERSAL_CHECKPOINT_INFO) or ()):  # it is ours, and not the program's
+        del state[UNIVERSAL_CHECKPOINT_INFO]
     return str(root / chosen), state
 
 
@@ -370,8 +373,8 @@ class _Choice:
                     found["model"] = f"{model} (model rank {int(engine.checkpoint_mp_rank)})"
                 elif options.has_states and (order := facts.difference_of_orders(engine, manifest)):
                     found["order"] = (
-                        f"has the optimizer's states by position, and {order}, or load by their names with "
-                        "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
+                        f"has the optimizer's states by position, and {order}, or load by their names (convert=True), "
+                        "or load parameters alone (load_module_only=True)"
                     )
             names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
             share = [name for name in shared_out(names) if name.endswith(".pt")]
@@ -399,7 +402,7 @@ class _Choice:
         file = path / name_of_model_states(layout, int(engine.checkpoint_mp_rank))
         if not ((layout.has_partitions or layout.is_pipeline) and file.exists()):
             return ""
-        by_name = "convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
+        by_name = "load by name (convert=True)"
         with suppress(CheckpointError):  # another check names the file
             states, groups = opened(file), facts.names_of_groups(engine)
             if order := facts.difference_of_options(engine, groups, options_of_files(states)):
@@ -441,15 +444,15 @@ class _Choice:
         if model and not self._options.convert:
             raise CheckpointModelError(
                 f"{where} is of another model: {model}. Build the model as when it was saved; if only its slices or "
-                "the padding of a vocabulary differ, convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
+                "the padding of a vocabulary differ, load by name (convert=True)"
             )
         order = order or model  # a vocabulary may be padded anew; the copy by name compares models once more
         if order and not self._options.convert:
             raise CheckpointLayoutError(f"{where} {order}")
         if order and self._options.has_custom_function:
             raise CheckpointLayoutError(
-                f"{where} {order}. custom_load_fn gets the state dict of a file, but conversions read parameters by "
-                "name: leave it out"
+                f"{where} {order}. custom_load_fn gets the state dict of a file, and these files are read by name: "
+                "leave it out"
             )
         if refused and (order or not self._options.trusted):
             raise UnsafeCheckpointError(f"{where}: {refused}")
@@ -476,8 +479,8 @@ class _Choice:
             reason = f"stages that begin with layers {[*bounds[:-1]]} became stages that begin with {[*own[:-1]]}"
         if not reason and self._options.has_states and saved.optimizer == BF16_OPTIMIZER and not saved.zero_stage:
             return (
-                f"is of {saved}, and DeepSpeed cannot load the files of {BF16_OPTIMIZER} without ZeRO. Load it by "
-                "ds_topo.checkpoint.load(engine, folder, convert=True)"
+                f"is of {saved}, and DeepSpeed cannot load the files of {BF16_OPTIMIZER} without ZeRO. Load it by name "
+                "(convert=True)"
             )
         if not reason:
             return ""
@@ -492,19 +495,8 @@ class _Choice:
         also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
         return (
             f"{found} Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, or "
-            f"convert it, by ds_topo.checkpoint.load(engine, folder, convert=True) in this job{also}, or once by the "
-            f"command: {self._command(checkpoint)}"
+            f"load by name (convert=True){also}"
         )
-
-    def _command(self, checkpoint: Checkpoint) -> str:
-        """Return the command that converts a checkpoint to this job's layout."""
-        layout, bounds = self._layout, getattr(self._engine.module, "parts", ())
-        options = ["ds-topo", "convert", str(checkpoint.path), f"{self._root}-converted"]
-        options += ["--topology", layout.topology or "..."]
-        options += ["--stages", ",".join(map(str, bounds))] if layout.is_pipeline else []
-        if self._saved is not None and self._saved.zero_stage != layout.zero_stage:
-            options += ["--zero", str(layout.zero_stage)]
-        return shlex.join(options)
 
     def _nothing(self) -> CheckpointError:
         """Return the error that there is nothing to load."""

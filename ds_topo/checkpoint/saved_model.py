@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import torch
-from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from ds_topo.checkpoint.manifest import (
     PLACEHOLDERS,
@@ -30,7 +29,7 @@ from ds_topo.checkpoint.manifest import (
     expert_places,
 )
 from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, vectors_of
-from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, listed
+from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 
 
 @dataclass(frozen=True)
@@ -375,8 +374,8 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
     real = saved.real if saved.real is not None else new.real
     if real is None:
         raise CheckpointLayoutError(
-            f"{name!r}: the checkpoint does not say how many rows are padding. Give the rows without it as well, such "
-            f"as {name}=50257:{new.padded}"
+            f"{name!r}: the checkpoint does not say how many rows are padding. Give the rows without it as well: set "
+            "unpadded_size on the parameter"
         )
     if new.real not in (None, real):
         raise CheckpointLayoutError(
@@ -434,7 +433,7 @@ def require_splits(model: WholeModel, slices: int) -> None:
         if one.padded is not None and (one.split.real or 0) > min(full, one.size):
             raise CheckpointLayoutError(
                 f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} "
-                "of them are no padding, which must not be more than either. Give other rows (unpadded_size, --padding)"
+                "of them are no padding, which must not be more than either. Give other rows (unpadded_size)"
             )
         if full % pieces:
             raise CheckpointLayoutError(
@@ -448,97 +447,6 @@ def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     """Return the prefix of the names of a layer's parameters in the whole pipeline."""
     tied = structure.layers[number].tied
     return f"tied_modules.{tied}." if tied else f"{number}."
-
-
-def bounds_of(model: WholeModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
-    """Return the first layer of every stage and the number of layers; an empty tuple if there are no layers.
-
-    Args:
-        model: the model.
-        slices: degree of ``model`` in the new layout, which changes the weights of layers.
-        stages: number of stages; with DualPipeV, the number of their parts.
-        method: ``partition_method`` of the pipeline; by default the one that gives the saved bounds.
-        given: bounds to use instead of a method.
-
-    Raises:
-        CheckpointLayoutError, TopologyError: the layers cannot be divided into so many stages.
-    """
-    saved = model.structure
-    layers = len(saved.layers)
-    if not model.layout.is_pipeline:
-        if stages > 1 or method is not None or given:
-            raise CheckpointLayoutError(
-                f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to divide into stages. "
-                "Give pipe=1, and leave the partition method and the bounds of stages out"
-            )
-        return ()
-    if stages > layers:
-        raise CheckpointLayoutError(
-            f"pipe={stages}: the pipeline has {layers} layers, and each stage needs one. Give pipe={layers} or less"
-        )
-    if given:
-        rising = all(one < other for one, other in pairwise(given))
-        if len(given) != stages + 1 or given[0] != 0 or given[-1] != layers or not rising:
-            raise TopologyError(
-                f"stages={list(given)} does not divide {layers} layers into {stages} stages: give {stages + 1} rising "
-                f"numbers of layers, from 0 to {layers}: the first layer of each stage, and the end"
-            )
-        return tuple(given)
-    saved_stages = len(saved.bounds) - 1
-    if method is None and (stages, slices) == (saved_stages, model.slices):
-        return saved.bounds
-    kinds = [layer.kind for layer in saved.layers]
-
-    def bounds_by(name: str, numel: Callable[[Parameter], int], stages: int) -> tuple[int, ...]:
-        prefixes = [prefix_of_layer(saved, number) for number in range(layers)]
-        trained = [one for one in model.parameters.values() if one.is_trained]  # tied ones count in each layer
-        weights = [sum(numel(one) for one in trained if one.name.startswith(of)) for of in prefixes]
-        return stage_bounds(name, weights, kinds, stages)
-
-    def has_saved_bounds(name: str) -> bool:
-        return bool(saved.bounds) and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds
-
-    known = [saved.method] if saved.method else ["parameters", "uniform"]
-    method = method or next(filter(has_saved_bounds, known), None)
-    if method is None:
-        raise CheckpointLayoutError(
-            f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
-            f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "
-            "stages. Give the bounds of the stages (--stages), or a method (--partition-method)"
-        )
-    return bounds_by(method, lambda one: one.numel_of_slice(slices), stages)
-
-
-def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stages: int) -> tuple[int, ...]:
-    """Return the first layer of each stage, then the number of layers, as DeepSpeed's pipeline computes them.
-
-    >>> stage_bounds("parameters", [9, 1, 1, 9], "ABBA", 2), stage_bounds("type:a", [9, 1, 1, 9], "ABAB", 2)
-    ((0, 2, 4), (0, 2, 4))
-
-    Args:
-        method: the pipeline's ``partition_method``.
-        weights: the number of trained elements of each layer.
-        kinds: the name of each layer's class.
-        stages: the number of stages.
-
-    Raises:
-        CheckpointLayoutError: the method is unknown.
-
-    Source: ``PipelineModule._partition_layers``.
-    """
-    name, _, pattern = method.lower().partition(":")
-    if name == "uniform":
-        bounds = partition_uniform(num_items=len(kinds), num_parts=stages)
-    elif name == "parameters":
-        bounds = partition_balanced(weights=list(weights), num_parts=stages)
-    elif name == "type" and pattern:
-        of_kind = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
-        bounds = partition_balanced(weights=of_kind, num_parts=stages)
-    else:
-        raise CheckpointLayoutError(
-            f"partition_method={method!r} cannot divide layers into stages: give 'parameters', 'uniform' or 'type:...'"
-        )
-    return tuple(map(int, bounds))
 
 
 _EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -35,7 +36,7 @@ from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, built_from, merged
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedStructure, built_from, merged
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.errors import CheckpointError, abridged, warn
@@ -349,12 +350,17 @@ class BackgroundSave:
         subject = f"saving the checkpoint {self._tag!r} in {root}"
         self._meeting = Meeting.begin(subject, f"tag {self._tag!r} {options}", problem)
         self._draft = folders.draft_of(root, self._tag)
-        self._meeting.decided("room", lambda: self._make_room(engine))
+        self._structure: SavedStructure | None = None
+        """The structure of the whole model, on rank 0."""
+        self._universal: dict[str, Any] = {}
+        """What DeepSpeed's ``ds_to_universal`` needs to know of the whole model, on rank 0."""
+        share = partial(facts.share_of_structure, engine)
+        self._meeting.step("room", share, decide=lambda shares: self._make_room(engine, shares), is_alone=False)
         self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
         _warn_of_partial_step(engine)
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
         self._described: dict[str, Any] = {}
-        """This rank's parameters, and its stage's structure."""
+        """This rank's parameters."""
         self._left_early = False
         self._path: Path | None = None
         try:
@@ -385,7 +391,10 @@ class BackgroundSave:
             )
         return self._path
 
-    def _make_room(self, engine: DeepSpeedEngine) -> None:
+    def _make_room(self, engine: DeepSpeedEngine, shares: Sequence[Mapping[str, Any] | None]) -> None:
+        self._structure = facts.whole_structure(shares)
+        known = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
+        self._universal = facts.merged_universal_info((share["universal"] for share in known), self._structure)
         _require_room(engine, self._root, self._tag)
         for _ in range(_ATTEMPTS):
             with suppress(FileNotFoundError):  # another job has tidied up before the draft was held
@@ -402,7 +411,7 @@ class BackgroundSave:
             with suppress(OSError):  # the write fails, too, and names the path
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._files.write(facts.random_states(engine), path)
-        with deepspeeds_part(engine), self._files.of(engine):
+        with deepspeeds_part(engine), self._files.of(engine), _with_universal_info(engine, self._universal):
             engine.save_checkpoint(
                 str(self._draft),
                 tag=self._tag,
@@ -412,7 +421,7 @@ class BackgroundSave:
             )
         rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
         rows = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
-        self._described = {"parameters": rows, "structure": facts.share_of_structure(engine)}
+        self._described = {"parameters": rows}
         self._files.start()
 
     def _put_in_place(self) -> Path:
@@ -468,8 +477,8 @@ class BackgroundSave:
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
         rows = merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"])
-        structure, time = facts.whole_structure(one["structure"] for one in posted), manifests.time_now()
-        manifest = Manifest(self._tag, self._step, time, self._layout, tuple(files), rows, facts.versions(), structure)
+        time, versions = manifests.time_now(), facts.versions()
+        manifest = Manifest(self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure)
         if problems := folders.wrong_sizes(path, manifest):
             ranks = sorted({file.rank for file in files if any(problem.startswith(file.path) for problem in problems)})
             raise CheckpointError(
@@ -493,6 +502,20 @@ def _checked_tag(engine: Any, tag: object, keep_last: object) -> str:
     if reason := why_not_ours(engine):
         raise CheckpointError(f"{reason}, so ds_topo cannot save it atomically: call engine.save_checkpoint() instead")
     return folders.check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+
+
+@contextmanager
+def _with_universal_info(engine: DeepSpeedEngine, info: dict[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed save ``universal_checkpoint_info``, unless the model has its own. Its command reads rank 0's."""
+    is_ours = bool(info) and facts.layout_of(engine).has_partitions
+    if not is_ours or hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
+        yield
+        return
+    setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, info)
+    try:
+        yield
+    finally:
+        delattr(engine.module, UNIVERSAL_CHECKPOINT_INFO)
 
 
 def _warn_of_partial_step(engine: DeepSpeedEngine) -> None:

@@ -139,7 +139,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         cause, remedy = "a model with experts, or of an early DeepSpeed, do not describe the model", "Load"
         if layout is not None:
             cause = "a pipeline do not say which layers are tied"
-            remedy = "Convert while loading, by ds_topo.checkpoint.load(engine, folder, convert=True), or load"
+            remedy = "Load it into an engine, by ds_topo.checkpoint.load(engine, folder); or load"
         raise CheckpointLayoutError(
             f"{path} was saved by DeepSpeed alone, and the files of {cause}. {remedy} it in the layout that saved it, "
             "and save it with ds_topo"

@@ -17,8 +17,8 @@ from typing import NoReturn
 from ds_topo.cli import (
     check_command,
     checkpoint_command,
-    convert_command,
     examples_command,
+    export_command,
     plan_command,
     show_command,
     verify_command,
@@ -28,8 +28,8 @@ from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, Topo
 _COMMANDS: dict[str, ModuleType] = {
     "check": check_command,
     "checkpoint": checkpoint_command,
-    "convert": convert_command,
     "examples": examples_command,
+    "export": export_command,
     "plan": plan_command,
     "show": show_command,
     "verify": verify_command,
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        resume = ": run the same command again to resume it" if parsed.command == "convert" else ""
-        print(f"ds-topo {parsed.command}: interrupted{resume}", file=sys.stderr)
+        print(f"ds-topo {parsed.command}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -26,15 +26,22 @@ def save_experts(case: Case, folder: Path) -> None:
         checkpoint.save(rank.engine, folder, TAG)
 
 
-def continue_experts(case: Case, folder: Path, reference: Run, convert: bool = True) -> None:
+def continue_experts(case: Case, folder: Path, reference: Run) -> None:
     """Load into an engine that has trained on other samples, and continue as a single process does."""
     with trainer(case) as rank:
         rank.train(range(7, 8))
-        checkpoint.load(rank.engine, folder, TAG, convert=convert)
+        checkpoint.load(rank.engine, folder, TAG)
         run = rank.train(range(BEFORE, STEPS))
         expected = rank.share_of(reference)
         expected.losses = expected.losses[BEFORE:]
         assert_trained_alike(run, expected, losses=1e-5, tensors=1e-5)
+
+
+def hop_experts(case: Case, before: Path, after: Path) -> None:
+    """Load and save again."""
+    with trainer(case) as rank:
+        checkpoint.load(rank.engine, before, TAG)
+        checkpoint.save(rank.engine, after, TAG)
 
 
 def values_in(folder: Path) -> dict[str, object]:

@@ -191,7 +191,7 @@ def _train_on(here: Job, slow: Path) -> tuple[dict[int, Any], float]:
 def _load(here: Job, folder: Path, **options: Any) -> dict[str, Any]:
     """Load the newest checkpoint, also that of another job; return what the program saved."""
     is_changed = here.kind.saver is not None
-    return checkpoint.load(here.engine, folder, convert=is_changed, load_module_strict=not is_changed, **options)[1]
+    return checkpoint.load(here.engine, folder, load_module_strict=not is_changed, **options)[1]
 
 
 def _go_on(kind: Kind, folder: Path) -> tuple[int, dict[int, Any], str]:

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from parallel_layers import Parallel
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.checkpoint import conversion, disk, file_filling
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.conversion import convert, to_single_file
-from ds_topo.checkpoint.deepspeed_reader import Source
 from ds_topo.checkpoint.engine_filling import EngineFilling
-from ds_topo.checkpoint.manifest import Place, SavedSplit
-from ds_topo.checkpoint.saved_model import WholeModel
+from ds_topo.checkpoint.export import to_single_file
+from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.shards import Slice, elements_of_slice
-from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError
-from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
+from ds_topo.errors import CheckpointError, CheckpointModelError
+from tests.checkpoint.conversions.layouts import TAG, TOLERANCE, Layout, go_on, greatest_difference, job, save
 from tests.checkpoint.handmade import slice_of
-from tests.support import gpt_training
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import start
@@ -48,7 +40,8 @@ PLAIN = Layout("data=2,model=2", is_pipeline=False)
 MIXED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 """DeepSpeed's ``BF16_Optimizer``."""
 HALF_PIPELINE = Layout("pipe=2,data=2", settings=MIXED)
-HALF = Layout("data=2", 3, is_pipeline=False, settings={"bf16": {"enabled": True}})
+BF16 = {"bf16": {"enabled": True}}
+HALF = Layout("data=2", 3, is_pipeline=False, settings=BF16)
 
 Saved = Callable[[Layout], tuple[checkpoint.Checkpoint, list[float]]]
 
@@ -95,57 +88,36 @@ def _same_checkpoint(one: Path, other: Path, without: tuple[str, ...] = ()) -> N
         _same(*contents, name)
 
 
-@pytest.mark.parametrize(
-    ("layout", "spec", "zero"),
-    [
-        (PIPELINE, "data=4", 1),
-        (PIPELINE, "model=2,data=3,pipe=3", 1),
-        (PLAIN, "model=4,data=3", 3),
-        (HALF, "data=3,model=2", 1),
-        (HALF_PIPELINE, "pipe=3,model=2,data=5", 1),
-        *mark_exhaustive(
-            [
-                (PIPELINE, "pipe=1", 0),
-                (PIPELINE, "data=2,pipe=6,model=4", 0),
-                (PLAIN, "data=5", 1),
-                (PLAIN, "data=7", 2),
-                (PLAIN, "data=1", 0),
-            ],
-            default=lambda *_: False,
-        ),
-    ],
-)
-def test_conversion_there_and_back_keeps_every_bit(
-    saved: Saved, layout: Layout, spec: str, zero: int, tmp_path: Path
-) -> None:
-    found, _ = saved(layout)
-    convert(found, tmp_path / "there", spec, zero=zero)
-    between = checkpoint.look_at(tmp_path / "there", TAG, digests=True)
-    assert between.is_whole
-    assert between.manifest is not None
-    assert between.manifest.layout.topology == spec.replace(" ", "")
-    convert(between, tmp_path / "back", layout.topology, zero=layout.zero)
-    _same_checkpoint(found.path, tmp_path / "back" / TAG, () if zero in (1, 2) else ("clip_grad",))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "there"]
-    assert not [path for path in (tmp_path / "back").iterdir() if path.name.startswith(".")]
+def _hop(layout: Layout, before: Path, after: Path) -> None:
+    with job(layout) as (engine, _):
+        _, state = checkpoint.load(engine, before, restore_random_states=False)
+        assert UNIVERSAL_CHECKPOINT_INFO not in state
+        own = {"of the program": state["of the program"]}
+        checkpoint.save(engine, after, TAG, own, keep_random_states=False)
 
 
-def test_zero_0_with_bf16_optimizer_converts_to_zero_1(saved: Saved, tmp_path: Path) -> None:
-    sums = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    found, _ = saved(Layout("pipe=2,data=2", 0, settings=sums))
-    convert(found, tmp_path, "pipe=2,data=2", zero=1)
-    names = [path.name for path in found.path.glob("*optim_states.pt")]
-    assert len(names) == 4
-    for name in names:
-        before, after = (torch.load(path / name, weights_only=False) for path in (found.path, tmp_path / TAG))
-        before, after = before["optimizer_state_dict"], after["optimizer_state_dict"]
-        _same(before["base_optimizer_state"], after["base_optimizer_state"], name)
-        groups = zip(*(one["single_partition_of_fp32_groups"] for one in (before, after)), strict=True)
-        assert all(
-            torch.equal(whole[: part.numel()], part) and not whole[part.numel() :].any() for whole, part in groups
-        )
-    with pytest.raises(CheckpointLayoutError, match="ZeRO 0 in bf16"):
-        convert(found, tmp_path / "no", "data=4")
+CHAINS = [
+    (PIPELINE, Layout("data=4"), Layout("pipe=1"), PIPELINE),
+    (PIPELINE, Layout("model=2,data=1,pipe=3"), PIPELINE),
+    (PLAIN, Layout("model=4,data=1", 3, is_pipeline=False), Layout("data=3", 2, is_pipeline=False), PLAIN),
+    (HALF, Layout("data=2,model=2", 1, is_pipeline=False, settings=BF16), HALF),
+    (HALF_PIPELINE, Layout("pipe=3,data=2", settings=MIXED), HALF_PIPELINE),
+    (PIPELINE, Layout("pipe=1", 0), Layout("data=2,pipe=2", 0), PIPELINE),
+    (PLAIN, Layout("data=1", 0, is_pipeline=False), Layout("data=4", 1, is_pipeline=False), PLAIN),
+    (PLAIN, Layout("data=2,shard=2", 3, is_pipeline=False), Layout("data=4,model=2", 2, is_pipeline=False), PLAIN),
+    (Layout("data=2,model=2", 3, is_pipeline=False), PLAIN, Layout("data=2,model=2", 3, is_pipeline=False)),
+]
+
+
+@pytest.mark.parametrize("chain", mark_exhaustive(map(list, CHAINS), lambda number, _: number in (1, 3)))
+def test_hops_that_return_keep_every_bit(world: Worlds, saved: Saved, tmp_path: Path, chain: Any) -> None:
+    found, _ = saved(chain[0])
+    before = found.path.parent
+    for number, layout in enumerate(chain[1:]):
+        world(layout.ranks).run(_hop, layout, before, tmp_path / str(number))
+        before = tmp_path / str(number)
+    _same_checkpoint(found.path, before / TAG)
+    assert not [path for path in before.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("split", [SavedSplit(0), SavedSplit(1), SavedSplit(0, stride=3), SavedSplit(1, stride=2)])
@@ -173,56 +145,11 @@ def test_elements_of_slice_reads_no_more_than_needed(split: SavedSplit, before: 
 
 def test_single_file_has_all_weights_of_a_pipeline(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PIPELINE)
-    plain = convert(found, tmp_path / "one", "pipe=1", zero=0)
     weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
-    states = torch.load(plain / "layer_02-model_states.pt", weights_only=False)
+    states = torch.load(found.path / "layer_02-model_states.pt", weights_only=False)
     assert torch.equal(weights["2.qkv.weight"], states["qkv.weight"])
     assert [name for name in weights if name.startswith("tied")] == ["tied_modules.embedding.weight"]
     assert weights["tied_modules.embedding.weight"].shape == (256, 32), "one entry, with all slices"
-
-
-@pytest.mark.parametrize(("spec", "zero"), [("data=3", 1), ("data=3", 2), ("data=3", 3), ("data=1", 2)])
-def test_zero_to_fp32_reads_converted_checkpoint(saved: Saved, spec: str, zero: int, tmp_path: Path) -> None:
-    found, _ = saved(PLAIN)
-    convert(found, tmp_path / "to", spec, zero=zero)
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "to"), TAG)
-    expected = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
-    _same(expected, weights, "weights")
-    assert (tmp_path / "to" / "zero_to_fp32.py").exists()
-
-
-def _with_deepspeed_alone(folder: Path, zero: int) -> list[float]:
-    """Load without a grid, by DeepSpeed's own call, and continue training."""
-    deepspeed.init_distributed(verbose=False)
-    config = gpt_training.engine_config(2, gpt_training.MICRO_BATCHES, gpt_training.CLIP)
-    module = gpt_training.PlainGPT(Parallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        config={**config, "zero_optimization": {"stage": zero}},
-        optimizer=gpt_training.optimizer_of(module.parameters()),
-    )
-    path, state = engine.load_checkpoint(str(folder))
-    assert (path is not None, state["of the program"]) == (True, 7)
-    losses = []
-    for step in range(BEFORE, BEFORE + AFTER):
-        inputs, labels = (part.chunk(2)[dist.get_rank()] for part in gpt_training.batch(step))
-        mean = torch.zeros(())
-        for some in zip(inputs.split(2), labels.split(2), strict=True):
-            loss = engine(*some)
-            engine.backward(loss)
-            engine.step()
-            mean += loss.detach() / gpt_training.MICRO_BATCHES
-        dist.all_reduce(mean)
-        losses.append(float(mean) / 2)
-    destroy_engine(engine)
-    return losses
-
-
-def test_deepspeed_alone_continues_from_converted_checkpoint(world: Worlds, saved: Saved, tmp_path: Path) -> None:
-    found, expected = saved(PLAIN)
-    convert(found, tmp_path, "data=2", zero=2)
-    losses = world(2).run(_with_deepspeed_alone, tmp_path, 2)[0]
-    assert greatest_difference(losses, expected) < TOLERANCE
 
 
 def test_missing_safetensors_package_is_named(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,25 +218,14 @@ def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[fl
         return losses[2:]
 
 
-def test_groups_frozen_and_tied_parameters_and_buffers_are_converted(world: Worlds, tmp_path: Path) -> None:
+def test_groups_frozen_and_tied_parameters_and_buffers_are_kept(world: Worlds, tmp_path: Path) -> None:
     expected = world(2).run(_various, 1, tmp_path / "saved", None)[0]
     found = checkpoint.look_at(tmp_path / "saved", TAG)
-    for number, (spec, zero) in enumerate(
-        (("data=3", 3), ("data=4", 2), ("data=2", 3), ("data=2,shard=3", 3), ("shard=2,data=2", 2))
-    ):
-        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
-        convert(found, there, spec, zero=zero)
-        convert(checkpoint.look_at(there, TAG), back, "data=2", zero=1)
-        _same_checkpoint(found.path, back / TAG, () if zero < 3 else ("clip_grad",))
-    assert world(2).run(_various, 2, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
-    assert world(1).run(_various, 2, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
+    for ranks, zero in ((2, 2), (1, 2), (2, 0), (1, 3)):
+        assert world(ranks).run(_various, zero, found.path.parent, {})[0] == pytest.approx(expected, rel=TOLERANCE)
     weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
     assert weights.keys() == Various().state_dict().keys()
     assert torch.equal(weights["head.weight"], weights["embedding.weight"])
-    convert(found, tmp_path / "without", "data=2", zero=0)
-    convert(checkpoint.look_at(tmp_path / "without", TAG), tmp_path / "with", "data=2", zero=1)
-    _same_checkpoint(found.path, tmp_path / "with" / TAG, ("clip_grad",))
-    assert world(2).run(_various, 0, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.exhaustive
@@ -321,7 +237,7 @@ def test_job_with_another_degree_of_shard_continues_with_the_same_losses(
     for before, after in ((order, "data=2"), ("data=4", order), (order, "shard=4"), (order, "data=2,shard=1")):
         found, expected = saved(Layout(before, zero, is_pipeline=False))
         now = Layout(after, zero, is_pipeline=False)
-        losses = world(now.ranks).run(go_on, now, found.path.parent, {"convert": True, "verify": "digests"})[0]
+        losses = world(now.ranks).run(go_on, now, found.path.parent, {"verify": "digests"})[0]
         assert greatest_difference(losses, expected) < TOLERANCE
 
 
@@ -355,8 +271,8 @@ def test_job_of_other_degrees_continues_with_the_same_losses(
 ) -> None:
     found, expected = saved(layout)
     with pytest.raises(AssertionError, match="CheckpointLayoutError"):
-        world(2).run(go_on, now, found.path.parent, {})
-    losses = world(2).run(go_on, now, found.path.parent, {"convert": True, "verify": "digests"})[0]
+        world(2).run(go_on, now, found.path.parent, {"convert": False})
+    losses = world(2).run(go_on, now, found.path.parent, {"verify": "digests"})[0]
     assert greatest_difference(losses, expected) < TOLERANCE
     assert [path.name for path in found.path.parent.iterdir() if path.name.startswith(".")] == []
 
@@ -365,7 +281,7 @@ def _other_model(folder: Path) -> str:
     from tests.checkpoint.jobs import Kind, job
 
     with job(Kind("data=2", zero=1)) as here, pytest.raises(CheckpointModelError) as raised:
-        checkpoint.load(here.engine, folder, convert=True)
+        checkpoint.load(here.engine, folder)
     return str(raised.value)
 
 
@@ -375,164 +291,28 @@ def test_load_names_first_parameter_of_another_model(world: Worlds, saved: Saved
 
 
 @pytest.mark.parametrize(
-    ("layout", "spec", "options", "said"),
-    [
-        (PIPELINE, "data=4", {"zero": 2}, "ZeRO 2 with a PipelineModule"),
-        (PIPELINE, "pipe=7", {}, "pipe=7: the pipeline has 6 layers"),
-        (PIPELINE, "pipe=2", {"bounds": (0, 6)}, "give 3 rising numbers of layers, from 0 to 6"),
-        (PIPELINE, "pipe=3", {"method": "size"}, "'size' cannot divide layers into stages"),
-        (PLAIN, "pipe=2,data=2", {}, "whose model has no layers to divide into stages"),
-        (PLAIN, "model=3", {}, "which must be a multiple of 3"),
-        (PLAIN, "data=4", {"zero": 4}, "ZeRO 4 is not a stage"),
-        (PLAIN, "data=4", {"bounds": (0, 3)}, "leave the partition method and the bounds of stages out"),
-        (PLAIN, "data=4", {"method": "uniform"}, "leave the partition method and the bounds of stages out"),
-        (PLAIN, "data=1000000000", {}, "has 1,000,000,000 ranks: a checkpoint can have up to 4,194,304"),
-        (PLAIN, "data=two", {}, "data"),
-    ],
+    ("has_structure", "said"),
+    [(True, r"\['embedding.weight'\] are marked as slices"), (False, "does not describe the model")],
 )
-def test_unreachable_layout_is_refused_before_writing(
-    saved: Saved, layout: Layout, spec: str, options: dict[str, Any], said: str, tmp_path: Path
+def test_undeclared_splits_are_refused_and_named(
+    world: Worlds, saved: Saved, tmp_path: Path, has_structure: bool, said: str
 ) -> None:
-    with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
-        convert(saved(layout)[0], tmp_path / "to", spec, **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_vectors_are_laid_out_once_for_all_replicas(
-    saved: Saved, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, _ = saved(PLAIN)
-    calls: list[Place] = []
-    vectors = WholeModel.vectors
-
-    def counted(self: WholeModel, place: Place, *options: Any) -> Any:
-        calls.append(place)
-        return vectors(self, place, *options)
-
-    monkeypatch.setattr(WholeModel, "vectors", counted)
-    path = convert(found, tmp_path, "data=48", zero=zero)
-    assert len(list(path.glob("*optim_states.pt"))) == 48
-    assert len(calls) <= 3, "two slices of the saved layout, and the new layout"
-
-
-def test_undeclared_splits_are_refused_and_named(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PLAIN)
     assert found.manifest is not None
     assert found.manifest.structure is not None
     splits = {name: split for name, split in found.manifest.structure.splits.items() if name != "embedding.weight"}
     structure = replace(found.manifest.structure, splits=splits, undeclared=("embedding.weight",))
-    undeclared = replace(found, manifest=replace(found.manifest, structure=structure))
-    with pytest.raises(CheckpointLayoutError, match=r"\['embedding.weight'\] are marked as slices"):
-        convert(undeclared, tmp_path, "data=4")
-    convert(undeclared, tmp_path, "data=3,model=2")  # the same number of slices
-    converted = checkpoint.look_at(tmp_path, TAG)
-    assert converted.is_whole
-    assert converted.manifest is not None
-    assert converted.manifest.numel() == found.manifest.numel()
+    shutil.copytree(found.path.parent, tmp_path / "from")
+    text = manifests.to_text(replace(found.manifest, structure=structure if has_structure else None))
+    (tmp_path / "from" / TAG / manifests.NAME).write_text(text)
+    with pytest.raises(AssertionError, match=said):
+        world(2).run(_load_undeclared, tmp_path / "from")
 
 
-def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -> None:
-    found, _ = saved(PLAIN)
-    assert found.manifest is not None
-    with pytest.raises(CheckpointLayoutError, match="does not describe the model"):
-        convert(replace(found, manifest=replace(found.manifest, structure=None)), tmp_path, "data=4")
-    with pytest.raises(CheckpointLayoutError, match=r"the program's optimizer is not known.*convert while loading"):
-        convert(replace(found, manifest=None), tmp_path, "data=4")
-
-
-def test_full_disk_is_found_before_writing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
-    with pytest.raises(CheckpointError, match=r"takes about [\d,]+ bytes, and the disk .* has 1,000"):
-        convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_failure_to_write_names_the_folder_and_the_free_space(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"saved could not be written: RuntimeError: .*; [\d,]+ bytes are free"):
-        convert(saved(PLAIN)[0], tmp_path, "data=4")
-
-
-def test_second_conversion_into_the_same_folder_is_refused(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conversion, "is_held", lambda folder: folder.name == f".{TAG}.converting")
-    with pytest.raises(CheckpointError, match="another process is converting into"):
-        convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_conversion_never_replaces_its_source(saved: Saved) -> None:
-    found, _ = saved(PLAIN)
-    with pytest.raises(CheckpointError, match="would be replaced by its own conversion"):
-        convert(found, found.path.parent, "data=4")
-
-
-def test_killed_conversion_is_resumed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = saved(PIPELINE)
-    monkeypatch.setattr(file_filling, "_NOTED", 1)
-    read: list[tuple[object, ...]] = []
-    elements = Source.elements
-
-    def counted(self: Source, *piece: Any) -> torch.Tensor:
-        if len(read) == most:
-            raise KeyboardInterrupt
-        read.append(piece)
-        return elements(self, *piece)
-
-    monkeypatch.setattr(Source, "elements", counted)
-    most = 50
-    with pytest.raises(KeyboardInterrupt):
-        convert(found, tmp_path, "data=4")
-    assert [path.name for path in tmp_path.iterdir()] == [f".{TAG}.converting"], "the new checkpoint has no name yet"
-    assert len(read) == 50
-    most = 10_000
-    convert(found, tmp_path, "data=4")
-    assert 100 < len(read) == len(set(read)), "no span is read twice"
-    monkeypatch.undo()
-    convert(found, tmp_path / "at once", "data=4")
-    _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
-
-
-KILLS = [
-    *((Source, "elements", count) for count in (0, 50)),
-    *((conversion, "replace_text", count) for count in (0, 1, 2)),  # the plan, the manifest, latest
-    *((conversion, name, 0) for name in ("make_room", "fill_all", "put_in_place", "discard", "flush")),
-]
-"""Where a conversion dies: a function, and the number of calls before that."""
-
-
-@pytest.mark.parametrize(("owner", "name", "count"), KILLS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_conversion_killed_at_any_point_leaves_nothing_half_written(
-    saved: Saved, tmp_path: Path, owner: Any, name: str, count: int
-) -> None:
-    found, _ = saved(PIPELINE)
-    convert(found, tmp_path / "at once", "data=4")
-    function, left = getattr(owner, name), [count]
-
-    def dying(*arguments: Any, **options: Any) -> Any:
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        return function(*arguments, **options)
-
-    if (child := os.fork()) == 0:
-        setattr(owner, name, dying)
-        with suppress(BaseException):
-            convert(found, tmp_path / "to", "data=4")
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert checkpoint.look_at(found.path.parent, TAG, digests=True).is_whole
-    assert all(one.is_whole for one in checkpoint.checkpoints_in(tmp_path / "to", digests=True))
-    convert(found, tmp_path / "to", "data=4")
-    assert [path.name for path in (tmp_path / "to").iterdir() if path.name.startswith(".")] == []
-    _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / "to" / TAG)
+def _load_undeclared(folder: Path) -> None:
+    with job(Layout("data=2", is_pipeline=False)) as (engine, _):
+        del engine.module.embedding.weight.partition_dim
+        checkpoint.load(engine, folder)
 
 
 def _die_while_loading(layout: Layout, folder: Path, rank: int, name: str) -> None:
@@ -545,7 +325,7 @@ def _die_while_loading(layout: Layout, folder: Path, rank: int, name: str) -> No
 
     setattr(EngineFilling, name, dying)
     try:
-        go_on(layout, folder, {"convert": True})
+        go_on(layout, folder, {})
     except Exception as error:
         (folder / f"rank{dist.get_rank()}.txt").write_text(f"{type(error).__name__}: {error}")
         raise
@@ -566,52 +346,23 @@ def test_rank_killed_while_loading_ends_the_others(
     told = (tmp_path / "from" / f"rank{1 - rank}.txt").read_text()
     assert "Error" in told
     assert checkpoint.look_at(tmp_path / "from", TAG, digests=True).is_whole
-    losses = run_ranks(2, go_on, layout, tmp_path / "from", {"convert": True})[0]
+    losses = run_ranks(2, go_on, layout, tmp_path / "from", {})[0]
     assert greatest_difference(losses, expected) < TOLERANCE
-
-
-def test_conversion_to_another_layout_discards_the_files_of_a_killed_one(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, _ = saved(PIPELINE)
-    with monkeypatch.context() as patch:
-        patch.setattr(Source, "elements", lambda self, *piece: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            convert(found, tmp_path, "pipe=3")
-    convert(found, tmp_path, "data=4")
-    convert(found, tmp_path / "at once", "data=4")
-    _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
-
-
-def test_command_converts_by_folder_and_by_checkpoint(
-    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, _ = saved(PIPELINE)
-    folder, to = str(found.path.parent), str(tmp_path / "to")
-    assert cli.main(["convert", folder, to, "--topology", "data=4", "--new-tag", "new"]) == 0
-    assert capsys.readouterr().out == f"{to}/new\n"
-    assert (tmp_path / "to" / "latest").read_text() == "new"
-    assert cli.main(["convert", str(found.path), str(tmp_path / "one.pt"), "--to", "torch"]) == 0
-    assert cli.main(["convert", folder, to, "--topology", "pipe=3", "--stages", "0,1,2,6"]) == 0
-    content = json.loads((tmp_path / "to" / TAG / manifests.NAME).read_text())
-    assert content["structure"]["bounds"] == [0, 1, 2, 6]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere", "to", "--topology", "data=4"], "no checkpoint in nowhere"),
-        (["FROM", "to"], "give either --topology"),
-        (["FROM", "to", "--topology", "data=4", "--tag", "other"], "no checkpoint 'other' in"),
-        (["FROM", "to", "--topology", "pipe=2", "--stages", "a"], "give numbers of layers"),
-        (["FROM", "to", "--topology", "pipe=-1"], "give all degrees"),
+        (["nowhere", "to.pt"], "no checkpoint in nowhere"),
+        (["FROM", "to.pt", "--tag", "other"], "no checkpoint 'other' in"),
+        (["FROM", "to.npz"], "give a file that ends in .safetensors, .pt, .pth or .bin, or a folder"),
     ],
 )
 def test_command_explains_wrong_arguments(
     saved: Saved, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(saved(PIPELINE)[0].path.parent)
-    assert cli.main(["convert", *(folder if word == "FROM" else word for word in arguments)]) == 2
+    assert cli.main(["export", *(folder if word == "FROM" else word for word in arguments)]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -628,10 +379,10 @@ def test_command_refuses_damaged_and_newer_checkpoints(
 ) -> None:
     shutil.copytree(saved(PIPELINE)[0].path, tmp_path / "from" / TAG)
     change(tmp_path / "from" / TAG)
-    folder, to = str(tmp_path / "from" / TAG), str(tmp_path / "to")
-    assert cli.main(["convert", folder, to, "--topology", "data=4"]) == 2
+    folder, to = str(tmp_path / "from" / TAG), str(tmp_path / "to.pt")
+    assert cli.main(["export", folder, to]) == 2
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "to").exists()
+    assert not (tmp_path / "to.pt").exists()
 
 
 def _change_version(path: Path) -> None:

@@ -12,10 +12,11 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint, cli, groups
-from ds_topo.checkpoint.conversion import convert, to_single_file
+from ds_topo import PipelineParallelGrid, checkpoint, groups
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
 from ds_topo.checkpoint.engine_facts import structure_of
+from ds_topo.checkpoint.engine_filling import require_reachable
+from ds_topo.checkpoint.export import to_single_file
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,
@@ -26,9 +27,8 @@ from ds_topo.checkpoint.manifest import (
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.target import planned_groups, require_reachable, target_of
-from ds_topo.errors import CheckpointLayoutError, TopologyError
-from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts, values_in
+from ds_topo.errors import CheckpointLayoutError
+from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import BATCH, EXPERTS, Case
 from tests.support.small_engines import settings
@@ -63,22 +63,6 @@ PAIRS = [
 def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
     world(case.world_size).run(save_experts, case, tmp_path)
     world(now.world_size).run(continue_experts, now, tmp_path, now.reference(STEPS))
-    found = checkpoint.look_at(tmp_path, TAG)
-    sizes = sorted(set(now.sizes) - {0})
-    if len(sizes) > 1 or len(set(case.sizes) - {0}) > 1:
-        return
-    there, back = tmp_path / "there", tmp_path / "back"
-    options = ["--zero", str(now.zero), "--experts", str(sizes[0])]
-    assert cli.main(["convert", str(found.path), str(there), "--topology", now.topology, *options]) == 0
-    between = checkpoint.look_at(there, TAG, digests=True)
-    assert between.is_whole
-    assert between.manifest is not None
-    assert [groups.size for groups in between.manifest.layout.experts] == sizes
-    convert(between, back, case.topology, zero=case.zero, experts=max(case.sizes))
-    before, after = values_in(found.path), values_in(back / TAG)
-    differing = [key for key in before if "clip_grad" not in key and before[key] != after.get(key, "nothing")]
-    assert differing == []
-    assert [key for key in after if key.partition(".pt")[0] not in {one.partition(".pt")[0] for one in before}] == []
 
 
 def test_copies_of_a_partition_save_experts_alone(world: Worlds, tmp_path: Path) -> None:
@@ -117,25 +101,6 @@ def test_single_file_numbers_experts_over_the_layer(world: Worlds, tmp_path: Pat
     assert torch.equal(weights[experts[3]], one[experts[3]])
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "said"),
-    [
-        ("data=4", {"experts": 3}, "choose one of"),
-        ("data=8", {"experts": 8}, "has 4 experts, which cannot be dealt to 8 ranks"),
-        ("data=4", {"zero": 3}, "ZeRO 3 with experts"),
-        ("data=1", {}, "expert_parallel_size 2 must divide"),
-    ],
-)
-def test_unreachable_expert_layout_is_refused_before_writing(
-    world: Worlds, spec: str, options: dict[str, int], said: str, tmp_path: Path
-) -> None:
-    case = replace(PAIRS[0][0], topology="data=2")
-    world(2).run(save_experts, case, tmp_path / "from")
-    with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
-        convert(checkpoint.look_at(tmp_path / "from", TAG), tmp_path / "to", spec, **options)
-    assert not (tmp_path / "to").exists()
-
-
 def _saved_by_auto_ep(zero: int) -> Manifest:
     """Return the manifest of a layer of four experts, of which AutoEP stacks two on each of two ranks."""
     name, optimizer = "0.experts.w1", "DeepSpeedZeroOptimizer_Stage3" if zero == 3 else "DeepSpeedZeroOptimizer"
@@ -162,13 +127,7 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
                 assert torch.equal(found, expected[start:stop])
 
 
-def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
-    model = model_of(_saved_by_auto_ep(1))
-    target = target_of(model, "data=4", experts=4, hyperparameters=[[{}] * 9].__getitem__)
-    assert target.structure.experts == {"0.experts.w1": 4}
-    assert target.shape("0.experts.w1") == (1, 3, 4)
-    with pytest.raises(CheckpointLayoutError, match=r"AutoEP and AutoTP together.* Convert while loading"):
-        target_of(model, "data=2,model=2", hyperparameters=[[{}] * 9].__getitem__)
+def test_stacked_experts_in_partitions_name_the_ways_that_work() -> None:
     model = model_of(_saved_by_auto_ep(3))
     with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
         require_reachable(model, model.layout, model.structure, has_states=True)
@@ -178,29 +137,6 @@ def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
     unstacked = replace(_saved_by_auto_ep(1), structure=replace(model.structure, experts={}))
     with pytest.raises(CheckpointLayoutError, match=r"has experts that are not of deepspeed\.moe.* or AutoEP"):
         model_of(unstacked)
-
-
-def test_large_expert_groups_are_split_as_deepspeed_does() -> None:
-    def names(numbers: range) -> tuple[str, ...]:
-        return tuple(f"a.deepspeed_experts.{number}.{tail}" for number in numbers for tail in ("weight", "bias"))
-
-    def dealt(groups: tuple[tuple[str, ...], ...], before: int, after: int) -> tuple[tuple[str, ...], ...]:
-        rows = (
-            SavedParameter("gate", (60,), "float32", (0,)),
-            SavedParameter("a.deepspeed_experts.*.weight", (60_000_000,), "float32", (0,), experts=8),
-            SavedParameter("a.deepspeed_experts.*.bias", (60,), "float32", (0,), experts=8),
-        )
-        structure = SavedStructure("AdamW", (groups,), experts={"a.deepspeed_experts": before})
-        layout = SavedLayout("data=2", 2, 1, 2, 1, "DeepSpeedZeroOptimizer", "fp32", experts=(SavedExperts(before),))
-        model = model_of(Manifest("saved", 1, "", layout, (), rows, structure=structure))
-        new = replace(structure, experts={"a.deepspeed_experts": after})
-        return planned_groups(model, replace(model, structure=new), [[{}] * 9].__getitem__)[0]
-
-    eight = (("gate",), *(names(range(first, min(first + 2, 8))) for first in range(0, 8, 2)))
-    assert dealt(eight, 1, 2) == (("gate",), names(range(2)), names(range(2, 4)))
-    assert dealt(dealt(eight, 1, 2), 2, 1) == eight
-    with pytest.raises(CheckpointLayoutError, match="in another order than the module's"):
-        dealt((tuple(reversed(names(range(8)))),), 1, 2)
 
 
 def test_batch_is_a_multiple_of_every_world_size() -> None:

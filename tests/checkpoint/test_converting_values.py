@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from deepspeed.ops.lamb import FusedLamb
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.engine_facts import is_element_by_element
+from ds_topo.checkpoint.export import to_single_file
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
 from ds_topo.mpu.differences import HAS_PARAMETER_ALIGNMENT
@@ -143,10 +144,10 @@ def _change_options(folder: Path) -> list[tuple[str, list[float], list[float]]]:
         with _engine("data=2", Layers(), after) as engine:
             said = ""
             try:
-                checkpoint.load(engine, folder / str(number))
+                checkpoint.load(engine, folder / str(number), convert=False)
             except CheckpointLayoutError as error:
                 said = str(error)
-                checkpoint.load(engine, folder / str(number), convert=True)
+                checkpoint.load(engine, folder / str(number))
             found.append((said, expected, _train(engine, range(2, 4))))
     return found
 
@@ -157,26 +158,6 @@ def test_changed_options_of_zero_are_refused_and_converted(world: Worlds, tmp_pa
             assert refusal in said
             assert bool(said) == bool(refusal), "options without effect do not matter"
             assert losses == pytest.approx(expected, rel=1e-5)
-
-
-def test_options_of_zero_are_given_to_offline_conversion(world: Worlds, tmp_path: Path) -> None:
-    options = {"stage": 1, "round_robin_gradients": True}
-    world(2).run(_save, tmp_path / "saved", "data=2", options, "AdamW")
-    arguments = ["--topology", "data=3", "--zero-options", '{"round_robin_gradients": false}']
-    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "there"), *arguments]) == 0
-    there = checkpoint.look_at(tmp_path / "there", "saved")
-    back = convert(there, tmp_path / "back", "data=2", zero_options={"round_robin_gradients": True})
-    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"):
-        files = [torch.load(path / name, weights_only=False) for path in (tmp_path / "saved/saved", back)]
-        one, other = (file["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] for file in files)
-        assert torch.equal(one, other)
-    for wrong, said in (
-        ({"stage": 2}, "zero_optimization.stage does not change"),
-        ({"sub_group_size": True}, "give a number of elements >= 1"),
-        ({"round_robin_gradients": "yes"}, "give true or false"),
-    ):
-        with pytest.raises(CheckpointLayoutError, match=said):
-            convert(there, tmp_path / "no", "data=2", zero_options=wrong)
 
 
 # -- what slices hold --------------------------------------------------------------------------------------------------
@@ -209,37 +190,56 @@ def sliced(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_slices_are_joined_only_if_they_are_equal_or_declared(sliced: Path, tmp_path: Path) -> None:
+def _load_sliced(folder: Path, topology: str, width: int, to: Path | None = None) -> str:
+    """Load into an engine with a buffer of a width, and save again; return why that is refused."""
+    module = Layers()
+    module.register_buffer("start", torch.zeros(2, width))
+    module.own = nn.Parameter(torch.zeros(2))
+    with _engine(topology, module, {"stage": 1}) as engine:
+        module.start.partition_dim = 1 if width != 3 or "declared" in str(folder) else -1
+        try:
+            checkpoint.load(engine, folder)
+        except CheckpointError as error:
+            return str(error)
+        if to is not None:
+            checkpoint.save(engine, to, "saved")
+    return ""
+
+
+def test_slices_are_joined_only_if_they_are_equal_or_declared(world: Worlds, sliced: Path, tmp_path: Path) -> None:
     for case, said in (
         ("parameter", r"slices 0 and 1 of model=2 .* parameter 'own'.*set tensor_model_parallel and partition_dim"),
         ("buffer", r"slices 0 and 1 of model=2 .* buffer 'start'.*persistent=False"),
         ("state", r"exp_avg_sq of 'own'"),
+        ("equal", "^$"),
     ):
+        assert [bool(re.search(said, one)) for one in world(2).run(_load_sliced, sliced / case, "data=2", 3)] == [
+            True
+        ] * 2
+        assert world(4).run(_load_sliced, sliced / case, "data=2,model=2", 3) == [""] * 4
         found = checkpoint.look_at(sliced / case, "saved")
-        with pytest.raises(CheckpointLayoutError, match=said):
-            convert(found, tmp_path / "to", "data=2")
-        convert(found, tmp_path / "to", "data=2,model=2", tag=case)
-        if case == "state":
+        if case in ("state", "equal"):
             to_single_file(found, tmp_path / "weights.pt")
             continue
         with pytest.raises(CheckpointLayoutError, match=said):
             to_single_file(found, tmp_path / "weights.pt")
-    convert(checkpoint.look_at(sliced / "equal", "saved"), tmp_path / "to", "data=2", tag="equal")
 
 
-def test_declared_buffers_are_put_together_and_cut(sliced: Path, tmp_path: Path) -> None:
+def test_declared_buffers_are_put_together_and_cut(world: Worlds, sliced: Path, tmp_path: Path) -> None:
     [found] = checkpoint.checkpoints_in(str(sliced / "declared"))  # text names folders, too
     whole = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]).expand(2, 6)
     assert torch.equal(torch.load(to_single_file(found, str(tmp_path / "weights.pt")))["start"], whole)
-    there = convert(found, str(tmp_path / "there"), "model=3")
-    pieces = [torch.load(there / f"mp_rank_0{place}_model_states.pt", weights_only=False) for place in range(3)]
+    there, back = tmp_path / "declared there", tmp_path / "declared back"
+    assert world(3).run(_load_sliced, sliced / "declared", "data=1,model=3", 2, there) == [""] * 3
+    pieces = [torch.load(there / f"saved/mp_rank_0{place}_model_states.pt", weights_only=False) for place in range(3)]
     assert torch.equal(torch.cat([piece["module"]["start"] for piece in pieces], 1), whole)
-    back = convert(checkpoint.look_at(str(tmp_path / "there"), "saved"), tmp_path / "back", "model=2")
+    assert world(2).run(_load_sliced, there, "data=1,model=2", 3, back) == [""] * 2
     for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
-        one, other = (torch.load(path / name, weights_only=False)["module"]["start"] for path in (found.path, back))
+        paths = (found.path, back / "saved")
+        one, other = (torch.load(path / name, weights_only=False)["module"]["start"] for path in paths)
         assert torch.equal(one, other)
-    with pytest.raises(CheckpointLayoutError, match=r"buffer 'start' \[2, 3\] of 2 slices cannot become 4"):
-        convert(found, tmp_path / "no", "model=4")
+    for said in world(4).run(_load_sliced, sliced / "declared", "data=1,model=4", 1):
+        assert "buffer 'start'" in said
 
 
 def _load_into_slices(folder: Path) -> str:
@@ -247,15 +247,15 @@ def _load_into_slices(folder: Path) -> str:
     module.register_buffer("start", torch.zeros(2, 3))
     module.own = nn.Parameter(torch.zeros(2))
     with _engine("data=1,model=2", module, {"stage": 1}) as engine:
-        checkpoint.load(engine, folder, convert=True)
+        checkpoint.load(engine, folder)
         module.start += engine.mpu.get_slice_parallel_rank()
         with pytest.raises(CheckpointLayoutError) as caught:
-            checkpoint.load(engine, folder, convert=True)
+            checkpoint.load(engine, folder)
     return str(caught.value)
 
 
 def test_load_refuses_one_value_for_buffers_of_several_slices(world: Worlds, sliced: Path, tmp_path: Path) -> None:
-    convert(checkpoint.look_at(sliced / "equal", "saved"), tmp_path / "one", "model=1")
+    assert world(1).run(_load_sliced, sliced / "equal", "data=1", 3, tmp_path / "one") == [""]
     for said in world(2).run(_load_into_slices, tmp_path / "one"):
         assert "the buffer 'start' differs between slices of this job" in said
 
@@ -263,13 +263,24 @@ def test_load_refuses_one_value_for_buffers_of_several_slices(world: Worlds, sli
 # -- types of states, and optimizers that look at more than one element -----------------------------------------------
 
 
+def _load_kind(folder: Path, topology: str, zero: int, kind: str, to: Path) -> str:
+    module = Layers()
+    with _engine(topology, module, {"stage": zero}, OPTIMIZERS[kind](module.parameters(), lr=0.01)) as engine:
+        try:
+            checkpoint.load(engine, folder, "saved")
+        except CheckpointLayoutError as error:
+            return str(error)
+        checkpoint.save(engine, to, "saved")
+    return ""
+
+
 def test_states_keep_their_type_and_none(world: Worlds, tmp_path: Path) -> None:
-    for zero, spec in ((0, "data=2"), (1, "data=2")):
-        path = tmp_path / str(zero)
-        world(1).run(_save, path, "data=1", {"stage": zero}, "Unusual")
-        there = convert(checkpoint.look_at(path, "saved"), path / "there", spec)
+    for before, zero in ((1, 0), (0, 1), (1, 1)):
+        path = tmp_path / f"{before}{zero}"
+        world(1).run(_save, path, "data=1", {"stage": before}, "Unusual")
+        assert world(2).run(_load_kind, path, "data=2", zero, "Unusual", path / "there") == ["", ""]
         name = "zero_pp_rank_0_mp_rank_00_optim_states.pt" if zero else "mp_rank_00_model_states.pt"
-        content = torch.load(there / name, weights_only=False)
+        content = torch.load(path / "there/saved" / name, weights_only=False)
         states = content["optimizer_state_dict"]["base_optimizer_state"] if zero else content["optimizer"]
         state = states["state"][0]
         assert state["exact"].dtype == torch.float64
@@ -280,11 +291,15 @@ def test_states_keep_their_type_and_none(world: Worlds, tmp_path: Path) -> None:
         assert state["nothing"] is None
 
 
-@pytest.mark.parametrize(("zero", "spec", "to"), [(1, "data=1", 0), (1, "data=2", 1), (0, "model=2", 0)])
-def test_optimizer_of_whole_tensors_is_refused(world: Worlds, tmp_path: Path, zero: int, spec: str, to: int) -> None:
-    world(1).run(_save, tmp_path / "saved", "data=1", {"stage": zero}, "Adafactor")
-    with pytest.raises(CheckpointLayoutError, match=r"Adafactor is not known to update each element.*--to torch"):
-        convert(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "to", spec, zero=to)
+@pytest.mark.parametrize(("before", "topology", "zero"), [(1, "data=1", 0), (1, "data=2", 1), (0, "model=2", 0)])
+def test_optimizer_of_whole_tensors_is_refused(
+    world: Worlds, tmp_path: Path, before: int, topology: str, zero: int
+) -> None:
+    world(1).run(_save, tmp_path / "saved", "data=1", {"stage": before}, "Adafactor")
+    ranks = int(topology[-1])
+    for said in world(ranks).run(_load_kind, tmp_path / "saved", topology, zero, "Adafactor", tmp_path / "to"):
+        assert "Adafactor is not known to update each element" in said
+        assert "or its weights alone (load_optimizer_states=False)" in said
     to_single_file(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "weights.pt")
 
 
@@ -337,54 +352,70 @@ def _load_with_frozen(folder: Path) -> list[str]:
             _train(engine, range(1))
             module.layers[0].requires_grad_(False)
             checkpoint.save(engine, folder, f"saved{number}", exclude_frozen_parameters=True)
-    convert(checkpoint.look_at(folder, "saved0"), folder, "data=1", zero=2, tag="converted")
-    module = Layers()
-    module.layers[0].requires_grad_(False)
-    with _engine("data=1", module, {"stage": 2}) as engine:
-        checkpoint.load(engine, folder, "converted", load_module_strict=False)
     module = Layers()
     module.layers[0].requires_grad_(False)
     with _engine("data=1", module, {"stage": 3}) as engine:
-        checkpoint.load(engine, folder, "saved0", load_module_strict=False, convert=True)
+        checkpoint.load(engine, folder, "saved0", load_module_strict=False)
         for tag, options in (("saved0", {}), ("saved1", {"load_module_strict": False})):
             with pytest.raises(CheckpointError) as caught:
-                checkpoint.load(engine, folder, tag, convert=True, **options)
+                checkpoint.load(engine, folder, tag, **options)
             said.append(str(caught.value))
-    with pytest.raises(CheckpointError) as caught:
-        convert(checkpoint.look_at(folder, "saved1"), folder, "data=1", zero=2, tag="no")
-    said.append(str(caught.value))
     return said
 
 
 def test_checkpoint_without_frozen_parameters_is_converted(world: Worlds, tmp_path: Path) -> None:
-    [(strict, late, offline)] = world(1).run(_load_with_frozen, tmp_path)
+    [(strict, late)] = world(1).run(_load_with_frozen, tmp_path)
     assert "it has no parameter 'layers.0.weight' [7, 4]" in strict
-    for said in (late, offline):
-        assert "'layers.0.bias'] are in the optimizer and were left out of the checkpoint" in said
+    assert "'layers.0.bias'] are in the optimizer and were left out of the checkpoint" in late
 
 
-def test_parameters_without_zero_keep_states_of_their_own(tmp_path: Path) -> None:
-    names, path = ("first", "second", "third"), tmp_path / "from" / "saved"
+class Three(nn.Module):
+    """Three vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def _load_three(folder: Path) -> tuple[list[Any], str]:
+    module, said = Three(), ""
+    with _engine("data=2", module, {"stage": 0}, torch.optim.Adam(module.parameters())) as engine:
+        for number, one in enumerate(module.parameters()):
+            engine.optimizer.state[one]["exp_avg"] = torch.full((2,), float(number))
+        checkpoint.load(engine, folder, "saved")
+        kept = [dict(engine.optimizer.state.get(one, {})) for one in module.parameters()]
+    module = Three()
+    with _engine("data=2", module, {"stage": 1}, torch.optim.Adam(module.parameters())) as engine:
+        try:
+            checkpoint.load(engine, folder, "saved")
+        except CheckpointLayoutError as error:
+            said = str(error)
+    return kept, said
+
+
+def test_parameters_without_zero_keep_states_of_their_own(world: Worlds, tmp_path: Path) -> None:
+    names, path = ("third", "first", "second"), tmp_path / "from" / "saved"
     states = {
-        0: {"step": torch.tensor(5.0), "exp_avg": torch.ones(2)},
-        1: {"step": torch.tensor(3.0), "exp_avg": torch.arange(2.0)},
+        1: {"step": torch.tensor(5.0), "exp_avg": torch.ones(2)},
+        2: {"step": torch.tensor(3.0), "exp_avg": torch.arange(2.0)},
     }  # the third had no gradient
     optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
     path.mkdir(parents=True)
     content = {"module": {name: torch.zeros(2) for name in names}, "optimizer": optimizer, "buffer_names": []}
+    content |= {"global_steps": 5, "lr_scheduler": None}
     torch.save(content, path / "mp_rank_00_model_states.pt")
     rows = tuple(SavedParameter(name, (2,), "float32", (0,)) for name in names)
-    layout = SavedLayout("data=1", 1, 1, 1, 0, "AdamW", "fp32")
-    manifest = Manifest("saved", 5, "", layout, (), rows, structure=SavedStructure("AdamW", ((names,),)))
+    layout = SavedLayout("data=1", 1, 1, 1, 0, "Adam", "fp32")
+    manifest = Manifest("saved", 5, "", layout, (), rows, structure=SavedStructure("Adam", ((names,),)))
     (path / NAME).write_text(to_text(manifest))
-    found = checkpoint.look_at(path.parent, "saved")
-    new = convert(found, tmp_path / "to", "data=2")
-    kept = torch.load(new / "mp_rank_00_model_states.pt", weights_only=True)["optimizer"]["state"]
-    assert kept.keys() == states.keys()
-    for number, own in states.items():
-        assert all(torch.equal(kept[number][key], own[key]) for key in own)
-    with pytest.raises(CheckpointLayoutError, match="'first' and 'second' have different values or types of 'step'"):
-        convert(found, tmp_path / "no", "data=2", zero=1)
+    for kept, said in world(2).run(_load_three, path.parent):
+        assert [one.keys() for one in kept] == [states[1].keys(), states[2].keys(), {}.keys()]
+        for own, expected in zip(kept, states.values(), strict=False):
+            assert all(torch.equal(own[key], expected[key]) for key in expected)
+        assert "have different values or types of 'step'" in said
 
 
 def _load_others(folder: Path) -> list[str]:
@@ -408,8 +439,9 @@ def _load_others(folder: Path) -> list[str]:
             (load_torch, "empty"),
             (load, "ours/step1/mp_rank_00_model_states.pt"),
         ):
+            options = {"convert": False} if function is load else {}  # else weights alone are read
             with pytest.raises(MissingCheckpointError) as caught:
-                function(engine, folder / path)
+                function(engine, folder / path, **options)
             said.append(str(caught.value))
         advice = said[-1][said[-1].index("load(engine,") :]
         assert eval(advice, {"load": load, "engine": engine})[0], "the advice can be followed"
@@ -442,7 +474,6 @@ def test_checkpoints_of_other_programs_are_named_with_the_function_that_loads_th
         strict=True,
     ):
         assert expected in found
-    for command in (["checkpoint"], ["convert", "--topology", "data=1"]):
-        to = [str(tmp_path / "to")] if command[0] == "convert" else []
-        assert cli.main([command[0], str(tmp_path / "torch"), *to, *command[1:]]) == 2
+    for command in (["checkpoint", str(tmp_path / "torch")], ["export", str(tmp_path / "torch"), str(tmp_path / "to")]):
+        assert cli.main(command) == 2
         assert "load it with load_torch(engine," in capsys.readouterr().err

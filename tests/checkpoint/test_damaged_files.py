@@ -26,7 +26,7 @@ from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 
 from ds_topo import checkpoint
 from ds_topo.checkpoint import disk, rank_zero
-from ds_topo.checkpoint.conversion import readable
+from ds_topo.checkpoint.export import readable
 from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint
@@ -398,7 +398,7 @@ def test_every_failing_call_leaves_a_complete_checkpoint(world: Worlds, tmp_path
     assert min(world(1).run(_failing_disk, tmp_path, name)) > 0, "a call has failed"
 
 
-def test_conversion_refuses_changed_files(world: Worlds, tmp_path: Path) -> None:
+def test_export_refuses_changed_files(world: Worlds, tmp_path: Path) -> None:
     world(1).run(_save_one, tmp_path)
     file = tmp_path / "step1" / OPTIMIZER
     _flip(file, file.read_bytes().index(b"base_optimizer_state"))

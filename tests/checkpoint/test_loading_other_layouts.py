@@ -1,4 +1,4 @@
-"""Loading with ``convert=True`` keeps every value in any precision, stage of ZeRO and groups of the optimizer.
+"""Loading by name keeps every value in any precision, stage of ZeRO and groups of the optimizer.
 
 The values are read by DeepSpeed's own functions for debugging, and not by this package.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
-from ds_topo.checkpoint.deepspeed_reader import differing
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, EngineOptionError
 from tests.checkpoint.continued_jobs import train_pipeline
@@ -130,7 +127,7 @@ TARGETS = [
 ]
 
 
-def _load_all(folder: Path, every: int) -> tuple[list[tuple[Any, Any, str, list[str]]], dict[int, Values]]:
+def _load_all(folder: Path, every: int) -> list[tuple[Any, Any, str, list[str]]]:
     found, saved = [], {}
     for number, source in enumerate(SOURCES):
         with _engine(*source) as engine:
@@ -144,7 +141,7 @@ def _load_all(folder: Path, every: int) -> tuple[list[tuple[Any, Any, str, list[
             if (place + number) % every:
                 continue
             with _engine(*target) as engine:
-                checkpoint.load(engine, folder, str(number), convert=True)
+                checkpoint.load(engine, folder, str(number))
                 values, weights = _values(engine), saved[number]
                 wrong = [name for name in weights if not torch.equal(values[name].float(), weights[name].float())]
                 wrong += ["names"] if values.keys() != weights.keys() else []
@@ -158,80 +155,14 @@ def _load_all(folder: Path, every: int) -> tuple[list[tuple[Any, Any, str, list[
                 wrong += ["steps"] if engine.global_steps != 3 else []
                 _train(engine, range(3, 4))
                 found.append((source, target, str(number), wrong))
-    return found, saved
+    return found
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_load_keeps_every_value_in_any_precision_stage_and_groups(world: Worlds, every: int, tmp_path: Path) -> None:
-    for rows, _ in (found := world(2).run(_load_all, tmp_path, every)):
+    for rows in world(2).run(_load_all, tmp_path, every):
         assert len(rows) == len(SOURCES) * len(TARGETS) // every
         assert [row for row in rows if row[3]] == []
-    for number, (precision, zero, _) in enumerate(SOURCES):  # the command's conversion, read by zero_to_fp32
-        if zero == 0 and precision != "fp32":
-            checkpoint.convert(checkpoint.look_at(tmp_path, str(number)), tmp_path / "to", "data=3", zero=2)
-            weights, expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "to"), str(number)), found[0][1]
-            for name in ("adapter.weight", "norm.bias", "head.bias"):
-                assert torch.equal(weights[name], expected[number][name])
-
-
-def _load_half(folder: Path, numbers: list[int]) -> list[tuple[Values, Any]]:
-    found = []
-    for number in numbers:
-        with _engine(SOURCES[number][0], 0, "trained") as engine:
-            checkpoint.load(engine, folder, f"{number}AdamW")
-            found.append((_values(engine), engine.optimizer.loss_scale_config.cur_scale))
-            _train(engine, range(3, 4))
-    return found
-
-
-def _save_half(folder: Path) -> dict[int, tuple[Values, Any]]:
-    saved = {}
-    for number in HALF:
-        with _engine(*SOURCES[number]) as engine:
-            _train(engine, range(3))
-            checkpoint.save(engine, folder, str(number))
-            saved[number] = _values(engine), engine.optimizer.loss_scaler.cur_scale
-    return saved
-
-
-HALF = [number for number, (precision, zero, _) in enumerate(SOURCES) if precision != "fp32" and zero]
-
-
-def test_command_converts_half_precision_to_zero_0_and_back(world: Worlds, tmp_path: Path) -> None:
-    """The optimizer's class tells how DeepSpeed keeps the states: in one vector for each group, or by parameter."""
-    saved = world(2).run(_save_half, tmp_path / "saved")[0]
-    for number in HALF:
-        zero = SOURCES[number][1]
-        for optimizer in ("AdamW", "FusedAdam"):
-            found, tag = checkpoint.look_at(tmp_path / "saved", str(number)), f"{number}{optimizer}"
-            assert found.manifest is not None
-            assert found.manifest.structure is not None
-            manifest = replace(found.manifest, structure=replace(found.manifest.structure, optimizer=optimizer))
-            there = checkpoint.convert(replace(found, manifest=manifest), tmp_path / "there", "data=3", zero=0, tag=tag)
-            content = torch.load(there / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
-            assert ("fp32_groups_flat" in content) == (optimizer == "FusedAdam")
-            there_again = checkpoint.look_at(tmp_path / "there", tag)
-            back = checkpoint.convert(there_again, tmp_path / "back", "data=2", zero=zero, tag=tag)
-            for path in found.path.glob("*optim_states.pt") if zero < 3 else ():  # stage 3 pads with any values
-                one, other = (torch.load(folder / path.name, weights_only=False) for folder in (back, found.path))
-                other["optimizer_state_dict"].pop("clip_grad", None)  # gradient_clipping is the job's
-                assert not differing(_flat(one["optimizer_state_dict"]), _flat(other["optimizer_state_dict"]))
-    for loaded in world(2).run(_load_half, tmp_path / "there", HALF):
-        for number, (values, scale) in zip(HALF, loaded, strict=True):
-            expected, scale_of_saved = saved[number]
-            assert scale == scale_of_saved
-            assert not differing(values, expected)
-
-
-def _flat(value: Any, place: str = "") -> dict[str, Any]:
-    """Return every number and tensor of an optimizer's file by its place, with the state of its loss scale."""
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    value = vars(value) if hasattr(value, "cur_scale") else value
-    if not isinstance(value, dict):
-        return {place: value}
-    names = [name for name in value if name != "cur_hysteresis"]  # files without ZeRO do not have it
-    return {key: one for name in names for key, one in _flat(value[name], f"{place}.{name}").items()}
 
 
 def _load_changed(folder: Path) -> tuple[list[str], list[str]]:
@@ -245,11 +176,11 @@ def _load_changed(folder: Path) -> tuple[list[str], list[str]]:
         checkpoint.save(engine, folder, "large")
         before = _values(engine)
         with pytest.raises(CheckpointModelError) as caught:
-            checkpoint.load(engine, folder, "small", convert=True)
+            checkpoint.load(engine, folder, "small")
         said.append(str(caught.value))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            checkpoint.load(engine, folder, "small", convert=True, load_module_strict=False)
+            checkpoint.load(engine, folder, "small", load_module_strict=False)
         warned += [str(one.message) for one in seen if "was loaded although" in str(one.message)]
         values = _values(engine)
         assert all(torch.equal(values[name], expected[name]) for name in expected)
@@ -257,7 +188,7 @@ def _load_changed(folder: Path) -> tuple[list[str], list[str]]:
         assert not values["added.weight.exp_avg"].any()
     with _engine("fp32", 3, "trained") as engine:
         with pytest.raises(CheckpointModelError) as caught:
-            checkpoint.load(engine, folder, "large", convert=True)
+            checkpoint.load(engine, folder, "large")
         said.append(str(caught.value))
     return said, warned
 
@@ -286,7 +217,7 @@ def _load_with_other_buffers(folder: Path) -> list[tuple[str, bool]]:
                 engine.module.register_buffer(name, torch.ones(size))
             before = [one.detach().clone() for one in engine.module.parameters()]
             with pytest.raises(CheckpointModelError) as caught:
-                checkpoint.load(engine, folder / str(zero))
+                checkpoint.load(engine, folder / str(zero), convert=False)
             same = all(map(torch.equal, before, engine.module.parameters())) and engine.global_steps == 0
             found.append((str(caught.value), same))
     return found
@@ -342,20 +273,9 @@ def _change_stages(folder: Path) -> list[tuple[str, list[float]]]:
             found.append(("", train_pipeline(engine, range(2, 4))))
     with _pipeline("parameters", 1) as engine:
         with pytest.raises(CheckpointLayoutError) as caught:
-            checkpoint.load(engine, folder / "1")
-        checkpoint.load(engine, folder / "1", convert=True)
+            checkpoint.load(engine, folder / "1", convert=False)
+        checkpoint.load(engine, folder / "1")
         found.append((str(caught.value), train_pipeline(engine, range(2, 4))))
-    return found
-
-
-def _load_stages(folders: list[Path]) -> list[list[float]]:
-    found = []
-    for folder in folders:
-        with _pipeline("parameters", 1) as engine:
-            checkpoint.load(engine, folder)
-            rates = [group["lr"] for group in engine.optimizer.param_groups]
-            assert rates == ([0.02], [0.01, 0.02])[engine.mpu.get_stage_id()]
-            found.append(train_pipeline(engine, range(2, 4)))
     return found
 
 
@@ -364,16 +284,6 @@ def test_pipeline_continues_with_another_partition_method_and_unequal_groups(wor
     for (_, expected), *others in found:
         assert [losses for _, losses in others] == [pytest.approx(expected, rel=1e-5)] * 2
         assert "stages that begin with layers [0, 2] became stages that begin with [0, 1]" in others[1][0]
-        assert "--stages 0,1,4" in others[1][0]
-    folders = [tmp_path / "by command", tmp_path / "and back"]
-    for zero, folder in zip((0, 1), folders, strict=True):
-        saved = checkpoint.look_at(tmp_path / str(zero), "saved")
-        if zero:
-            saved = checkpoint.look_at(checkpoint.convert(saved, tmp_path / "between", "pipe=1").parent, "saved")
-        checkpoint.convert(saved, folder, "pipe=2", zero=1, bounds=(0, 1, 4))
-    for (_, expected), *_ in found:
-        for losses in world(2).run(_load_stages, folders):
-            assert losses == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 def _build_half_pipeline() -> str:
@@ -434,7 +344,7 @@ def _save_with_position(folder: Path) -> tuple[list[float], float]:
 def _load_with_position(folder: Path) -> tuple[list[float], float, tuple[int, int]]:
     with _sampling_engine() as engine:
         torch.manual_seed(7)
-        _, state = checkpoint.load(engine, folder, convert=True)
+        _, state = checkpoint.load(engine, folder)
         counts = engine.global_steps, engine.global_samples
         return _train_on_next_samples(engine, state["position"], 2)[1], float(torch.rand(())), counts
 
@@ -442,12 +352,8 @@ def _load_with_position(folder: Path) -> tuple[list[float], float, tuple[int, in
 def test_samples_continue_on_other_ranks_and_random_states_on_the_same(world: Worlds, tmp_path: Path) -> None:
     saved = world(2).run(_save_with_position, tmp_path)
     for size in (1, 2):
-        there = tmp_path / f"data={size}"
-        checkpoint.convert(checkpoint.look_at(tmp_path, "saved"), there, f"data={size}")
-        for folder in (tmp_path, there):
-            for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, folder)):
-                assert losses == pytest.approx(saved[0][0], rel=1e-5)
-                assert counts == (2, 8)
-                seed = torch.Generator().manual_seed(7)
-                own = float(torch.rand((), generator=seed))
-                assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states alone"
+        for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, tmp_path)):
+            assert losses == pytest.approx(saved[0][0], rel=1e-5)
+            assert counts == (2, 8)
+            own = float(torch.rand((), generator=torch.Generator().manual_seed(7)))
+            assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states alone"

@@ -1,4 +1,4 @@
-"""Load checkpoints that DeepSpeed alone saved, in the layout that saved them and, by conversion, in others."""
+"""Load checkpoints that DeepSpeed alone saved, in the layout that saved them and in others."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def _load(folder: Path) -> list[tuple[str, int, str, list[float]]]:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     try:
-                        _, state = checkpoint.load(engine, path)
+                        _, state = checkpoint.load(engine, path, convert=False)
                     except CheckpointLayoutError as error:
                         said = str(error)
-                        _, state = checkpoint.load(engine, path, convert=True)
+                        _, state = checkpoint.load(engine, path)
                 assert state["sample"] == 7
                 assert float(engine.module[3].scale.sum()) == 1.0
                 found.append((f"{precision}{zero}", to, said, _train(engine, range(2, 4))))
@@ -117,28 +117,15 @@ def test_stock_checkpoints_load_at_other_degrees_and_stages(
     for name, to, said, losses in found:
         if said:
             assert f"is of data=2 (2 ranks), ZeRO {name[-1]}, {name[:-1]}; this job is data=1 (1 rank)" in said
-            assert "load(engine, folder, convert=True) in this job" in said
-            assert "ds-topo convert" in said
+            assert "load by name (convert=True)" in said
         assert bool(said) == (not name.endswith("0") or to > 0), "without ZeRO, any number of replicas reads the files"
         assert losses == pytest.approx(expected[name], rel=1e-5 if name.startswith("fp32") else 1e-2), (name, to)
 
 
-def _load_converted(folder: Path) -> list[float]:
-    with _engine(2) as engine:
-        checkpoint.load(engine, folder)
-        return _train(engine, range(2, 4))
-
-
-def test_command_converts_stock_checkpoints(
-    world: Worlds, stock: tuple[Path, dict[str, list[float]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, expected = stock
+def test_command_exports_stock_checkpoints(stock: tuple[Path, dict[str, list[float]]], tmp_path: Path) -> None:
     for name in ("fp320", "fp321", "fp323"):
-        there = str(tmp_path / name)
-        assert cli.main(["convert", str(folder / name), there, "--topology", "data=1", "--zero", "2"]) == 0
-        assert world(1).run(_load_converted, there) == [pytest.approx(expected[name], rel=1e-5)]
-        assert cli.main(["convert", str(folder / name), f"{there}.pt", "--to", "torch"]) == 0
-        assert torch.load(f"{there}.pt")["3.scale"].tolist() == [0.5, 0.5]
+        assert cli.main(["export", str(stock[0] / name), f"{tmp_path / name}.pt"]) == 0
+        assert torch.load(f"{tmp_path / name}.pt")["3.scale"].tolist() == [0.5, 0.5]
 
 
 def _refuse(folder: Path) -> list[str]:
@@ -240,10 +227,10 @@ def _load_pipelines(folder: Path, topology: str, method: str) -> dict[str, tuple
             engine, said = _engine_of_pipeline(kind, grid, method, zero), ""
             _train_pipeline(engine, range(7, 8))
             try:
-                checkpoint.load(engine, folder / kind)
+                checkpoint.load(engine, folder / kind, convert=False)
             except CheckpointLayoutError as error:
                 said = str(error)
-                checkpoint.load(engine, folder / kind, convert=True)
+                checkpoint.load(engine, folder / kind)
             found[f"{kind} to {zero}"] = said, _train_pipeline(engine, range(2, 4))
             destroy_engine(engine)
             grid.destroy()
@@ -258,12 +245,12 @@ def test_stock_pipelines_load_with_other_stages(world: Worlds, tmp_path: Path) -
                 kind, zero = name.split(" to ")
                 is_same = (method, topology, PIPELINES[kind][0]) == ("uniform", "pipe=2", int(zero)) and kind != "bf16"
                 assert bool(said) != is_same, (name, topology, method, said)
-                assert "load(engine, folder, convert=True)" in said or is_same
+                assert "by name (convert=True)" in said or is_same
                 close = 2e-2 if kind == "bf16" else 1e-5
                 assert losses == pytest.approx(expected[kind], rel=close), (name, topology, method)
     for kind in ("zero0", "zero1"):
-        with pytest.raises(CheckpointLayoutError, match=r"do not say which layers are tied\. Convert while loading"):
-            checkpoint.convert(checkpoint.look_at(tmp_path / kind, "stock"), tmp_path / "to", "data=1")
+        with pytest.raises(CheckpointLayoutError, match=r"do not say which layers are tied\. Load it into an engine"):
+            checkpoint.to_single_file(checkpoint.look_at(tmp_path / kind, "stock"), tmp_path / "to.pt")
     (tmp_path / "zero1/stock/zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"mp_rank_01_optim_states\.pt is missing"):
-        checkpoint.convert(checkpoint.look_at(tmp_path / "zero1", "stock"), tmp_path / "to", "data=1")
+        checkpoint.to_single_file(checkpoint.look_at(tmp_path / "zero1", "stock"), tmp_path / "to.pt")

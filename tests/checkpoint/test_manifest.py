@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
+from ds_topo.checkpoint.engine_filling import require_reachable
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,
@@ -35,7 +36,6 @@ from ds_topo.checkpoint.manifest import (
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.target import target_of
 from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, TopologyError
 from tests.checkpoint.handmade import LAYOUT, make
 from tests.support.topologies import topologies
@@ -209,19 +209,18 @@ VALUES = st.one_of(
 
 
 def _use(manifest: Manifest) -> None:
-    """Do what lists, loads and conversions do with a manifest."""
+    """Do what lists and loads do with a manifest."""
     assert from_text(to_text(manifest), "again") == manifest
     assert manifest.numel() >= 0
     assert str(manifest.layout).isprintable()
     for other in (PIPELINE.layout, EXPERTS.layout):
         why_unreachable(manifest.layout, other)
         why_unreachable(other, manifest.layout)
-    for spec in ("data=1", "data=2,model=2", "pipe=2,data=2,model=2"):
+    for other in (PIPELINE.layout, EXPERTS.layout):
         with suppress(CheckpointError, TopologyError):
             model = model_of(manifest)
             assert all(model.parts.values())
-            groups = [[{"lr": 0.1} for _ in of_stage] for of_stage in model.structure.groups]
-            target_of(model, spec, hyperparameters=groups.__getitem__)
+            require_reachable(model, other, model.structure, has_states=True)
 
 
 @settings(deadline=None, max_examples=80)
@@ -245,7 +244,7 @@ def test_any_manifest_is_loaded_or_refused_by_our_errors(data: st.DataObject) ->
 def test_whole_manifest_is_used(manifest: Manifest) -> None:
     _use(manifest)
     model = model_of(manifest)
-    assert target_of(model, "data=2", hyperparameters=([[{}] * 9] * 9).__getitem__).layout.topology == "data=2"
+    require_reachable(model, manifest.layout, model.structure, has_states=True)
 
 
 FILE = CONTENTS[0]["files"][0]

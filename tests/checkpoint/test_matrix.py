@@ -1,4 +1,4 @@
-"""Pairs of jobs drawn at random convert exactly, or are refused by every rank with the remedy."""
+"""Pairs of jobs drawn at random load exactly, or are refused by every rank with the remedy."""
 
 from __future__ import annotations
 

@@ -230,24 +230,15 @@ def test_names_from_the_disk_cannot_control_the_terminal(folder: Path, capsys: p
 WRONG = (None, 7, b"x", ["a"], {"a": 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [("zero", "one"), ("zero", True), ("method", 3), ("bounds", 5), ("experts", "2"), ("zero_options", "x")],
-)
-def test_conversion_names_arguments_of_wrong_types(folder: Path, name: str, given: Any) -> None:
-    with pytest.raises(TypeError, match=f"^{name}="):
-        checkpoint.convert(look_at(folder, "step1"), folder / "new", "data=1", **{name: given})
-
-
 @pytest.mark.parametrize("given", WRONG, ids=repr)
 def test_wrong_types_are_named(folder: Path, given: Any) -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("folder=", lambda: checkpoints_in(given)),
         ("folder=", lambda: look_at(given, "step1")),
-        ("folder=", lambda: checkpoint.convert(look_at(folder, "step1"), given, "data=1")),
+        ("folder=", lambda: checkpoint.to_hugging_face(look_at(folder, "step1"), given)),
         ("path=", lambda: checkpoint.to_single_file(look_at(folder, "step1"), given)),
         ("checkpoint=", lambda: checkpoint.to_single_file(given, folder / "weights.pt")),
-        ("checkpoint=", lambda: checkpoint.convert(given, folder / "new", "data=1")),
+        ("checkpoint=", lambda: checkpoint.to_hugging_face(given, folder / "new")),
     ]
     if given != 7:
         calls += [("tag=", lambda: look_at(folder, given)), ("tag=", lambda: check_tag(given))]
@@ -276,8 +267,8 @@ def test_folders_that_are_no_paths_are_refused(
             call(given)
     if str(given).strip():
         assert main(["checkpoint", str(given)]) == 2
-        assert main(["convert", str(given), str(folder / "new"), "--topology", "data=1"]) == 2
-        assert main(["convert", str(folder), str(given), "--topology", "data=1"]) == 2
+        assert main(["export", str(given), str(folder / "new")]) == 2
+        assert main(["export", str(folder), str(given)]) == 2
         assert capsys.readouterr().err.count(said) == 3
 
 
@@ -285,7 +276,7 @@ def test_empty_tag_and_absent_checkpoint_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="tag='' is empty"):
         look_at(folder, "")
     with pytest.raises(MissingCheckpointError, match=r"no checkpoint 'step9' in .*: there are \['step1', 'step2'\]"):
-        checkpoint.convert(look_at(folder, "step9"), folder / "new", "data=1")
+        checkpoint.to_single_file(look_at(folder, "step9"), folder / "new")
 
 
 def test_texts_are_paths(folder: Path) -> None:

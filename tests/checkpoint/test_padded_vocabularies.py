@@ -12,7 +12,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint, cli
+from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError
 from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.support.exhaustive import mark_exhaustive
@@ -87,6 +87,12 @@ def _states(folder: Path, slices: int, zero: int) -> dict[str, torch.Tensor]:
     return {key: torch.cat(values) for key, values in found.items()}
 
 
+def _load_and_save(topology: str, zero: int, precision: str, folder: Path, to: Path) -> None:
+    with _engine(topology, zero, precision) as engine:
+        checkpoint.load(engine, folder, "saved")
+        checkpoint.save(engine, to, "saved")
+
+
 CASES = [(0, "fp32", 1, 4), (1, "bf16", 1, 2), (0, "fp32", 2, 1), (2, "fp32", 2, 1), (1, "fp32", 1, 3)]
 """The stage, the precision, and the degrees of ``model`` before and after; ``data`` is 1."""
 
@@ -98,8 +104,7 @@ def test_padding_follows_the_degree_of_model(
     world(old).run(_save, f"data=1,model={old}", zero, precision, tmp_path / "from")
     found = checkpoint.look_at(tmp_path / "from", "saved")
     before = _states(found.path, old, zero)
-    arguments = ["--topology", f"data=1,model={new}", "--padding", f"embedding.weight={_rows(new)}"]
-    assert cli.main(["convert", str(found.path), str(tmp_path / "to"), *arguments]) == 0
+    world(new).run(_load_and_save, f"data=1,model={new}", zero, precision, tmp_path / "from", tmp_path / "to")
     after = _states(tmp_path / "to/saved", new, zero)
     assert after.keys() == before.keys()
     for key, value in before.items():
@@ -127,9 +132,9 @@ def _load_all(folder: Path) -> list[str]:
             with _engine(topology, zero) as engine:
                 slices, place = engine.mpu.get_slice_parallel_world_size(), engine.mpu.get_slice_parallel_rank()
                 if source == "saved":
-                    checkpoint.load(engine, folder, "saved", convert=True)
+                    checkpoint.load(engine, folder, "saved")
                 else:
-                    checkpoint.load(engine, folder / "files", convert=True)
+                    checkpoint.load(engine, folder / "files")
                     checkpoint.save(engine, folder / f"{topology} {zero}", "saved")
                     continue
                 checkpoint.save(engine, folder / f"{topology} {zero}", "again")
@@ -172,15 +177,15 @@ def _refuse(folder: Path) -> list[str]:
         ({"rows": 20}, CheckpointLayoutError),
     ):
         with _engine("data=1", 1, **model) as engine, pytest.raises(kind) as caught:
-            checkpoint.load(engine, folder, "saved", convert=True)
+            checkpoint.load(engine, folder, "saved")
         said.append(str(caught.value))
     with _engine("data=1", 1, rows=32) as engine:  # the same degrees with other padding
-        checkpoint.load(engine, folder, "saved", convert=True)
+        checkpoint.load(engine, folder, "saved")
         assert not engine.module.embedding.weight[REAL:].any()
     return said
 
 
-def test_unknown_padding_is_refused(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_padding_is_refused(world: Worlds, tmp_path: Path) -> None:
     world(1).run(_save, "data=1", 1, "fp32", tmp_path)
     [said] = world(1).run(_refuse, tmp_path)
     for text, expected in zip(
@@ -189,20 +194,3 @@ def test_unknown_padding_is_refused(world: Worlds, tmp_path: Path, capsys: pytes
         strict=True,
     ):
         assert expected in text
-    found = checkpoint.look_at(tmp_path, "saved")
-    for padding, wrong in (
-        ({"embedding.weight": 20}, "20 in the new layout, and 21"),
-        ({"embedding.weight": 31}, r"has 31 elements along dimension 0, which must be a multiple of 2"),
-        ({"embedding.weight": (20, 32)}, "has 21 rows without padding"),
-        ({"norm.weight": 32}, "does not say how many rows are padding"),
-        ({"words": 32}, "the checkpoint has no such parameter"),
-    ):
-        with pytest.raises(CheckpointLayoutError, match=wrong):
-            checkpoint.convert(found, tmp_path / "to", "data=1,model=2", padding=padding)
-    for text in ("embedding.weight", "=3", "a=b", "a=1:2:3"):
-        options = ["--topology", "data=1", "--padding", text]
-        assert cli.main(["convert", str(found.path), str(tmp_path / "to"), *options]) == 2
-        assert "give a name and rows" in capsys.readouterr().err
-    for padding in ({"embedding.weight": (21, 30, 1)}, {"embedding.weight": "30"}, {"embedding.weight": -1}, 30):
-        with pytest.raises(TypeError, match="padding="):
-            checkpoint.convert(found, tmp_path / "to", "data=1,model=2", padding=padding)  # type: ignore[arg-type]

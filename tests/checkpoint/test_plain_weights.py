@@ -145,7 +145,7 @@ def _load_all(topology: str, zero: int, precision: str, folder: Path) -> list[tu
     found = []
     for form, rename in FORMS:
         with _engine(topology, zero, precision) as engine:
-            assert checkpoint.load(engine, folder / form, convert=True, rename=rename) == (str(folder / form), {})
+            assert checkpoint.load(engine, folder / form, rename=rename) == (str(folder / form), {})
             found.append((form, _wrong(engine)))
             checkpoint.save(engine, folder / "saved", precision)
     return found
@@ -189,17 +189,17 @@ def _refuse(folder: Path) -> list[str]:
             ("nested.pt", {}, CheckpointError),
         ):
             with pytest.raises(kind) as caught:
-                checkpoint.load(engine, folder / form, **{"convert": True, **options})
+                checkpoint.load(engine, folder / form, **options)
             said.append(str(caught.value))
         assert torch.equal(engine.module.out.weight, before)
         with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
-            checkpoint.load(engine, folder / "larger", convert=True, load_module_strict=False)
+            checkpoint.load(engine, folder / "larger", load_module_strict=False)
         seen += [str(one.message) for one in caught_warnings if "was loaded although" in str(one.message)]
         assert _wrong(engine) == []
     with _engine("data=1", 1, module=nn.Linear(4, 3)) as engine:
         with pytest.raises(CheckpointModelError) as raised:
-            checkpoint.load(engine, folder / "one", convert=True, rename={"weight": "out.weight", "bias": "out.bias"})
+            checkpoint.load(engine, folder / "one", rename={"weight": "out.weight", "bias": "out.bias"})
         said.append(str(raised.value))
     return [*said, *seen]
 
@@ -257,21 +257,19 @@ def test_command_writes_files_of_hugging_face(
     world(1).run(_save, tmp_path / "saved")
     names = tmp_path / "names.json"
     names.write_text('{"out.weight": "o.w"}')
-    convert = ["convert", str(tmp_path / "saved"), str(tmp_path / "to")]
-    assert cli.main([*convert, "--to", "huggingface", "--rename", str(names)]) == 0
+    export = ["export", str(tmp_path / "saved")]
+    assert cli.main([*export, str(tmp_path / "to"), "--rename", str(names)]) == 0
     found = _read(tmp_path / "to/model.safetensors")
     assert sorted(found) == ["count", "embedding.weight", "o.w", "out.bias", "qkv.weight"]
     assert torch.equal(found["o.w"], Model().out.weight)
     for options, said in (
-        (["--to", "huggingface"], "has files of weights already"),
-        (["--to", "torch", "--rename", str(names)], "has no effect: they need --to huggingface"),
-        (["--to", "huggingface", "--rename", str(tmp_path / "no")], "No such file"),
+        ([str(tmp_path / "to")], "has files of weights already"),
+        ([str(tmp_path / "to.pt"), "--rename", str(names)], "has no effect: it needs a folder as TO"),
+        ([str(tmp_path / "to"), "--rename", str(tmp_path / "no")], "No such file"),
     ):
         capsys.readouterr()
-        assert cli.main([*convert, *options]) == 2
+        assert cli.main([*export, *options]) == 2
         assert said in capsys.readouterr().err
     names.write_text('{"out.weight": "out.bias"}')
-    assert cli.main(
-        ["convert", str(tmp_path / "saved"), str(tmp_path / "b"), "--to", "huggingface", "--rename", str(names)]
-    )
+    assert cli.main([*export, str(tmp_path / "b"), "--rename", str(names)])
     assert "the same name, 'out.bias'" in capsys.readouterr().err

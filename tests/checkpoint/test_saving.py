@@ -312,11 +312,11 @@ def _converted(folder: Path) -> None:
         job(Kind("data=1")) as here,
         mock.patch.object(folders, "manifest_of", wraps=folders.manifest_of) as read,
     ):
-        checkpoint.load(here.engine, folder, convert=True)
-    assert read.call_count == 2, "to choose the checkpoint, and to convert it"
+        checkpoint.load(here.engine, folder)
+    assert read.call_count == 2, "to choose the checkpoint, and to read it by name"
 
 
-def test_conversion_reads_the_manifest_twice(world: Worlds, tmp_path: Path) -> None:
+def test_load_by_name_reads_the_manifest_twice(world: Worlds, tmp_path: Path) -> None:
     world(1).run(_converted, tmp_path)
 
 

@@ -11,7 +11,7 @@ import pytest
 from ds_topo import __version__
 from ds_topo.cli import main, parsers
 
-COMMANDS = ["check", "checkpoint", "convert", "examples", "plan", "show", "verify"]
+COMMANDS = ["check", "checkpoint", "examples", "export", "plan", "show", "verify"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_help_explains_every_option_in_80_columns(command: str) -> None:
     [
         ("show", ["--rank", "--links", "--include", "--exclude", "--num-nodes", "--num-gpus"]),
         ("check", ["--backend", "--timeout", "--seconds", "--slow", "--expect", "--clock"]),
-        ("convert", ["--zero", "--experts", "--tag", "--new-tag", "--partition-method", "--stages"]),
+        ("export", ["--tag", "--largest"]),
         ("plan", ["--kv-heads", "--ffn", "--sequence", "--experts", "--gated", "--memory-gb", "--link-inside-gbps"]),
         ("plan", ["--precision", "--software", "--expert-load", "--top", "--within"]),
     ],
@@ -104,21 +104,13 @@ def test_check_refuses_options_before_it_joins(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topology", "date=2"], "axis 'date' has no meaning here: did you mean 'data'?"),
-        (["--topology", "data=-1"], "--topology 'data=-1': give all degrees"),
-        (["--topology", "data=two"], "malformed topology"),
-        (["--topology", "tp=2,model=2"], "axis 'model' is given twice"),
-        ([], "give either --topology"),
-        (["--topology", "data=2", "--to", "torch"], "give either --topology"),
-        *(
-            (["--to", "torch", option, "2"], f"{option} has no effect: --to torch writes weights without a layout")
-            for option in ("--zero", "--experts", "--new-tag", "--partition-method", "--stages")
-        ),
-        (["--topology", "data=2", "--topolgy", "x"], "'--topolgy' is not an argument of this command: did you mean"),
+        (["new.npz"], "give a file that ends in .safetensors, .pt, .pth or .bin, or a folder"),
+        (["new.pt", "--largest", "5"], "--largest has no effect: it needs a folder as TO"),
+        (["new.pt", "--tags", "x"], "'--tags' is not an argument of this command: did you mean"),
     ],
 )
-def test_convert_refuses_arguments_before_it_reads(
+def test_export_refuses_arguments_before_it_reads(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["convert", str(tmp_path / "absent"), str(tmp_path / "new"), *options]) == 2
+    assert main(["export", str(tmp_path / "absent"), str(tmp_path / options[0]), *options[1:]]) == 2
     assert message in capsys.readouterr().err

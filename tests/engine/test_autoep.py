@@ -206,26 +206,6 @@ ELSEWHERE: list[Layout] = [
 ]
 
 
-def _convert(source: str, there: str, saver: Layout, case: Layout) -> bool:
-    """Convert by the command's function on rank 0; return whether it is possible."""
-    (before, stage, _), (topology, zero, size) = saver, case
-    reasons = {
-        "partitions of ZeRO 3": stage == 3,
-        "AutoEP and AutoTP": "model" in before + topology,
-        "ZeRO 3": zero == 3,
-    }
-    reason = next((reason for reason, is_given in reasons.items() if is_given), "")
-    if dist.get_rank() == 0:
-        found, options = checkpoint.look_at(source, "saved"), {"zero": zero, "experts": size}
-        if reason:
-            with pytest.raises(CheckpointLayoutError, match=reason):
-                checkpoint.convert(found, there, topology, **options)
-        else:
-            checkpoint.convert(found, there, topology, **options)
-    dist.barrier()
-    return not reason
-
-
 def _save_and_load(folder: str, saver: Layout, targets: list[Layout], options: dict[str, Any]) -> None:
     """Save after two steps in both formats; load elsewhere and take the third step."""
     start()
@@ -240,19 +220,17 @@ def _save_and_load(folder: str, saver: Layout, targets: list[Layout], options: d
         destroy_engine(engine)
     for topology, zero, size in targets:
         with PipelineParallelGrid(topology) as grid:
-            for form in ("deepspeed", "torch", "command"):
+            for form in ("deepspeed", "torch"):
                 case = (topology, zero, size)
-                if form == "command" and not _convert(f"{folder}/deepspeed", f"{folder}/{form}", saver, case):
-                    continue
                 engine = engine_on(grid, zero, size, **options)
                 if form == "deepspeed" and stage == 3 and case != saver:
                     with pytest.raises(CheckpointLayoutError, match="partitions of ZeRO 3, which only the topology"):
-                        checkpoint.load(engine, f"{folder}/{form}", convert=True)
+                        checkpoint.load(engine, f"{folder}/{form}")
                 else:
                     if form == "torch":
                         checkpoint.load_torch(engine, f"{folder}/{form}")
                     else:
-                        checkpoint.load(engine, f"{folder}/{form}", convert=form == "deepspeed")
+                        checkpoint.load(engine, f"{folder}/{form}")
                     run = train_on(grid, engine, batches[2:], gather=False)
                     close = 5e-3 if "bf16" in options else 1e-6
                     assert run.losses == pytest.approx(expected.losses, rel=close), (case, form)
@@ -278,9 +256,12 @@ def _refuse_other_order(folder: str) -> None:
         destroy_engine(engine)
     with PipelineParallelGrid("data=2,model=2") as grid:
         engine = engine_on(grid, 3, 2)
-        for load in (engine.load_checkpoint, lambda folder: checkpoint.load(engine, folder)):
-            with pytest.raises(CheckpointLayoutError, match="loads partitions on the ranks that saved them only"):
-                load(folder)
+        for options, said in (
+            ({"convert": False}, "loads partitions on the ranks that saved them only"),
+            ({}, "partitions of ZeRO 3, which only the topology"),
+        ):
+            with pytest.raises(CheckpointLayoutError, match=said):
+                checkpoint.load(engine, folder, **options)
         destroy_engine(engine)
 
 

@@ -121,7 +121,7 @@ def _consumed(folder: str, checkpoints: str) -> tuple[int, int]:
                     engine.step()
                 engine.save_checkpoint(checkpoints)
             else:
-                checkpoint.load(engine, checkpoints, convert=True)
+                checkpoint.load(engine, checkpoints)
             consumed.append(int(loader.data_sampler.consumed_samples))
             engine.destroy()
     return consumed[0], consumed[1]

@@ -1,1 +1,1 @@
-"""Convert checkpoints from layout to layout: ``python -m tests.checkpoint.conversions``."""
+"""Load checkpoints into other layouts: ``python -m tests.checkpoint.conversions``."""

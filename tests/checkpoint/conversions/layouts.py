@@ -81,7 +81,7 @@ PLAIN: dict[str, list[Layout]] = {
 
 def save(layout: Layout, folder: Path) -> list[float]:
     """Train, save and continue on one rank. Return the losses after the save."""
-    with _job(layout) as (engine, grid):
+    with job(layout) as (engine, grid):
         gpt_training.train(engine, grid, range(BEFORE))
         checkpoint.save(engine, folder, TAG, {"of the program": 7})
         return gpt_training.train(engine, grid, range(BEFORE, BEFORE + AFTER)).losses
@@ -89,13 +89,13 @@ def save(layout: Layout, folder: Path) -> list[float]:
 
 def go_on(layout: Layout, folder: Path, options: dict[str, Any]) -> list[float]:
     """Load and continue on one rank. Return the losses."""
-    with _job(layout) as (engine, grid):
+    with job(layout) as (engine, grid):
         _, state = checkpoint.load(engine, folder, **options)
         assert (state["of the program"], engine.global_steps) == (7, BEFORE)
         return gpt_training.train(engine, grid, range(BEFORE, BEFORE + AFTER)).losses
 
 
-def _job(layout: Layout) -> Any:
+def job(layout: Layout) -> Any:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if layout.is_pipeline:

@@ -1,4 +1,4 @@
-"""Convert checkpoints between jobs drawn at random, and compare every value.
+"""Load checkpoints of jobs drawn at random into others, and compare every value.
 
 python -m tests.checkpoint.matrix --seed 0 --pairs 300
 python -m tests.checkpoint.matrix --seed 0 --only 17

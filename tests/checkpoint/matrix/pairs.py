@@ -1,4 +1,4 @@
-"""Draw pairs of jobs at random, convert a checkpoint of the first into the second, and compare every value.
+"""Draw pairs of jobs at random, load a checkpoint of the first into the second, and compare every value.
 
     python -m tests.checkpoint.matrix --seed 0 --pairs 300
     python -m tests.checkpoint.matrix --seed 0 --only 17
@@ -26,6 +26,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as StockPipelineModule
@@ -54,7 +55,9 @@ STATES = {
 }
 """States of every element, by optimizer."""
 FROZEN = re.compile(r"\b(linear|split)\.")
-ROUTES = ("live", "offline", "to stock", "from stock")
+ROUTES = ("live", "torch", "to stock", "from stock")
+"""The second job loads DeepSpeed's files, or torch's format; or stock DeepSpeed loads what a job in its layout has
+loaded and saved again; or the first job is stock DeepSpeed."""
 REMEDY = re.compile(
     r"\b(use|give|load|set|save|choose|convert|build|put|register|freeze|write|leave|train)\b", re.IGNORECASE
 )
@@ -100,7 +103,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """A conversion."""
+    """Two jobs."""
 
     number: int
     source: Side
@@ -131,7 +134,7 @@ def draw_pair(seed: int, number: int) -> Pair:
     draw = random.Random(f"{seed} {number}")
     if number >= SPECIAL:
         return _draw_special(draw, number)
-    route = draw.choice(("live", "live", "live", "offline", "offline", "to stock", "from stock"))
+    route = draw.choice(("live", "live", "live", "torch", "torch", "to stock", "from stock"))
     kind = "plain" if "stock" in route else draw.choice(("plain", "plain", "pipeline", "experts"))
     model = Side("data=1", 0)
     if kind == "pipeline":
@@ -148,17 +151,16 @@ def draw_pair(seed: int, number: int) -> Pair:
     same: dict[str, Any] = {"optimizer": source.optimizer} if route != "live" or draw.random() < 0.95 else {}
     if "stock" in route:
         same |= {"frozen": source.frozen, "precision": source.precision}
-    if route != "live":  # offline conversions keep these
-        keep = 0.93
-        same |= {
-            name: getattr(source, name) for name in ("precision", "groups") if draw.random() < keep or "stock" in route
-        }
+    if "stock" in route:
+        same |= {name: getattr(source, name) for name in ("precision", "groups")}
+    if route == "torch":  # its files do not say which parameters are frozen
+        same |= {"frozen": source.frozen}
     return Pair(number, source, _possible(replace(target, **same), kind), route)
 
 
 def _draw_special(draw: random.Random, number: int) -> Pair:
     kind = draw.choice(("experts", "unequal", "stock"))
-    route = "from stock" if kind == "stock" else draw.choice(("offline", "offline", "live"))
+    route = "from stock" if kind == "stock" else draw.choice(("torch", "live", "live"))
     model = Side("data=1", 0, is_pipeline=True, tied=kind != "experts" and draw.random() < 0.5)
     if kind != "experts":
         model = replace(model, frozen=draw.random() < 0.3, buffer=draw.choice(("", "equal")))
@@ -516,6 +518,17 @@ def _job(side: Side) -> Iterator[Job]:
         made.grid.destroy()
 
 
+@contextmanager
+def _destroyed_if_refused(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, TopologyError):
+        destroy_engine(job.engine)
+        if job.grid is not None:
+            job.grid.destroy()
+        raise
+
+
 Result = tuple[str, Any, Any]
 """``done``, the values and the losses; or ``refused`` or ``failed``, the name of the error and its message."""
 
@@ -528,38 +541,42 @@ def _guarded(work: Any) -> Result:
         return "refused", type(error).__name__, str(error)
 
 
-def save_all(cases: Sequence[tuple[Side, Path]]) -> list[Result]:
+def save_all(cases: Sequence[tuple[Side, Path, str]]) -> list[Result]:
     """Train and save each side on one rank, and continue."""
 
-    def one(side: Side, folder: Path) -> tuple[Values, list[float]]:
+    def one(side: Side, folder: Path, route: str) -> tuple[Values, list[float]]:
         with _job(side) as job:
             job.train(range(BEFORE))
             values = job.values(), job.place
             if side.is_stock:
                 job.engine.save_checkpoint(str(folder), tag="saved")
+            elif route == "torch":
+                dcp.save({"app": checkpoint.TorchState(job.engine)}, checkpoint_id=folder)
             else:
                 checkpoint.save(job.engine, folder, "saved")
             return values, job.train(range(BEFORE, BEFORE + AFTER))
 
-    return [_guarded(lambda side=side, folder=folder: one(side, folder)) for side, folder in cases]
+    return [_guarded(lambda case=case: one(*case)) for case in cases]
 
 
 def load_all(cases: Sequence[tuple[Side, Path, str]]) -> list[Result]:
     """Load each checkpoint into the other side on one rank, and continue."""
 
     def one(side: Side, folder: Path, route: str) -> tuple[Values, list[float]]:
+        if route == "to stock":
+            with _job(replace(side, is_stock=False)) as job:
+                with _destroyed_if_refused(job):
+                    checkpoint.load(job.engine, folder, "saved")
+                checkpoint.save(job.engine, folder, "again")
         with _job(side) as job:
-            try:
+            with _destroyed_if_refused(job):
                 job.train(range(7, 8))
                 if route == "to stock":
-                    assert job.engine.load_checkpoint(str(folder), tag="saved")[0] is not None
+                    assert job.engine.load_checkpoint(str(folder), tag="again")[0] is not None
+                elif route == "torch":
+                    checkpoint.load_torch(job.engine, folder)
                 else:
-                    checkpoint.load(job.engine, folder, "saved", convert=route != "offline")
-            except (CheckpointError, TopologyError):
-                destroy_engine(job.engine)
-                if job.grid is not None:
-                    job.grid.destroy()
-                raise
+                    checkpoint.load(job.engine, folder, "saved")
             return (job.values(), job.place), job.train(range(BEFORE, BEFORE + AFTER))
 
     return [_guarded(lambda case=case: one(*case)) for case in cases]
@@ -669,7 +686,14 @@ def run(worlds: Worlds, pairs: Sequence[Pair], folder: Path, at_once: int = 12, 
     for ranks in sorted({pair.source.ranks for pair in pairs}):
         own = [pair for pair in pairs if pair.source.ranks == ranks]
         _each(
-            worlds, ranks, own, save_all, [(one.source, folder / str(one.number)) for one in own], at_once, saved, found
+            worlds,
+            ranks,
+            own,
+            save_all,
+            [(one.source, folder / str(one.number), one.route) for one in own],
+            at_once,
+            saved,
+            found,
         )
     to_load: dict[int, Path] = {}
     for pair in pairs:
@@ -679,16 +703,6 @@ def run(worlds: Worlds, pairs: Sequence[Pair], folder: Path, at_once: int = 12, 
             found[pair.number] = "WRONG", f"cannot be saved: {saved[pair.number][0][2]}"
             continue
         to_load[pair.number] = folder / str(pair.number)
-        if pair.route in ("offline", "to stock"):
-            there = folder / f"{pair.number}-to"
-            try:
-                _offline(pair, folder / str(pair.number), there)
-                to_load[pair.number] = there
-            except (CheckpointError, TopologyError) as error:
-                is_told = REMEDY.search(str(error))
-                found[pair.number] = ("refused", str(error)) if is_told else ("WRONG", f"no remedy: {error}")
-            except Exception as error:  # of any class: it is the fault that is searched for
-                found[pair.number] = "WRONG", f"offline: {type(error).__name__}: {error}"
     loaded: dict[int, list[Result]] = {}
     left = [pair for pair in pairs if pair.number not in found]
     for ranks in sorted({pair.target.ranks for pair in left}):
@@ -733,18 +747,3 @@ def _each(
             continue
         for place, at in enumerate(some):
             into[pairs[at].number] = [rank[place] for rank in results]
-
-
-def _offline(pair: Pair, folder: Path, there: Path) -> None:
-    side, names = pair.target, ("round_robin_gradients", "sub_group_size")
-    options = {"round_robin_gradients": False, "sub_group_size": 10**9}
-    options |= {key: value for key, value in side.options if key in names}
-    checkpoint.convert(
-        checkpoint.look_at(folder, "saved"),
-        there,
-        side.topology,
-        zero=side.zero,
-        method=side.method if side.is_pipeline else None,
-        experts=side.experts or None,
-        zero_options=options,
-    )

@@ -1,44 +1,26 @@
-"""Measure the time to convert a checkpoint, compared with reading and writing as many bytes, and with DeepSpeed.
+"""Measure the time to load a checkpoint of the same layout, and of another one, on two ranks.
 
-    OMP_NUM_THREADS=1 python -m tests.bench.convert [--width 2048] [--layers 16] [--rounds 3] [--folder .]
+    OMP_NUM_THREADS=1 python -m tests.bench.load_layouts [--width 2048] [--layers 16] [--rounds 3] [--folder .]
 
-A checkpoint of ZeRO 1 on two ranks is converted to other numbers of replicas and to ZeRO 3. In turn with that, its
-files are copied and flushed. "digested" reads the copies once more for their SHA-256, which every checkpoint's manifest
-has. The benchmark also prints the memory that a conversion takes beside the files that it maps, and the bytes of the
-largest parameter.
-
-The commands ``ds-topo convert`` and DeepSpeed's ``ds_to_universal.py`` are then run in turn on the same checkpoint.
-Last, two ranks load a checkpoint of their own layout by DeepSpeed's function and by ours, and one of four ranks with
-``convert=True``.
+Two ranks load a checkpoint of their own layout by DeepSpeed's function and by ours, and one of four ranks by name, in
+turn. The benchmark also prints the memory that each takes beside the files that it maps.
 
 Seconds on an idle machine of two cores with ext4:
 
 =============================  =======  ========
 ..                               34 MB  1,074 MB
 =============================  =======  ========
-copied, digested                  0.05      1.49
-data=2 -> data=4                  0.06      0.72
-ds-topo convert                   1.90      2.63
-ds_to_universal.py                2.02      6.55
 load: DeepSpeed                   0.02      0.63
 load: ours                        0.02      0.50
-load: ours, converted             0.05      0.32
+load: another layout              0.05      0.32
 memory of its own for the last       0         0
 =============================  =======  ========
-
-``import torch`` takes 1.39 s of both commands, and ``import deepspeed`` with it 1.84 s. Without imports ours is 6 times
-faster at 1 GB. The commands take 1.84 s + 0.74 s per GB and 1.84 s + 4.4 s per GB, so ours is 5 times faster from about
-10 GB on.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -50,7 +32,6 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.checkpoint.disk import digest_of, flush
 from ds_topo.checkpoint.saving import deepspeeds_part
 from tests.bench.linear_layers import engine_of_layers
 from tests.support.ranks import run_ranks
@@ -66,15 +47,6 @@ def save(width: int, layers: int, folder: Path) -> None:
         engine = engine_of_layers(grid, width, layers, 1)
         checkpoint.save(engine, folder, TAG)
         engine.destroy()
-
-
-def copied(source: Path, to: Path, *, digested: bool) -> None:
-    """Copy all files and flush them to the disk."""
-    shutil.copytree(source, to / TAG)
-    for path in (to / TAG).iterdir():
-        flush(path)
-        if digested:
-            digest_of(path)
 
 
 class OwnMemory:
@@ -108,25 +80,6 @@ def _own_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def commands(source: Path, to: Path) -> dict[str, Callable[[], object]]:
-    """Return the commands that convert a checkpoint to another number of replicas, of ours and of DeepSpeed."""
-    python = [sys.executable, "-W", "ignore", "-m"]
-    ours = [*python, "ds_topo", "convert", str(source), str(to), "--topology", "data=4"]
-    theirs = [
-        *python,
-        "deepspeed.checkpoint.ds_to_universal",
-        "--input_folder",
-        str(source),
-        "--output_folder",
-        str(to),
-    ]
-
-    def run(command: list[str]) -> Callable[[], object]:
-        return lambda: subprocess.run(command, check=True, capture_output=True)
-
-    return {"ds-topo convert": run(ours), "ds_to_universal.py": run([*theirs, "--inject_missing_state"])}
-
-
 def load(width: int, layers: int, other: Path, own: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds and the peak of this rank's own memory for loads without and with a conversion."""
     warnings.simplefilter("ignore")
@@ -142,7 +95,7 @@ def load(width: int, layers: int, other: Path, own: Path, rounds: int) -> tuple[
         sides: dict[str, Callable[[], object]] = {
             "load: DeepSpeed": load_theirs,
             "load: ours": lambda: checkpoint.load(engine, own),
-            "load: ours, converted": lambda: checkpoint.load(engine, other, convert=True),
+            "load: another layout": lambda: checkpoint.load(engine, other),
         }
         times: dict[str, list[float]] = {side: [] for side in sides}
         memory = dict.fromkeys(sides, 0)
@@ -167,38 +120,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        source, to = Path(folder, "from"), Path(folder, "to")
-        run_ranks(2, save, arguments.width, arguments.layers, source, deadline=300.0)
-        found = checkpoint.look_at(source, TAG)
-        sides: dict[str, Callable[[], object]] = {
-            "copied": lambda: copied(found.path, to, digested=False),
-            "copied, digested": lambda: copied(found.path, to, digested=True),
-            "data=2 -> data=4": lambda: checkpoint.convert(found, to, "data=4"),
-            "ZeRO 1 -> 3": lambda: checkpoint.convert(found, to, "data=2", zero=3),
-        }
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        memory = dict.fromkeys(sides, 0)
-        for _ in range(arguments.rounds + 1):
-            for side, step in sides.items():
-                shutil.rmtree(to, ignore_errors=True)
-                os.sync()
-                started = time.perf_counter()
-                with OwnMemory() as own:
-                    step()
-                times[side].append(time.perf_counter() - started)
-                memory[side] = max(memory[side], own.more)
-        print(f"{found.bytes / 1e9:.2f} GB, the largest parameter {4 * arguments.width**2 / 1e6:.0f} MB")
-        report(times, memory, "copied")
-        by_command: dict[str, list[float]] = {}
-        for _ in range(arguments.rounds):
-            for side, step in commands(found.path, to).items():
-                shutil.rmtree(to, ignore_errors=True)
-                os.sync()
-                started = time.perf_counter()
-                step()
-                by_command.setdefault(side, []).append(time.perf_counter() - started)
-        shutil.rmtree(to, ignore_errors=True)
-        report(by_command, {}, "ds-topo convert")
         other, same = Path(folder, "four"), Path(folder, "two")
         run_ranks(4, save, arguments.width, arguments.layers, other, deadline=300.0)
         loads = run_ranks(

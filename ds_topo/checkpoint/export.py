@@ -1,0 +1,273 @@
+"""Write the weights of a checkpoint into plain files: one of torch or safetensors, or a folder of Hugging Face.
+
+Slices are put together, and experts have their number in the whole layer. Files are mapped into memory, so that no more
+than one file of safetensors, or the largest parameter, is in the memory of the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch.serialization import set_default_mmap_options, skip_data
+
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, opened
+from ds_topo.checkpoint.disk import check_folder, failure_to_write, flush, replace_text, require_space
+from ds_topo.checkpoint.engine_state import renaming
+from ds_topo.checkpoint.folder import Checkpoint, tags_in, told, unreadable, wrong_without_manifest
+from ds_topo.checkpoint.manifest import Manifest
+from ds_topo.checkpoint.safe_reading import refused_types
+from ds_topo.checkpoint.saved_model import model_of, require_splits
+from ds_topo.checkpoint.without_manifest import (
+    NAMES_OF_WEIGHTS,
+    manifest_of_files,
+    require_safetensors,
+    structure_of_files,
+)
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointVersionError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnsafeCheckpointError,
+    abridged,
+    listed,
+)
+
+Progress = Callable[[str, int, int], None]
+"""A callback: called with the name of a step, the amount that is done, and the total amount."""
+
+
+def _checked(checkpoint: object) -> Checkpoint:
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"checkpoint={abridged(checkpoint)} is not a checkpoint: give what ds_topo.checkpoint.look_at(folder, tag) "
+            "returns"
+        )
+    return checkpoint
+
+
+def readable(checkpoint: Checkpoint) -> Manifest:
+    """Return the manifest of a complete checkpoint whose files are safe to read.
+
+    Raises:
+        DamagedCheckpointError, CheckpointVersionError, CheckpointLayoutError, UnsafeCheckpointError: it cannot be read.
+    """
+    if checkpoint.needs:
+        raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
+    if not os.path.lexists(checkpoint.path):
+        known = listed(tags_in(checkpoint.path.parent))
+        raise MissingCheckpointError(f"no checkpoint {checkpoint.tag!r} in {checkpoint.path.parent}: there are {known}")
+    if checkpoint.problems:
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(checkpoint.problems)}")
+    names = [file.path for file in checkpoint.manifest.files] if checkpoint.manifest else os.listdir(checkpoint.path)
+    names = [name for name in names if name.endswith(".pt")]
+    if problems := unreadable(checkpoint.path, names):
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(problems)}")
+    if refused := refused_types([checkpoint.path / name for name in names]):
+        raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
+    if checkpoint.manifest is not None:
+        return checkpoint.manifest
+    layout, structure = structure_of_files(checkpoint.path)
+    if layout is not None and (missing := wrong_without_manifest(checkpoint.path, layout)):
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(missing)}")
+    return manifest_of_files(checkpoint.path, layout, structure)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the path, and the free space of its disk, if writing fails."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:  # the latter is torch's
+        raise failure_to_write(path, error) from error
+
+
+def to_single_file(
+    checkpoint: Checkpoint,
+    path: str | PathLike[str],
+    kind: str = "torch",
+    progress: Progress = lambda step, done, of: None,
+) -> Path:
+    """Write all weights into one file, in the module's types and under its names, with slices put together.
+
+    A tied parameter is written once, under its first name: ``tied_modules.<key>.`` in a pipeline, whose layers go by
+    their number. Buffers are written too. Torch's file also has other names of the same parameter.
+
+    Args:
+        checkpoint: checkpoint to read.
+        path: the file.
+        kind: ``"torch"``, for ``torch.load``, or ``"safetensors"``.
+        progress: called while the file is written.
+
+    Raises:
+        ValueError: unknown kind.
+        CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space, or
+            safetensors is not installed.
+    """
+    path, checkpoint = check_folder(path, "path"), _checked(checkpoint)
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
+    if kind not in ("torch", "safetensors"):
+        raise ValueError(f"kind={abridged(kind)} is not a format of a single file: give 'torch' or 'safetensors'")
+    if kind == "safetensors":
+        require_safetensors()
+    source = _whole_weights(checkpoint, path.parent, path)
+    if kind == "safetensors":
+        _write_safetensors(source, path, None, None, progress)
+        return path
+    draft = path.with_name(f".{path.name}.part")
+    parameters = source.model.parameters.values()
+    rooms = {one.name: torch.empty(one.shape_of_slice(1), dtype=one.dtype) for one in parameters}  # never touched
+    buffers = {name: one.detach().contiguous() for name, one in source.buffers()}
+    aliases = {alias: rooms[name] for alias, name in source.model.structure.aliases.items()}
+    with _naming(path):
+        with skip_data():
+            torch.save({**rooms, **aliases, **buffers}, draft)
+        with draft.open("r+b") as file:  # fail now if the disk is full
+            os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)
+        with set_default_mmap_options(mmap.MAP_SHARED):  # its tensors are the file
+            written = opened(draft)
+        for number, one in enumerate(parameters, 1):
+            elements = source.elements(one.name, WEIGHT, 0, 1, 0, one.numel_of_slice(1))
+            written[one.name].view(-1).copy_(elements)
+            progress("parameters", number, len(rooms))
+        for name, value in buffers.items():
+            written[name].copy_(value)
+        del written
+        flush(draft)
+        os.replace(draft, path)
+        flush(path.parent)
+    return path
+
+
+def to_hugging_face(
+    checkpoint: Checkpoint,
+    folder: str | PathLike[str],
+    *,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    largest: int = 5 * 10**9,
+    progress: Progress = lambda step, done, of: None,
+) -> Path:
+    """Write all weights as Hugging Face's ``save_pretrained`` does: ``model.safetensors``, or several and an index.
+
+    Weights have the module's types, with slices put together and without rows of padding. A tied parameter is written
+    once, under its first name. Buffers are written too. One file after the other is in memory. ``config.json`` and the
+    tokenizer are not written: copy those of the model.
+
+    Args:
+        checkpoint: checkpoint to read.
+        folder: the folder, which may exist; other files of weights in it are refused.
+        rename: from the checkpoint's names to those of the files: a function, or a mapping that may omit names that
+            stay.
+        largest: bytes of weights in one file.
+        progress: called while the files are written.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space,
+            safetensors is not installed, or the folder has weights already.
+    """
+    path, checkpoint = check_folder(folder), _checked(checkpoint)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give a folder for the files of the model")
+    if type(largest) is not int or largest < 1:
+        raise ValueError(f"largest={abridged(largest)}: give the bytes of weights in one file, such as {5 * 10**9:_}")
+    if known := sorted(
+        one.name for one in path.glob("*") if one.suffix in (".safetensors", ".bin") or ".index." in one.name
+    ):
+        raise CheckpointError(f"{path} has files of weights already, {listed(known, 3)}: give another folder")
+    require_safetensors()
+    source = _whole_weights(checkpoint, path, path, has_padding=False)
+    _write_safetensors(source, path, rename, largest, progress)
+    return path
+
+
+def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> Source:
+    """Open a checkpoint whose weights will be put together and written into a folder, which is made.
+
+    Raises:
+        CheckpointLayoutError: slices cannot be put together.
+        CheckpointSpaceError: there is too little space.
+    """
+    manifest = readable(checkpoint)
+    known = manifest.structure.splits if manifest.structure is not None and not has_padding else {}
+    splits = {name: replace(split, padded=split.real) for name, split in known.items() if split.real is not None}
+    model = model_of(manifest, splits)
+    require_splits(model, 1)
+    source = Source(model, checkpoint.path)
+    source.require_equal_copies(1, has_states=False)
+    needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
+    require_space(folder, str(path), needed)
+    with _naming(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    return source
+
+
+def _write_safetensors(
+    source: Source,
+    path: Path,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    largest: int | None,
+    progress: Progress,
+) -> None:
+    """Write one file, or a folder of several with an index, each under its name when it is complete.
+
+    Args:
+        source: checkpoint to read.
+        path: the file; with ``largest`` the folder.
+        rename: from the checkpoint's names to those of the files.
+        largest: bytes of tensors in one file; a larger tensor has a file of its own.
+        progress: called with ``"parameters"``, how many are read, and how many there are.
+    """
+    parameters, buffers = source.model.parameters, dict(source.buffers())
+    sizes = {name: one.numel_of_slice(1) * one.dtype.itemsize for name, one in parameters.items()}
+    sizes.update((name, one.nbytes) for name, one in buffers.items())
+    new_names = {name: new for name in sizes for new in renaming(rename)(name)}
+    old_names = {new: name for name, new in new_names.items()}
+    if len(old_names) < len(sizes):
+        twice = next(name for name, new in new_names.items() if old_names[new] != name)
+        raise CheckpointError(
+            f"rename gives {twice!r} and {old_names[new_names[twice]]!r} the same name, {new_names[twice]!r}: give "
+            "each its own"
+        )
+
+    def read(name: str) -> torch.Tensor:
+        if (one := parameters.get(name)) is None:
+            return buffers[name].detach().clone().contiguous()
+        return source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1)).view(one.shape_of_slice(1)).contiguous()
+
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if largest is not None and parts[-1] and held + size > largest:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    base = path if largest is None else path / NAMES_OF_WEIGHTS[0]
+    count, weight_map = len(parts), dict[str, str]()
+    with _naming(path):
+        for number, names in enumerate(parts, 1):
+            file = base if count == 1 else base.with_stem(f"{base.stem}-{number:05d}-of-{count:05d}")
+            tensors: dict[str, torch.Tensor] = {}
+            for name in names:
+                tensors[new_names[name]], weight_map[new_names[name]] = read(name), file.name
+                progress("parameters", len(weight_map), len(sizes))
+            draft = file.with_name(f".{file.name}.part")
+            importlib.import_module("safetensors.torch").save_file(tensors, draft, metadata={"format": "pt"})
+            flush(draft)
+            draft.replace(file)
+        if count > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            replace_text(base.with_name(f"{base.name}.index.json"), json.dumps(index, indent=2))
+        flush(base.parent)
