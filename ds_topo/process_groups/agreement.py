@@ -292,7 +292,11 @@ class Round:
 
 
 def _where(hosts: Mapping[str, Sequence[int]]) -> str:
-    """Return ``ranks [0, 1] on a; ranks [2] on b``, with the first few ranks named."""
+    """Describe ranks by host, in the order of the first ones, with the first few ranks named.
+
+    >>> _where({"b": [1], "a": [2, 0]})
+    'ranks [0, 2] on a; ranks [1] on b'
+    """
     parts, left = [], _SHOWN_RANKS
     for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1])):
         if left > 0:

@@ -331,6 +331,7 @@ class Guard:
         self.call: GuardedCall | None = None
         self._listener: FailureListener | None = None
         self._next_attempt_at = 0.0
+        """The time before which a store that did not answer is not asked again; 0 without grids and calls."""
         self._holders = 0
 
     @contextmanager
@@ -419,7 +420,10 @@ class Guard:
             self._next_attempt_at = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
 
     def _stop_if_unused(self) -> None:
-        if self._listener is not None and not self._holders and self.call is None:
+        if self._holders or self.call is not None:
+            return
+        self._next_attempt_at = 0.0
+        if self._listener is not None:
             self._listener.stop()
             self._listener = None
 

@@ -130,6 +130,8 @@ def assert_mpu_is_brute_force(
 
     for name in SEQUENCE_QUERIES:
         assert hasattr(grid, name) == ("seq" in topology.axes), "their presence changes DeepSpeed's path"
+        assert (name in dir(grid)) == hasattr(grid, name)
+    assert "get_pipe_parallel_rank" in dir(grid)
     assert not hasattr(grid, "initialize_sequence_parallel"), "it turns the data-parallel queries off"
     if "seq" in topology.axes:
         for kind, ranks in (("sequence", peers(topology, rank, "seq")), ("sequence_data", data)):
@@ -307,6 +309,14 @@ def test_a_folded_topology_keeps_group_ranks_ascending() -> None:
             assert grid.get_ranks("data") == ([0, 1, 4, 5] if rank in (0, 1, 4, 5) else [2, 3, 6, 7])
             assert grid.get_data_parallel_rank() == dist.get_rank(grid.get_data_parallel_group())
             assert grid.get_ranks(("pipe", "data")) == list(range(8))
+
+
+def test_norms_can_be_switched_until_an_engine_is_built() -> None:
+    with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
+        grid.correct_norms = False
+        grid._core.has_engines = True
+        with pytest.raises(RuntimeError, match="correct_norms"):
+            grid.correct_norms = True
 
 
 def test_axes_with_equal_ranks_share_one_group() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import re
 import threading
 import time
 import warnings
@@ -68,6 +69,8 @@ def test_page_shows_every_row() -> None:
     text = page()
     for row in ROWS:
         assert f"{row}" in text
+    sections = re.findall(r"^(?:P|Process-wide p)atches.*: (\d+)$", text, re.MULTILINE)
+    assert sum(map(int, sections)) == sum(isinstance(row, Patch) for row in ROWS)
     absent = Reliance(dict, "absent", "nothing")
     assert "builtins.dict.absent  MISSING" in page([absent])
     assert "missing here: builtins.dict.absent" in page([absent])

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.errors import DisagreementError, TopologyError
+from ds_topo.process_groups import agreement
 from ds_topo.process_groups.agreement import MAX_MESSAGE, Round, agree
 from ds_topo.torch_names import append
 from tests.support.fake_world import fake_world
@@ -196,8 +197,9 @@ def _places(verdict: str, plan: str) -> list[str]:
 
 
 def test_a_disagreement_names_ranks_and_hosts_at_once() -> None:
-    started = time.monotonic()
-    verdict = _verdict({0: "plan: a", 1: "plan: b", 2: "plan: b", 4: "plan: b", 5: "plan: a"})
+    started, store = time.monotonic(), dist.HashStore()
+    verdict = _verdict({0: "plan: a", 1: "plan: b", 2: "plan: b", 4: "plan: b", 5: "plan: a"}, store=store)
+    assert store.add("ds_topo/x/1/number", 0) == 5, "rank 0 waits for those that came, and counts nobody twice"
     assert _places(verdict, "a") == ["ranks [0] on h0", "ranks [5] on h1"]
     assert _places(verdict, "b") == ["ranks [1, 2] on h0", "ranks [4] on h1"]
     assert verdict.startswith("the ranks do not agree on a test:\n  ranks ")
@@ -235,6 +237,19 @@ def test_a_verdict_is_written_if_the_rank_that_was_to_write_it_died() -> None:
     store = dist.HashStore()
     store.add("ds_topo/x/1/patience", 1)
     assert "ranks [1] did not come" in _verdict({0: "plan: a"}, range(2), seconds=1.0, store=store)
+
+
+def test_a_rank_waits_for_the_timeout_in_all() -> None:
+    store, waited = dist.HashStore(), list[float]()
+
+    def wait(keys: Sequence[str], limit: timedelta) -> None:
+        waited.append(limit.total_seconds())
+        raise dist.DistStoreError("wait timeout")
+
+    patient: Any = mock.Mock(wraps=store, wait=wait)
+    patient.add("ds_topo/x/1/patience", 1)
+    assert "ranks [1] did not come" in _round(patient, 0, range(2), 20.0).verdict("plan: a", None)
+    assert sum(waited) == pytest.approx(20.0)
 
 
 def test_a_lost_store_connection_is_reported() -> None:
@@ -342,6 +357,22 @@ def test_every_round_of_every_set_of_ranks_has_its_own_token() -> None:
     first, third, *runs = (token.rsplit("/", 1) for token in (tokens[0], tokens[2], *again))
     assert [where for where, _ in runs] == [first[0], first[0], third[0]], "equal sets, whatever their type"
     assert [int(number) for _, number in runs] == [int(first[1]) + 3, int(first[1]) + 4, int(third[1]) + 3]
+
+
+def test_a_round_may_last_a_little_longer_than_its_own_timeout() -> None:
+    limits = []
+
+    def within(limit: timedelta, what: str, function: Callable[[], str]) -> str:
+        limits.append(limit.total_seconds())
+        return ""
+
+    with (
+        fake_world(0, 2),
+        mock.patch.object(agreement, "communicates", return_value=True),
+        mock.patch.object(agreement, "within", within),
+    ):
+        agree("plan", range(2), timedelta(seconds=10))
+    assert limits == [10 * agreement.UNANSWERED_AFTER], "so the message of the round itself is the one that is seen"
 
 
 def test_a_failure_is_raised_without_other_processes() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -245,6 +247,34 @@ def test_groups_are_named_after_their_ranks_and_described_by_their_axes() -> Non
         assert len(set(names)) == 4
         assert names[0].rsplit("/", 1)[1] == names[2].rsplit("/", 1)[1], "the ranks"
         assert [group.group_desc for group in made if group is not None] == ["ds_topo:data", "ds_topo:model"] * 2
+
+
+@pytest.mark.parametrize(("timeout", "limit"), [(1, 0.25), (3600, creation._LONGEST_WAIT.total_seconds())])
+@pytest.mark.parametrize("connected", [1, 2])
+def test_destroy_waits_until_members_have_connected_but_not_long(
+    timeout: float, limit: float, connected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, limits, looks = dist.HashStore(), list[float](), list[threading.Thread]()
+    store.add("counter", connected)
+
+    def wait_for_a_moment(limit: timedelta, what: str, wait: Callable[[], None]) -> None:
+        limits.append(limit.total_seconds())
+        looks.append(threading.Thread(target=wait, daemon=True))
+        looks[0].start()
+        looks[0].join(5 if connected == 2 else 0.1)
+        assert looks[0].is_alive() == (connected == 1)
+
+    with fake_world(0, 4):
+        groups = ProcessGroups("a test", [DATA], range(4), timedelta(seconds=timeout))
+        data = groups.get(DATA.axes)
+        assert data is not None
+        groups._connecting[data] = "counter"
+        monkeypatch.setattr(creation, "within", wait_for_a_moment)
+        monkeypatch.setattr(torch_names, "default_store", lambda: store)
+        groups._await_connections()
+        looks[0].join(5)
+        assert not looks[0].is_alive(), "nothing looks at the store after the wait"
+        assert limits == [limit]
 
 
 def test_callbacks_run_before_the_groups_are_destroyed() -> None:

@@ -152,6 +152,26 @@ def test_no_thread_without_other_processes() -> None:
         assert first_cause.guard._listener is None
 
 
+def test_a_store_that_does_not_answer_is_asked_again_by_the_next_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(store: object, call: object) -> None:
+        asked.append(store)
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(first_cause, "_can_listen", lambda: True)
+    monkeypatch.setattr(first_cause, "default_store", lambda: "store")
+    monkeypatch.setattr(first_cause, "FailureListener", refuse)
+    guard = first_cause.Guard()
+    for attempts in (1, 2):
+        release = guard.hold()
+        for _ in range(3):
+            with guard.over("a call"):
+                pass
+        assert len(asked) == attempts
+        release()
+
+
 # -- faults at random places -------------------------------------------------------------------------------------------
 
 
