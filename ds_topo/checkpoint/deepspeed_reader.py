@@ -1,42 +1,35 @@
 """Read weights and optimizer states of single parameters from DeepSpeed's checkpoint files, whatever their layout.
 
-:class:`Source` reads parameters of the whole model: it finds the files, maps them into memory and cuts slices to the
-wanted degree. Only the requested elements are read. :class:`OptimizerStates` reads the files of optimizers, without and
-with ZeRO.
+:class:`DeepSpeedFiles` looks them up in the tables that the saving ranks wrote, maps the files into memory, and puts
+the wanted slices together. Only the requested elements are read. For checkpoints without tables, of DeepSpeed alone or
+of earlier releases, :func:`tables_of_files` makes them from the files.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import threading
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions
+from ds_topo.checkpoint.disk import text_of
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, SavedOptions
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import (
-    Parameter,
-    WholeModel,
-    expert_of,
-    layer_of_experts,
-    prefix_of_layer,
-)
-from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Slice, Span, elements_of_slice, resliced
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer
+from ds_topo.checkpoint.shards import Slice, boxes_in
+from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, Order, Part, Piece, Recorder, Table, Vector
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
-FLAT_MASTERS, COPIED_MASTERS = "fp32_groups_flat", "fp32_groups"
-"""Keys of the master weights of half precision without ZeRO: of ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``."""
-WEIGHT = "weight"
-"""Key of a parameter's value in the module."""
-MASTER = "fp32"
-"""Key of the master weight, on which the optimizer steps. All other keys are those of the optimizer's states."""
+_LARGEST_TABLE = 1 << 31
+FLAT_OPTIMIZER = "FP16_Optimizer"
+"""DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 
 
 def entry_of(content: Any, file: Path, *keys: Any) -> Any:
@@ -67,16 +60,6 @@ def name_of_partition(layout: SavedLayout, place: Place) -> str:
     return f"{prefix}zero_pp_rank_{place.replica}_mp_rank_{place.model_rank:02d}_optim_states.pt"
 
 
-def name_of_expert(layer: int, number: int, model_rank: int) -> str:
-    """Return the file of an expert's weights."""
-    return f"layer_{layer}_expert_{number}_mp_rank_{model_rank:02d}_model_states.pt"
-
-
-def name_of_optimizer(part: int, model_rank: int) -> str:
-    """Return the file of an optimizer without ZeRO, for models with experts."""
-    return f"expp_rank_{part}_mp_rank_{model_rank:02d}_optim_states.pt"
-
-
 def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
     """Return the options of ZeRO that a checkpoint was saved with, from the config in its file of weights."""
     section = (states.get("ds_config") or {}).get("zero_optimization") or {}
@@ -93,93 +76,6 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ""
 
 
-class OptimizerStates:
-    """Optimizer states and master weights of ranks that hold the same parameters.
-
-    They are stored in *vectors*, see :meth:`WholeModel.vectors`. Without ZeRO a vector is in one file. With ZeRO each
-    rank's file has a partition of it.
-    """
-
-    def __init__(self, source: Source, holders: tuple[Place, ...]) -> None:
-        layout, rows, self._folder = source.layout, source.model.parameters, source.folder
-        vectors: Sequence[FlatGroup | PartitionedGroup]
-        if layout.zero_stage == 3:
-            shapes = source.entry(name_of_model_states(layout, holders[0].model_rank), "param_shapes")
-            numels = [{name: math.prod(shape) for name, shape in of_vector.items()} for of_vector in shapes]
-            vectors = [PartitionedGroup(of_vector, len(holders)) for of_vector in numels]
-        else:
-            vectors = [one for _, one in source.model.vectors(holders[0], lambda name: math.prod(rows[name].shape))]
-        self.masters: list[list[torch.Tensor]] = []
-        """Partitions of the master weights, by replica and vector."""
-        if not layout.has_partitions:
-            saved = source.optimizer_of(holders)
-            inner = [saved.get("optimizer_state_dict", saved)]
-            if FLAT_MASTERS in saved:
-                self.masters = [list(saved[FLAT_MASTERS])]
-            elif COPIED_MASTERS in saved:
-                self.masters = [[master for group in saved[COPIED_MASTERS] for master in group]]
-        else:
-            is_stage_3 = layout.zero_stage == 3
-            names = [name_of_partition(layout, place) for place in holders]
-            key = "optimizer_state_dict" if is_stage_3 else "base_optimizer_state"
-            inner = [source.entry(name, "optimizer_state_dict", key) for name in names]
-            if not isinstance(inner[0], dict):
-                raise CheckpointLayoutError(
-                    "the checkpoint was saved with zero_optimization.elastic_checkpoint, which cannot be converted. "
-                    "Load it in the layout that saved it, and save it without this option, which is the default"
-                )
-            key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
-            self.masters = [list(source.entry(name, "optimizer_state_dict", key)) for name in names]
-        self._states: list[dict[int, dict[str, Any]]] = [one["state"] for one in inner]
-        saved_groups, left_out = inner[0]["param_groups"], ("params", "param_names")
-        self.groups = [{key: one[key] for key in one if key not in left_out} for one in saved_groups]
-        """The hyperparameters of each group of the optimizer."""
-        self._group_of = {number: group for group, one in enumerate(saved_groups) for number in one["params"]}
-        source.require([*self._group_of] == [*range(len(vectors))], "groups of the optimizer")
-        self._numels = [vector.partition_numel for vector in vectors]
-        for masters in self.masters:
-            fit = [one.numel() <= numel for one, numel in zip(masters, self._numels, strict=False)]
-            source.require(len(masters) == len(vectors) and all(fit), "sizes of vectors of the optimizer")
-        self._spans: dict[str, list[tuple[int, int, Span]]] = defaultdict(list)
-        """The replica, the number of the vector and the span of each part of a parameter, in the order of elements."""
-        for number, vector in enumerate(vectors):
-            first = next(iter(vector.numels), "")
-            is_here = not layout.has_partitions or source.model.sharers(first, holders[0]) == holders
-            for replica in range(vector.replicas if is_here else 0):  # other ranks hold the other vectors
-                for span in vector.spans(replica):
-                    self._spans[span.name].append((replica, number, span))
-
-    def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the hyperparameters of a parameter's group, and its states; see :meth:`Source.of_parameter`."""
-        _, number, _ = self._spans[name][0]
-        found: dict[str, Any] = {}
-        for key, value in self._states[0].get(number, {}).items():
-            is_elementwise = torch.is_tensor(value) and value.dim() > 0 and value.numel() == self._numels[number]
-            if torch.is_tensor(value) and value.numel() > 1 and not is_elementwise:
-                raise CheckpointLayoutError(
-                    f"the optimizer's state {key!r} of {name!r} has the shape {list(value.shape)} for "
-                    f"{self._numels[number]} elements. Only states of every element, and single values, can be "
-                    "converted. Load the checkpoint in the layout that saved it"
-                )
-            found[key] = value.dtype if is_elementwise else value
-        return self.groups[self._group_of[number]], found
-
-    def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a state or master weight, flat; None if the parameter never had a gradient."""
-        spans, parts = self._spans[name], []
-        first = bisect_right(spans, start, key=lambda one: one[2].start) - 1
-        for replica, number, span in spans[first : bisect_left(spans, stop, key=lambda one: one[2].start)]:
-            if key == MASTER:
-                vector = self.masters[replica][number]
-            elif state := self._states[replica].get(number):
-                vector = entry_of(state, self._folder / f"the optimizer's states of {name!r}", key)
-            else:
-                return None
-            shift = span.offset - span.start
-            parts.append(vector.detach().reshape(-1)[max(start, span.start) + shift : min(stop, span.stop) + shift])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def opened(path: Path) -> dict[str, Any]:
     """Return the content of a file; its tensors are read when they are used.
 
@@ -194,14 +90,30 @@ def opened(path: Path) -> dict[str, Any]:
     return content
 
 
-class Source:
-    """An open checkpoint, whose files are mapped into memory, each once."""
+class Located(NamedTuple):
+    """A part of a parameter in a file."""
+
+    table: Table
+    vector: Vector
+    part: Part
+
+
+class DeepSpeedFiles:
+    """An open checkpoint, whose files are mapped into memory, each once.
+
+    Args:
+        model: the whole model, from the manifest.
+        folder: the checkpoint's own folder.
+    """
 
     def __init__(self, model: WholeModel, folder: Path) -> None:
         self.model, self.layout, self.folder = model, model.layout, folder
         self._open: dict[str, dict[str, Any]] = {}
-        self._states: dict[tuple[Place, ...], OptimizerStates] = {}
-        self._modules: dict[int, Mapping[str, Any]] = {}
+        self._read: dict[str, Table] = {}
+        self._rows: dict[tuple[str, str], list[Located]] = defaultdict(list)
+        """The parts of each parameter and key, of the tables that were read."""
+        self._known: set[str] = set()
+        """The tables whose rows are there."""
         self._lock = threading.RLock()
 
     def content(self, name: str) -> dict[str, Any]:
@@ -215,16 +127,84 @@ class Source:
                 self._open[name] = opened(self.folder / name)
             return self._open[name]
 
-    def entry(self, name: str, *keys: Any) -> Any:
-        """Return an entry of a file; see :func:`entry_of`."""
-        return entry_of(self.content(name), self.folder / name, *keys)
-
     def require(self, is_right: bool, what: str) -> None:
         """Raise DamagedCheckpointError unless the files hold what the manifest says."""
         if not is_right:
             raise DamagedCheckpointError(
                 f"{self.folder}: {what} do not fit the manifest. Find changed files by {how_to_verify(self.folder)}"
             )
+
+    # -- tables
+
+    @cached_property
+    def _of_files(self) -> list[Table]:
+        """The tables of a checkpoint that has none of its own."""
+        return list(tables_of_files(self))
+
+    def _parts(self, name: str, key: str) -> list[Located]:
+        """Return every part of a parameter's tensor, from all ranks that saved one."""
+        with self._lock:
+            if self.model.tables:
+                for path in self.model.tables_of(name):
+                    if path not in self._known:
+                        self._known.add(path)
+                        self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
+            elif not self._known:
+                self._known.add("")
+                for table in self._of_files:
+                    self._add(table)
+            return self._rows.get((name, key), [])
+
+    def _add(self, table: Table) -> None:
+        for vector in table.vectors:
+            for part in vector.parts:
+                name = table.pieces[part.piece].name
+                for key in (*vector.tensors, *vector.values):
+                    self._rows[name, key].append(Located(table, vector, part))
+
+    def _of_slice(self, name: str, key: str, model_rank: int | None = None) -> dict[int, list[Located]]:
+        """Return the parts of each saved slice, in the order of elements, each element once.
+
+        Args:
+            name: name of the parameter in the whole model.
+            key: key of the tensor.
+            model_rank: the only rank whose copy is wanted; by default the first one with each slice.
+        """
+        found: dict[int, dict[int, Located]] = {}
+        of_rank: dict[int, int] = {}
+        of_model = self.model.parameters.get(name)
+        is_expert = of_model is not None and of_model.experts > 0
+        for one in sorted(self._parts(name, key), key=lambda one: one.table.model_rank):
+            place, own = one.table.pieces[one.part.piece].place, one.table.model_rank
+            if model_rank not in (None, own):
+                continue
+            if of_rank.setdefault(place, own) != own and not is_expert:  # ranks of several slices share experts
+                continue
+            found.setdefault(place, {}).setdefault(one.part.start, one)
+        return {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
+
+    def _flat(self, one: Located, key: str) -> torch.Tensor:
+        """Return the elements of a part, flat."""
+        path, _ = one.vector.tensors[key]
+        tensor = self._at(one.vector.file, path)
+        flat: torch.Tensor = tensor.detach().reshape(-1) if torch.is_tensor(tensor) else torch.empty(0)
+        stop = one.part.offset + one.part.stop - one.part.start
+        self.require(stop <= flat.numel(), f"the size of {one.table.pieces[one.part.piece].name!r}")
+        return flat[one.part.offset : stop]
+
+    def _at(self, file: str, path: Sequence[str | int]) -> Any:
+        content: Any = self.content(file)
+        try:
+            for key in path:
+                content = content[key]
+        except (KeyError, IndexError, TypeError):
+            raise DamagedCheckpointError(
+                f"{self.folder / file} has no entry {abridged(list(path))}, so it does not fit its manifest. Find "
+                f"changed files by {how_to_verify(self.folder)}"
+            ) from None
+        return content
+
+    # -- values
 
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice of a parameter's weight or state, flat. Nothing else is read.
@@ -237,26 +217,106 @@ class Source:
             start: first element.
             stop: end of the elements, exclusive.
         """
-        parameter = self.model.parameters[name]
-        split, saved, read = parameter.split, parameter.slices, partial(self._elements, parameter, key)
-        if split is None or (slices == saved and parameter.padded is None):
-            return read(place if slices == saved else 0, start, stop)
-        if parameter.padded is None:
-            wanted = Slice(parameter.shape_of_slice(slices), split.dim, slices, place, split.stride)
-            return elements_of_slice(read, wanted, saved, start, stop)
-        rows, base = parameter.shape[1:], parameter.numel_of_slice(slices) * place
-        end = (split.real or 0) * math.prod(rows)  # of what is no padding, which is zero
-        low, high = min(base + start, end), min(base + stop, end)
-        held = elements_of_slice(read, Slice((parameter.size, *rows), 0), saved, low, high)
-        return torch.cat([held, held.new_zeros(stop - start - len(held))])
+        one = self.model.parameters[name]
+        wanted = one.slice_of(place, slices)
+        if key in (WEIGHT, MASTER):
+            has_own = bool(self._parts(name, key)) and (key == WEIGHT or one.is_trained)
+            other = MASTER if key == WEIGHT else WEIGHT
+            found = self._assembled(name, key if has_own else other, wanted, start, stop, one.real)
+            self.require(found is not None, f"parts of {name!r}")
+            assert found is not None
+            return found if has_own or key == MASTER else found.to(one.dtype)
+        found = self._assembled(name, key, wanted, start, stop, one.real)
+        return torch.zeros(stop - start) if found is None else found
+
+    def _assembled(
+        self, name: str, key: str, wanted: Slice, start: int, stop: int, real: int | None, model_rank: int | None = None
+    ) -> torch.Tensor | None:
+        """Return elements of a slice, from the saved slices; None if there are none.
+
+        Args:
+            name: name of the parameter or buffer.
+            key: key of the tensor.
+            wanted: the slice.
+            start: first element.
+            stop: end of the elements, exclusive.
+            real: rows of the whole tensor that are no padding, if the padding changes.
+            model_rank: the only rank whose copy is wanted.
+        """
+        saved = self._of_slice(name, key, model_rank)
+        if not saved:
+            return None
+        for parts in saved.values():
+            piece = parts[0].table.pieces[parts[0].part.piece]
+            if real is None and piece.slice == wanted:
+                return self._joined(parts, key, start, stop, name)
+        first = next(iter(saved.values()))[0]
+        found = self._flat(first, key).new_zeros(stop - start)
+        into, count = boxes_in(found, wanted, start, stop), 0
+        for one in (one for parts in saved.values() for one in parts):
+            own = one.table.pieces[one.part.piece].slice
+            values = boxes_in(self._flat(one, key), own, one.part.start, one.part.stop)
+            for (at, memory), (to, room) in ((one, other) for one in values.items() for other in into.items()):
+                low = [max(*each) for each in zip(at, to, strict=True)]
+                ends = [
+                    min(one + size, other + wide)
+                    for one, size, other, wide in zip(at, memory.shape, to, room.shape, strict=True)
+                ]
+                if real is not None:
+                    ends[0] = min(ends[0], real)
+                if all(begin < end for begin, end in zip(low, ends, strict=True)):
+                    source = tuple(
+                        slice(begin - base, end - base) for begin, end, base in zip(low, ends, at, strict=True)
+                    )
+                    target = tuple(
+                        slice(begin - base, end - base) for begin, end, base in zip(low, ends, to, strict=True)
+                    )
+                    room[target].copy_(memory[source])
+                    count += math.prod(end - begin for begin, end in zip(low, ends, strict=True))
+        self.require(real is not None or count == stop - start, f"parts of {name!r}")
+        return found
+
+    def _joined(self, parts: Sequence[Located], key: str, start: int, stop: int, name: str) -> torch.Tensor:
+        """Return elements of a slice that was saved, from its parts."""
+        found, position = [], start
+        for one in parts:
+            begin, end = max(start, one.part.start), min(stop, one.part.stop)
+            if begin < end:
+                self.require(begin == position, f"parts of {name!r}")
+                found.append(self._flat(one, key)[begin - one.part.start : end - one.part.start])
+                position = end
+        self.require(position == stop, f"parts of {name!r}")
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the hyperparameters of a parameter's group, and its states, from the rank that holds its beginning.
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        holders = self.model.holders(self.model.parameters[name].stage * self.model.slices, name)
-        return self._states_of(holders).of_parameter(name)
+        first = next(iter(self._of_slice(name, GROUP).values()), [None])[0]
+        if first is None:
+            return {}, {}
+        vector = first.vector
+        states: dict[str, Any] = {}
+        for key, path in vector.values.items():
+            value = self._at(vector.file, path)
+            if torch.is_tensor(value) and value.numel() > 1:
+                raise CheckpointLayoutError(
+                    f"the optimizer's state {key!r} of {name!r} has the shape {list(value.shape)}. Only states of "
+                    "every element, and single values, can be loaded into another layout. Load the checkpoint in the "
+                    "layout that saved it"
+                )
+            states[key] = value
+        states |= {
+            key: getattr(torch, kind) for key, (_, kind) in vector.tensors.items() if key not in (WEIGHT, MASTER)
+        }
+        group = states.pop(GROUP)
+        path = vector.values[GROUP]
+        with self._lock:
+            known = self._groups.setdefault(
+                (vector.file, path), {key: group[key] for key in group if key not in ("params", "param_names")}
+            )
+        return known, states
 
     def states_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
@@ -280,127 +340,16 @@ class Source:
                 found, first = states, name
         return found
 
-    def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
-        with self._lock:
-            if holders not in self._states:
-                self._states[holders] = OptimizerStates(self, holders)
-            return self._states[holders]
+    @cached_property
+    def _groups(self) -> dict[Any, dict[str, Any]]:
+        """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
+        return {}
 
-    def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements of a slice, or of a part of the experts, that was saved."""
-        name, first = parameter.name, parameter.stage * self.model.slices
-        model_rank, part = (first, piece) if parameter.is_stacked else (first + piece, 0)
-        has_masters = self.layout.has_partitions or self.layout.precision != "fp32"
-        is_weight = key == WEIGHT or (key == MASTER and not (has_masters and parameter.is_trained))
-        if is_weight and parameter.is_stacked:
-            return self._stacked_weight(model_rank, parameter, part, start, stop)
-        if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
-            return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
-        states = self._states_of(self.model.holders(model_rank, name, part))
-        elements = states.of(name, MASTER if is_weight else key, start, stop)
-        if elements is None:
-            return torch.zeros(stop - start)
-        return elements.to(parameter.dtype) if is_weight else elements
-
-    def _stacked_weight(self, model_rank: int, parameter: Parameter, part: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements of the stacked weights of the experts of a part, which have a file each."""
-        name, held, numel = parameter.name, parameter.shape[0], math.prod(parameter.shape[1:])
-        first, end = start // numel, -(-stop // numel)
-        files = [self.expert_file(model_rank, name, part * held + number) for number in range(first, end)]
-        weights = [self.content(file)[f"{name}.{part * held + first + at}"] for at, file in enumerate(files)]
-        return torch.cat([one.detach().reshape(-1) for one in weights])[start - first * numel : stop - first * numel]
-
-    def _weight(self, model_rank: int, parameter: Parameter) -> torch.Tensor:
-        weight: torch.Tensor
-        name = parameter.name
-        if parameter.experts and (expert := expert_of(name)) is not None:
-            weight = self.entry(self.expert_file(model_rank, expert.head, expert.number), name)
-        elif self.layout.zero_stage == 3:  # frozen
-            files = [name_of_model_states(self.layout, model_rank, place) for place in range(self.layout.partitions)]
-            weight = torch.cat([self.entry(file, "frozen_param_fragments", name).flatten() for file in files])
-            weight = weight[: math.prod(parameter.shape)]
-        else:
-            module = self.module(model_rank % self.model.slices)
-            file = "layer_*" if self.layout.is_pipeline else name_of_model_states(self.layout, model_rank)
-            weight = entry_of(module, self.folder / file, name)
-        self.require(torch.is_tensor(weight) and weight.numel() == math.prod(parameter.shape), f"the size of {name!r}")
-        return weight
+    # -- the engine's own files
 
     def model_states(self, model_rank: int) -> dict[str, Any]:
         """Return the file of the module and the engine."""
         return self.content(name_of_model_states(self.layout, model_rank))
-
-    def first_partition(self) -> dict[str, Any]:
-        """Return what the first file with a partition of ZeRO has."""
-        return dict(self.entry(name_of_partition(self.layout, Place(0, 0)), "optimizer_state_dict"))
-
-    def optimizer_of(self, holders: tuple[Place, ...]) -> dict[str, Any]:
-        """Return the state that an optimizer without ZeRO saved on one of these ranks."""
-        if holders[0].model_rank // self.model.slices not in self.model.experts_of_stages:
-            content = self.model_states(holders[0].model_rank)
-        else:
-            parts = self.model.parts[max(self.model.parts)]
-            content = self.content(self._first(name_of_optimizer(parts[one], one.model_rank) for one in holders))
-        return dict(entry_of(content, self.folder / "the optimizer's file", "optimizer"))
-
-    def expert_file(self, model_rank: int, head: str, number: int) -> str:
-        """Return the name of the file with the weights of an expert, or of a slice of it.
-
-        The head is the prefix of its name, or the name of the parameter in which AutoEP stacks it.
-        """
-        layer = self.model.experts_of_stages[model_rank // self.model.slices].index(layer_of_experts(head))
-        holders = self.model.expert_holders(model_rank, head, number)
-        return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
-
-    def _first(self, names: Iterable[str]) -> str:
-        """Return the first file that exists: only one of the ranks that hold the same content writes it."""
-        candidates = list(dict.fromkeys(names))
-        return next((name for name in candidates if (self.folder / name).exists()), candidates[0])
-
-    def module(self, place: int) -> Mapping[str, Any]:
-        """Return the module's state dict on a slice, without experts, under the names of the whole model."""
-        if place not in self._modules:
-            if self.layout.is_pipeline:
-                found: dict[str, Any] = {}
-                for number in range(len(self.model.structure.layers)):
-                    prefix = prefix_of_layer(self.model.structure, number)
-                    for key, value in (self.layer(number, place) or {}).items():
-                        found.setdefault(f"{prefix}{key}", value)
-                self._modules[place] = found
-            else:
-                self._modules[place] = self.entry(name_of_model_states(self.layout, place), "module")
-        return self._modules[place]
-
-    def layer(self, number: int, place: int) -> Mapping[str, Any] | None:
-        """Return the state dict of a layer of a pipeline on a slice, without experts.
-
-        It is in a file of its own, or in that of a stage with experts. A layer that is a function, or another use of a
-        tied layer, has none.
-        """
-        if files := self.layer_files[number]:
-            return self.content(files[place])
-        model, prefix = self.model, prefix_of_layer(self.model.structure, number)
-        for stage in model.experts_of_stages:
-            if number in model.structure.layers_of(stage, len(model.structure.groups)):
-                module = self.model_states(stage * model.slices + place)["module"]
-                own = {key.removeprefix(prefix): one for key, one in module.items() if key.startswith(prefix)}
-                return own or None
-        return None
-
-    @cached_property
-    def layer_files(self) -> list[list[str]]:
-        """The files of each layer of a pipeline, by slice.
-
-        A layer that is a function, or another use of a tied layer, has none.
-        """
-        layers = range(len(self.model.structure.layers))
-        found = [sorted(path.name for path in self.folder.glob(f"layer_{one:02d}-*model_states.pt")) for one in layers]
-        for number, names in enumerate(found):
-            if names and len(names) != self.model.slices:
-                raise DamagedCheckpointError(
-                    f"{self.folder}: layer {number} has {len(names)} files, but there are {self.model.slices} slices"
-                )
-        return found
 
     def require_equal_copies(self, slices: int, *, has_states: bool) -> None:
         """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit.
@@ -415,16 +364,14 @@ class Source:
         saved = self.model.slices
         if slices == saved:
             return
-        in_optimizer = {name for stage in self.model.structure.groups for names in stage for name in names}
         for name, one in self.model.parameters.items():
             if one.split is not None:
                 continue
             keys = [WEIGHT]
-            if has_states and self.model.local_name(name) in in_optimizer:
-                _, states = self.of_parameter(name)
+            if has_states and (states := self.of_parameter(name)[1]):
                 keys += [MASTER, *(key for key, value in states.items() if isinstance(value, torch.dtype))]
             for key in keys:
-                copies = (self._elements(one, key, place, 0, math.prod(one.shape)) for place in range(saved))
+                copies = (self._copy(one, key, place) for place in range(saved))
                 self._require_equal(f"parameter {name!r}" if key == WEIGHT else f"{key} of {name!r}", copies)
         for rows in zip(*map(self.buffers_of, range(saved)), strict=True):
             name, values = rows[0][0], [value for _, value in rows]
@@ -448,6 +395,15 @@ class Source:
                     "it. Register a buffer that follows from the slice itself with persistent=False"
                 )
 
+    def _copy(self, one: Parameter, key: str, place: int) -> torch.Tensor:
+        """Return a slice's copy of what slices do not split."""
+        rank = None if one.experts else one.stage * self.model.slices + place
+        for own in (key, MASTER if key == WEIGHT else WEIGHT):
+            found = self._assembled(one.name, own, Slice(one.shape), 0, math.prod(one.shape), None, rank)
+            if found is not None:
+                return found
+        return torch.empty(0)
+
     def state_dict_of(self, place: int) -> dict[str, torch.Tensor]:
         """Return the state dict of a plain engine's module, of one of the saved slices."""
         slices, found = self.model.slices, {}
@@ -457,15 +413,41 @@ class Source:
         found.update({alias: found[name] for alias, name in self.model.structure.aliases.items()})
         return {**found, **dict(self.buffers_of(place))}
 
+    def _buffer_names(self) -> list[str]:
+        """Return the names of all buffers."""
+        self._parts("", BUFFER)
+        return [name for name, key in self._rows if key == BUFFER]
+
     def buffers(self, slices: int = 1, place: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the entries beside parameters under the module's names, of one of ``slices`` slices."""
-        for rows in zip(*map(self.buffers_of, range(self.model.slices)), strict=True):
-            values = [value for _, value in rows]
-            is_same, split = slices == self.model.slices, self.model.structure.splits.get(rows[0][0])
-            if is_same or split is None:
-                yield rows[0][0], values[place if is_same else 0]
-            else:
-                yield rows[0][0], resliced(values, split.dim, split.stride, slices, place)
+        """Yield the buffers under the module's names, of one of ``slices`` slices."""
+        is_same = slices == self.model.slices
+        for name in self._buffer_names():
+            parts = self._of_slice(name, BUFFER)
+            located = next(iter(parts.values()))[0]
+            piece = located.table.pieces[located.part.piece]
+            if piece.dim is None and is_same:
+                own = next(
+                    iter(self._of_slice(name, BUFFER, located.table.model_rank // slices * slices + place).values()),
+                    [located],
+                )
+                yield name, self._flat(own[0], BUFFER).view(piece.shape)
+                continue
+            split = self.model.structure.splits.get(name)
+            whole = piece.slice.whole_shape
+            wanted = Slice(whole)
+            if split is not None and piece.dim is not None:
+                if whole[piece.dim] % (slices * piece.stride):
+                    yield name, torch.empty((0,))
+                    continue
+                shape = tuple(size // slices if dim == piece.dim else size for dim, size in enumerate(whole))
+                wanted = Slice(shape, piece.dim, slices, place, piece.stride)
+            found = self._assembled(name, BUFFER, wanted, 0, math.prod(wanted.shape), None)
+            assert found is not None
+            yield name, found.view(wanted.shape)
+
+    def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that a slice saved, under the module's names."""
+        return self.buffers(self.model.slices, place)
 
     def is_like(self, layout: SavedLayout) -> bool:
         """Return True if a layout has the same numbers of stages, slices and replicas."""
@@ -476,19 +458,158 @@ class Source:
         """Return the state of the loss scale; empty if none was saved."""
         if not self.layout.has_partitions:
             return dict(self.model_states(0).get("optimizer") or {})
-        scaler = self.first_partition().get("loss_scaler")
+        saved = entry_of(self.content(name_of_partition(self.layout, Place(0, 0))), self.folder, "optimizer_state_dict")
+        scaler = saved.get("loss_scaler")
         return vars(scaler) if scaler is not None else {}
 
-    def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the entries beside parameters that a slice saved, under the module's names."""
-        parameters = self.model.parameters
-        if self.layout.is_pipeline:
-            others = {*parameters, *self.model.structure.aliases}
-            yield from ((name, value) for name, value in self.module(place).items() if name not in others)
-        else:
-            names, module = self.model_states(place).get("buffer_names") or (), self.module(place)
-            yield from ((name, module[name]) for name in names if name in module)
-        for stage, heads in self.model.experts_of_stages.items():  # AutoEP's files have nothing else
-            for head, number in ((one, number) for one in heads for number in range(self.model.experts.get(one, 0))):
-                file = self.content(self.expert_file(stage * self.model.slices + place, head, number))
-                yield from ((name, value) for name, value in file.items() if name not in parameters)
+
+# -- checkpoints without tables ----------------------------------------------------------------------------------------
+
+
+def tables_of_files(source: DeepSpeedFiles) -> Iterator[Table]:
+    """Yield the tables of a checkpoint of DeepSpeed alone, or of an earlier release, from what its files record.
+
+    With ZeRO they record the order of parameters (``param_shapes``), paddings, and which rank they are of. Without ZeRO
+    they have positions, and the structure the names.
+    """
+    for model_rank in range(source.layout.model_ranks):
+        replicas = range(source.layout.files_of_partitions if source.layout.has_partitions else source.layout.replicas)
+        for replica in replicas if source.model.experts or source.layout.has_partitions else (0,):
+            yield _table_of(source, Place(model_rank, replica))
+
+
+def _table_of(source: DeepSpeedFiles, place: Place) -> Table:
+    model, layout = source.model, source.layout
+    of = place.model_rank % model.slices
+    pieces, stacked = dict[str, Piece](), list[str]()
+    for name in model.names_on(place.model_rank):
+        one = model.parameters[name]
+        expert = model.expert_on(name, place)
+        if one.is_stacked:
+            part = model.parts[model.structure.experts[name]][place]
+            pieces[name] = Piece.of(name, Slice(one.shape, 0, model.structure.experts[name], part))
+            stacked.append(name)
+        elif not one.experts or expert:
+            split = one.split
+            own = Slice(one.shape) if split is None else Slice(one.shape, split.dim, model.slices, of, split.stride)
+            pieces[expert or name] = Piece.of(name, own)
+    states = source.content(name_of_model_states(layout, place.model_rank))
+    files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
+    buffers = dict[str, Piece]()
+    aliases = model.structure.aliases
+    known = {*pieces, *aliases, *(piece.name for piece in pieces.values())}
+    for name, prefix, content in files:
+        is_model = prefix is not None or "_expert_" in name
+        module = content if is_model else content.get("module") or {}
+        names = None if is_model or layout.is_pipeline else set(content.get("buffer_names") or ())
+        for key, value in module.items():
+            whole = f"{prefix or ''}{key}"
+            is_stack = whole.rpartition(".")[0] in stacked
+            is_listed = whole not in known and head_is_here(whole, pieces) if names is None else whole in names
+            if torch.is_tensor(value) and is_listed and not is_stack:
+                split = model.structure.splits.get(whole)
+                own = Slice(tuple(value.shape))
+                if split is not None and model.slices > 1:
+                    own = Slice(tuple(value.shape), split.dim, model.slices, of, split.stride)
+                buffers[whole] = Piece.of(whole, own)
+    orders = _orders_of(source, place, states, {**pieces, **buffers})
+    partitions = layout.partitions if layout.zero_stage == 3 else 1
+    partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
+    recorder = Recorder(place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, partition=partition)
+    for name, prefix, content in files:
+        recorder.describe(content, name, prefix)
+    return recorder.table()
+
+
+def head_is_here(name: str, pieces: Mapping[str, Piece]) -> bool:
+    """Return True unless a name is of an expert that another rank has."""
+    head = re.match(r"(.*deepspeed_experts\.\d+)\.", name)
+    return head is None or any(piece.name.startswith(f"{head[1]}.") for piece in pieces.values())
+
+
+def _files_of(source: DeepSpeedFiles, place: Place) -> Iterator[tuple[str, str | None]]:
+    """Yield the files with parameters of a rank, and the prefix of the names in each that is of a layer."""
+    model, layout, folder = source.model, source.layout, source.folder
+    stage, of = divmod(place.model_rank, model.slices)
+    if place.replica == 0 or layout.zero_stage == 3:
+        yield name_of_model_states(layout, place.model_rank, place.replica), None
+    own = model.names_on(place.model_rank)
+    for number in range(len(model.structure.layers)) if place.replica == 0 else ():
+        prefix = prefix_of_layer(model.structure, number)
+        names = sorted(path.name for path in folder.glob(f"layer_{number:02d}-*model_states.pt"))
+        if names and len(names) != model.slices:
+            raise DamagedCheckpointError(
+                f"{folder}: layer {number} has {len(names)} files, but there are {model.slices} slices"
+            )
+        is_without_parameters = stage == 0 and not any(name.startswith(prefix) for name in model.parameters)
+        if names and (is_without_parameters or any(name.startswith(prefix) for name in own)):
+            yield names[of], prefix
+    if layout.has_partitions:
+        yield name_of_partition(layout, place), None
+    for layer, heads in enumerate(model.experts_of_stages.get(stage, ())):
+        for path in sorted(folder.glob(f"layer_{layer}_expert_*_mp_rank_{place.model_rank:02d}_model_states.pt")):
+            number, key = (
+                int(path.name.split("_")[3]),
+                next(one for one in model.experts if layer_of_experts(one) == heads),
+            )
+            part = model.parts[model.structure.experts[key]].get(place)
+            if number // model.per_rank[key] == part:
+                yield path.name, None
+    if model.experts and not layout.zero_stage and stage in model.experts_of_stages:
+        name = f"expp_rank_{model.parts[max(model.parts)][place]}_mp_rank_{place.model_rank:02d}_optim_states.pt"
+        if (folder / name).exists():
+            yield name, None
+
+
+def _orders_of(
+    source: DeepSpeedFiles, place: Place, states: Mapping[str, Any], pieces: Mapping[str, Piece]
+) -> list[Order]:
+    model, layout = source.model, source.layout
+    numbers = {name: number for number, name in enumerate(pieces)}
+    if not layout.has_partitions:
+        found: list[list[str]] = []
+        for names in model.structure.groups[place.model_rank // model.slices]:
+            found += [list(names)] if layout.optimizer == FLAT_OPTIMIZER else [[name] for name in names]
+        return [_order(names, {}, numbers, pieces, (0, 1)) for names in found]
+    saved = entry_of(source.content(name_of_partition(layout, place)), source.folder, "optimizer_state_dict")
+    vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
+    if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
+        places = [Place(place.model_rank, replica) for replica in range(layout.files_of_partitions)]
+        of_all: list[Any] = [
+            entry_of(source.content(name_of_partition(layout, one)), source.folder, "optimizer_state_dict")
+            for one in places
+        ]
+        mappings = zip(*(one["param_slice_mappings"] for one in of_all), strict=True)
+        vectors = [list(dict.fromkeys(name for mapping in mappings_of for name in mapping)) for mappings_of in mappings]
+    paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
+    result = []
+    for vector, own in zip(vectors, paddings, strict=True):
+        of_vector = list(vector)
+        first = next((name for name in of_vector if name in pieces), "")
+        whole = pieces[first].name if first else ""
+        sharers = model.sharers(whole, place)
+        partition = sharers.index(place) if place in sharers else layout.partitions_of_files[place.replica]
+        gaps = dict(zip(of_vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
+        result.append(_order(of_vector, gaps, numbers, pieces, (partition, len(sharers)), layout.zero_stage == 3))
+    return result
+
+
+def _order(
+    names: Sequence[str],
+    paddings: Mapping[str, int],
+    numbers: Mapping[str, int],
+    pieces: Mapping[str, Piece],
+    partition: tuple[int, int],
+    is_by_parameter: bool = False,
+) -> Order:
+    begins, end = list[tuple[int, int]](), 0
+    for name in names:
+        if name not in numbers:
+            raise CheckpointLayoutError(
+                f"{name!r} is in the optimizer and not in the checkpoint, so that the places of others are unknown. "
+                "Load the checkpoint in the layout that saved it"
+            )
+        begins.append((numbers[name], end))
+        numel = pieces[name].numel
+        end += -(-numel // partition[1]) if is_by_parameter else numel + int(paddings.get(name, 0))
+    return Order(begins, *partition)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import platform
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
@@ -40,7 +39,6 @@ from torch import nn
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.saved_model import head_of, starred
-from ds_topo.checkpoint.shards import Span, vectors_of
 from ds_topo.classes import stock_class
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
@@ -302,6 +300,12 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     return replace(structure, layers=layers, bounds=bounds, method=str(getattr(module, "partition_method", "")))
 
 
+def layers_of(module: nn.Module) -> list[str]:
+    """Return the prefix of the names of each layer of a pipeline; empty for other modules."""
+    found = map(_layer, module._layer_specs) if isinstance(module, DeepSpeedPipelineModule) else ()
+    return [f"tied_modules.{layer.tied}." if layer.tied else f"{number}." for number, layer in enumerate(found)]
+
+
 def _layer(layer: Any) -> manifests.SavedLayer:
     if isinstance(layer, LayerSpec):
         tied = str(layer.key) if isinstance(layer, TiedLayerSpec) else ""
@@ -351,36 +355,23 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
                 where = f"position {place} of group {group}"
                 return f"{where} is {there} in the checkpoint, and {here} in this job: {_KEEP_ORDER}"
     assert manifest.structure is not None
-    return difference_of_options(engine, own, manifest.structure.options)
+    return difference_of_options(engine, manifest.structure.options)
 
 
-def difference_of_options(
-    engine: DeepSpeedEngine, groups: Iterable[Sequence[str]], saved: manifests.SavedOptions
-) -> str:
+def difference_of_options(engine: DeepSpeedEngine, saved: manifests.SavedOptions) -> str:
     """Say which option of ZeRO differs in a checkpoint and changes the order of parameters in its files; empty if none.
 
     Args:
         engine: the engine that loads.
-        groups: the names of the parameters of each group of its optimizer.
         saved: the options of the checkpoint.
     """
-    layout, own = layout_of(engine), zero_options_of(engine)
-    if not layout.zero_stage or saved == own:
-        return ""
-    parameters = {str(name): parameter for parameter, name in engine.param_names.items()}
-
-    def spans(names: Sequence[str], options: manifests.SavedOptions) -> list[list[Span]]:
-        numels = {name: math.prod(shape_of(parameters[name])) for name in names}
-        itemsize = parameters[names[0]].element_size()
-        vectors = vectors_of(numels, layout, options, layout.partitions, itemsize)
-        return [vector.spans(replica) for vector in vectors for replica in range(layout.partitions)]
-
-    for key, value in asdict(saved).items():
-        with_own = replace(saved, **{key: getattr(own, key)})
-        if any(spans(names, saved) != spans(names, with_own) for names in groups if names):
+    own, stage = asdict(zero_options_of(engine)), int(engine.zero_optimization_stage())
+    keys = {3: ["sub_group_size"]}.get(stage, ["round_robin_gradients", "parameter_alignment"] if stage else [])
+    for key in keys:
+        if (before := getattr(saved, key)) != own[key]:
             return (
-                f"zero_optimization.{key} is {value} in the checkpoint and {getattr(own, key)} in this job, which "
-                "gives them other positions: set it as it was"
+                f"zero_optimization.{key} is {before} in the checkpoint and {own[key]} in this job, which gives them "
+                "other positions: set it as it was"
             )
     return ""
 

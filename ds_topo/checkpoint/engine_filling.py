@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
-from ds_topo.checkpoint.deepspeed_reader import MASTER, WEIGHT, Source, differing
+from ds_topo.checkpoint.deepspeed_reader import FLAT_OPTIMIZER, DeepSpeedFiles, differing
 from ds_topo.checkpoint.engine_state import (
     Named,
     Rename,
@@ -41,7 +41,7 @@ from ds_topo.checkpoint.saved_model import (
     require_splits,
     starred,
 )
-from ds_topo.checkpoint.shards import FLAT_OPTIMIZER
+from ds_topo.checkpoint.table import MASTER, WEIGHT
 from ds_topo.checkpoint.without_manifest import WeightFiles, layout_of_files, manifest_of_files
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, listed, warn
 
@@ -80,7 +80,7 @@ class EngineFilling:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, source: Source, rename: Rename = None, *, has_states: bool = False
+        self, engine: DeepSpeedEngine, source: DeepSpeedFiles, rename: Rename = None, *, has_states: bool = False
     ) -> None:
         self._engine, self._source = engine, source
         _, self._place, self._slices = facts.stage_and_slice(engine)
@@ -261,7 +261,7 @@ def opened_for(
     is_plain: bool = False,
     has_states: bool,
     is_strict: bool,
-) -> tuple[Source, EngineFilling]:
+) -> tuple[DeepSpeedFiles, EngineFilling]:
     """Open a checkpoint and compare it with the engines of all ranks; nothing is changed. Collective.
 
     Args:
@@ -280,7 +280,7 @@ def opened_for(
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
 
-    sources: list[Source] = []  # on rank 0, which opens it to plan
+    sources: list[DeepSpeedFiles] = []  # on rank 0, which opens it to plan
 
     def plan(posted: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
         structure = facts.whole_structure(posted)
@@ -292,18 +292,18 @@ def opened_for(
         source.require_equal_copies(slices, has_states=has_states)
         return asdict(structure)
 
-    def opened_source(structure: SavedStructure) -> Source:
+    def opened_source(structure: SavedStructure) -> DeepSpeedFiles:
         if is_plain:
             return _plain_weights(engine, path, rename, structure)
         if (manifest := folders.manifest_of(path)) is None:
             saved = layout_of_files(path, facts.name_of_optimizer(engine))
             manifest = manifest_of_files(path, saved, structure)
-        return Source(model_of(manifest, structure.splits), path)
+        return DeepSpeedFiles(model_of(manifest, structure.splits), path)
 
     decided = meeting.decided_from("plan", facts.share_of_structure(engine), plan)
     structure: SavedStructure = built_from(SavedStructure, decided)
 
-    def compare() -> tuple[Source, EngineFilling, tuple[list[str], dict[str, str]]]:
+    def compare() -> tuple[DeepSpeedFiles, EngineFilling, tuple[list[str], dict[str, str]]]:
         if not path.exists():
             raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
         source = sources[0] if sources else opened_source(structure)
@@ -319,11 +319,11 @@ def opened_for(
     return source, filling
 
 
-def _name_of(source: Source) -> str:
+def _name_of(source: DeepSpeedFiles) -> str:
     return f"the checkpoint {source.folder.name!r} of {source.folder.parent}"
 
 
-def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
+def _judged(source: DeepSpeedFiles, posted: list[Any], *, is_strict: bool) -> str:
     """Judge the comparisons of all ranks on rank 0; return the differences that are tolerated.
 
     Raises:

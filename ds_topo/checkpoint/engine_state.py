@@ -27,6 +27,7 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.saved_model import expert_of, head_of
 from ds_topo.checkpoint.shards import PartOfTensor, Slice, part_of
+from ds_topo.checkpoint.table import Order, Piece, Recorder
 from ds_topo.classes import stock_class
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu.differences import offsets_in_flat_groups
@@ -328,6 +329,59 @@ def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
     expert = expert_of(name)
     assert expert is not None
     return expert.numbered(rank * int(layer.num_local_experts) + expert.number)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def recorder_of(engine: DeepSpeedEngine) -> Recorder:
+    """Return a description of the files that this rank is going to save, to which each file is added.
+
+    Files are in DeepSpeed's layout, also if our reducer keeps partitions in another one.
+
+    Raises:
+        CheckpointError: as :func:`named_parameters`.
+    """
+    named = named_parameters(engine)
+    pieces = {one.local: Piece.of(one.names[0], one.slice) for one in named}
+    numbers = {id(one.parameter): number for number, one in enumerate(named)}
+    buffers = named_buffers(engine)
+    pieces |= {name: Piece.of(name, one.slice) for name, one in buffers.items()}
+    stacked = [one.local for one in named if one.is_expert and not head_of(one.local)]
+    orders, optimizer, inner = list[Order](), engine.optimizer, facts.inner_optimizer(engine)
+
+    def add(parameters: Any, begins: Iterable[int], group: Any = None) -> None:
+        known = [
+            (numbers[id(one)], begin) for one, begin in zip(parameters, begins, strict=False) if id(one) in numbers
+        ]
+        place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        orders.append(Order(known, *place))
+
+    def ends(sizes: Iterable[int]) -> Iterator[int]:
+        return accumulate(sizes, initial=0)
+
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for parameters in optimizer.fp16_groups:
+            group = parameters[0].ds_process_group if parameters else None
+            add(parameters, ends(int(one.partition_numel()) for one in parameters), group)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        rows = zip(optimizer.round_robin_bit16_groups, offsets_in_flat_groups(optimizer), strict=True)
+        for (parameters, offsets), group in zip(rows, optimizer.real_dp_process_group, strict=True):
+            add(parameters, offsets, group)
+    elif isinstance(optimizer, BF16_Optimizer):
+        for parameters, group in zip(optimizer.bf16_groups, optimizer.real_dp_process_group, strict=True):
+            add(parameters, ends(one.numel() for one in parameters), group)
+    elif isinstance(optimizer, FP16_Optimizer):
+        for parameters in optimizer.fp16_groups:
+            add(parameters, ends(one.numel() for one in parameters))
+    elif inner is not None:
+        groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in inner.param_groups]
+        for parameter in (one for parameters in groups for one in parameters):
+            add([parameter], [0])
+    of_zero_3: list[Any] = [one.ds_process_group for one in engine.module.parameters() if hasattr(one, "ds_tensor")]
+    partition = (dist.get_rank(of_zero_3[0]), dist.get_world_size(of_zero_3[0])) if of_zero_3 else (0, 1)
+    rank = int(engine.checkpoint_mp_rank)
+    return Recorder(rank, pieces, orders, buffers, stacked=stacked, partition=partition)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
-from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, opened
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
 from ds_topo.checkpoint.disk import check_folder, failure_to_write, flush, replace_text, require_space
 from ds_topo.checkpoint.engine_state import renaming
 from ds_topo.checkpoint.folder import Checkpoint, tags_in, told, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.manifest import Manifest
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
+from ds_topo.checkpoint.table import WEIGHT
 from ds_topo.checkpoint.without_manifest import (
     NAMES_OF_WEIGHTS,
     manifest_of_files,
@@ -192,7 +193,7 @@ def to_hugging_face(
     return path
 
 
-def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> Source:
+def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> DeepSpeedFiles:
     """Open a checkpoint whose weights will be put together and written into a folder, which is made.
 
     Raises:
@@ -204,7 +205,7 @@ def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padd
     splits = {name: replace(split, padded=split.real) for name, split in known.items() if split.real is not None}
     model = model_of(manifest, splits)
     require_splits(model, 1)
-    source = Source(model, checkpoint.path)
+    source = DeepSpeedFiles(model, checkpoint.path)
     source.require_equal_copies(1, has_states=False)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
     require_space(folder, str(path), needed)
@@ -214,7 +215,7 @@ def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padd
 
 
 def _write_safetensors(
-    source: Source,
+    source: DeepSpeedFiles,
     path: Path,
     rename: Mapping[str, str] | Callable[[str], str] | None,
     largest: int | None,

@@ -29,7 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, opened, options_of_files
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, name_of_model_states, opened, options_of_files
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
@@ -276,7 +276,7 @@ def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]
     def weights(folder: Any, *arguments: Any, **options: Any) -> Any:
         _, place, slices = facts.stage_and_slice(engine)
         if slices > 1 and (manifest := folders.manifest_of(path)) is not None:
-            return Source(model_of(manifest), path).state_dict_of(place)
+            return DeepSpeedFiles(model_of(manifest), path).state_dict_of(place)
         return read(folder, path.name, *arguments, **options)
 
     return weights
@@ -405,7 +405,7 @@ class _Choice:
         by_name = "load by name (convert=True)"
         with suppress(CheckpointError):  # another check names the file
             states, groups = opened(file), facts.names_of_groups(engine)
-            if order := facts.difference_of_options(engine, groups, options_of_files(states)):
+            if order := facts.difference_of_options(engine, options_of_files(states)):
                 return f"has the optimizer's states by position, and {order}, or {by_name}"
             keep = "Give the pipeline the partition_method that it had, or"
             if not layout.has_partitions:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -35,7 +36,7 @@ PLACEHOLDERS = "idle_stage_placeholders"
 """The start of the names of parameters that stand for none, on a stage without trainable parameters of a group."""
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
-FORMAT, VERSION = "ds_topo checkpoint", 1
+FORMAT, VERSION = "ds_topo checkpoint", 2
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""
@@ -203,6 +204,54 @@ class SavedParameter:
             )
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort names so that the numbers in them rise.
+
+    >>> in_order({"10.weight", "2.weight", "2.bias"})
+    ['2.bias', '2.weight', '10.weight']
+    """
+    return sorted(
+        names,
+        key=lambda name: [
+            (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """The file with a rank's table, and what it is about, so that other ranks know whether they need it."""
+
+    path: str
+    model_rank: int
+    rows: tuple[int, ...] = ()
+    """Runs among the sorted names of the model rank's parameters: first, end, first, end, ..."""
+    has_buffers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model_rank < 0 or len(self.rows) % 2 or any(one >= two for one, two in pairwise(self.rows)):
+            raise ValueError(f"rows={abridged(self.rows)} of {abridged(self.path)} do not rise")
+
+    @classmethod
+    def of(cls, path: str, model_rank: int, positions: Iterable[int], *, has_buffers: bool) -> SavedTable:
+        """Return the description of a table that has rows at positions.
+
+        >>> SavedTable.of("table.json", 0, {0, 1, 2, 5}, has_buffers=False).rows
+        (0, 3, 5, 6)
+        """
+        runs: list[int] = []
+        for at in sorted(positions):
+            if runs and runs[-1] == at:
+                runs[-1] = at + 1
+            else:
+                runs += [at, at + 1]
+        return cls(path, model_rank, tuple(runs), has_buffers)
+
+    def holds_row(self, position: int) -> bool:
+        """Return True if it has a part of the parameter at a position."""
+        return bisect_right(self.rows, position) % 2 == 1
+
+
 @dataclass(frozen=True)
 class SavedExperts:
     """Expert groups of one size, by the arguments of ``create_expert_groups``."""
@@ -337,7 +386,9 @@ class Manifest:
     parameters: tuple[SavedParameter, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     structure: SavedStructure | None = None
-    """The model's structure, which conversions need; None if it was not recorded."""
+    """The model's structure; None if it was not recorded."""
+    tables: tuple[SavedTable, ...] = ()
+    """What says where each element is; empty if the optimizer's memory is unknown, and in version 1."""
 
     def __post_init__(self) -> None:
         if self.step < 0:

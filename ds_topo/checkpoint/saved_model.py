@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -26,9 +26,11 @@ from ds_topo.checkpoint.manifest import (
     SavedParameter,
     SavedSplit,
     SavedStructure,
+    SavedTable,
     expert_places,
+    in_order,
 )
-from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, vectors_of
+from ds_topo.checkpoint.shards import Slice
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 
 
@@ -59,6 +61,16 @@ class Parameter:
         return "" if not self.experts else self.name if self.is_stacked else head_of(self.name)
 
     @property
+    def real(self) -> int | None:
+        """Rows of the whole tensor that are no padding, if the padding changes."""
+        return None if self.padded is None or self.split is None else self.split.real or 0
+
+    def slice_of(self, place: int, slices: int) -> Slice:
+        """Return one of ``slices`` slices."""
+        shape = self.shape_of_slice(slices)
+        return Slice(shape) if self.split is None else Slice(shape, self.split.dim, slices, place, self.split.stride)
+
+    @property
     def size(self) -> int:
         """The size of the whole split dimension, as it was saved."""
         assert self.split is not None
@@ -81,10 +93,6 @@ class Parameter:
         return math.prod(self.shape_of_slice(slices))
 
 
-Vectors: TypeAlias = "list[tuple[int, FlatGroup | PartitionedGroup]]"
-"""The vectors of an optimizer, each with the number of its group and the names of the whole model."""
-
-
 @dataclass(frozen=True)
 class WholeModel:
     """A whole model in a layout: all its parameters, and what each rank of the layout holds of them.
@@ -98,6 +106,10 @@ class WholeModel:
     structure: SavedStructure
     """The model's structure in this layout."""
     layout: SavedLayout
+    tables: tuple[SavedTable, ...] = ()
+    """The tables of the checkpoint; empty if it has none."""
+    _rows: tuple[SavedParameter, ...] = ()
+    """The parameters as the manifest lists them."""
 
     @cached_property
     def slices(self) -> int:
@@ -142,112 +154,75 @@ class WholeModel:
         return {stage: list(layers) for stage, layers in found.items()}
 
     @cached_property
-    def part_holders(self) -> dict[tuple[int, int, int], tuple[Place, ...]]:
-        """The ranks that hold a part, by expert parallel size, model rank and part.
-
-        If no rank of a model rank holds the part, these are ranks of the stage's other slices, unless slices split
-        experts.
+    def _expert_groups(self) -> dict[int, dict[Place, tuple[int, tuple[Place, ...]]]]:
+        """The part of the experts that each rank holds, and all ranks that hold it, by expert parallel size.
 
         Raises:
             ExpertSizeError: an expert parallel size does not divide the ranks that can share experts.
         """
-        found: dict[tuple[int, int, int], tuple[Place, ...]] = {}
+        found: dict[int, dict[Place, tuple[int, tuple[Place, ...]]]] = {}
         for experts in self.layout.experts:
             for part, places in expert_places(self.layout, experts):
-                own = places[0].model_rank
-                first = own // self.slices * self.slices
-                for model_rank in [own] if experts.tensor_parallel else range(first, first + self.slices):
-                    found[experts.size, model_rank, part] = places
+                found.setdefault(experts.size, {}).update(dict.fromkeys(places, (part, places)))
         return found
 
     @cached_property
     def parts(self) -> dict[int, dict[Place, int]]:
         """The part of the experts that each rank holds, by expert parallel size."""
-        found: dict[int, dict[Place, int]] = {}
-        for (size, _, part), places in self.part_holders.items():
-            found.setdefault(size, {}).update(dict.fromkeys(places, part))
-        return found
-
-    @cached_property
-    def _holders_of_partitions(self) -> tuple[int, ...]:
-        return self.layout.holders_of_partitions
-
-    def holders(self, model_rank: int, name: str, part: int = 0) -> tuple[Place, ...]:
-        """Return the ranks that hold a parameter and share its optimizer states, in the order of their group.
-
-        Args:
-            model_rank: stage and slice of the ranks.
-            name: the name in the whole model.
-            part: the part of the experts, for a parameter in which AutoEP stacks them.
-        """
-        if self.is_stacked(name):
-            return self.part_holders[self.structure.experts[name], model_rank, part]
-        if (expert := self._expert(name)) is not None:
-            return self.expert_holders(model_rank, expert.head, expert.number)
-        return tuple(Place(model_rank, replica) for replica in self._holders_of_partitions)
+        return {size: {place: part for place, (part, _) in of.items()} for size, of in self._expert_groups.items()}
 
     def sharers(self, name: str, place: Place) -> tuple[Place, ...]:
-        """Return the ranks with which a rank shares the optimizer states of a parameter, or of its part of it."""
-        return self.holders(place.model_rank, name, self.piece(name, place) if self.is_stacked(name) else 0)
+        """Return the ranks with which a rank shares the optimizer states of a parameter, in their group's order."""
+        one = self.parameters.get(name)
+        if one is not None and one.experts:
+            return self._expert_groups[self.structure.experts[one.head]][place][1]
+        return tuple(Place(place.model_rank, replica) for replica in self.layout.holders_of_partitions)
 
-    def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:
-        """Return the ranks that hold an expert, in the order of their group."""
-        return self.part_holders[self.structure.experts[head], model_rank, number // self.per_rank[head]]
-
-    def whole_name(self, local: str, place: Place) -> str:
-        """Return the name in the whole model of a rank's parameter."""
-        if (expert := self._expert(local)) is None:
-            return local
-        part = self.parts[self.structure.experts[expert.head]][place]
-        return expert.numbered(part * self.per_rank[expert.head] + expert.number)
-
-    def local_name(self, name: str) -> str:
-        """Return the name of a parameter on a rank that holds it."""
-        expert = self._expert(name)
-        return name if expert is None else expert.numbered(expert.number % self.per_rank[expert.head])
-
-    def is_stacked(self, name: str) -> bool:
-        """Return True if AutoEP stacks the experts of a rank in a parameter."""
-        return name in self.parameters and self.parameters[name].is_stacked
-
-    def _expert(self, name: str) -> ExpertName | None:
+    def expert_on(self, name: str, place: Place) -> str:
+        """Return the name that an expert's parameter has on a rank; empty if it does not have it, or is no expert's."""
         expert = expert_of(name)
-        return expert if expert is not None and expert.head in self.per_rank else None
+        if expert is None or expert.head not in self.per_rank:
+            return ""
+        part, number = divmod(expert.number, self.per_rank[expert.head])
+        return expert.numbered(number) if self.parts[self.structure.experts[expert.head]].get(place) == part else ""
 
-    def pieces(self, name: str) -> int:
-        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
-        return self.structure.experts[name] if self.is_stacked(name) else self.slices
+    def names_on(self, model_rank: int) -> list[str]:
+        """Return the names of the parameters of a model rank, with those of all experts of its layers."""
+        rows = {row.name for row in self._rows if model_rank in row.model_ranks}
+        return [
+            name
+            for name, one in self.parameters.items()
+            if (name in rows or (one.experts > 0 and starred(name) in rows))
+        ]
 
-    def piece(self, name: str, place: Place) -> int:
-        """Return the number of the slice, or of the part, that a rank holds."""
-        if self.is_stacked(name):
-            return self.parts[self.structure.experts[name]][place]
-        return place.model_rank % self.slices
+    @cached_property
+    def _positions(self) -> dict[int, dict[str, int]]:
+        """The position of each parameter's name among the sorted ones of its model rank."""
+        names: dict[int, set[str]] = {}
+        for row in self._rows:
+            for rank in row.model_ranks:
+                names.setdefault(rank, set()).add(row.name)
+        return {rank: {name: at for at, name in enumerate(in_order(own))} for rank, own in names.items()}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a slice of a parameter, or of a part of its experts."""
-        return self.parameters[name].shape_of_slice(self.pieces(name))
-
-    def numel(self, name: str) -> int:
-        """Return the number of elements of a slice of a parameter, or of a part of its experts."""
-        return math.prod(self.shape(name))
-
-    def vectors(self, place: Place, numel_of: Callable[[str], int]) -> Vectors:
-        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common.
-
-        Args:
-            place: the rank.
-            numel_of: returns the number of elements of a parameter on a rank, by its name in the whole model.
-        """
-        found: Vectors = []
-        for number, local in enumerate(self.structure.groups[place.model_rank // self.slices]):
-            names = [self.whole_name(name, place) for name in local]
-            first = names[0] if names else ""
-            itemsize = self.parameters[first].dtype.itemsize if names else 1
-            numels, replicas = {name: numel_of(name) for name in names}, len(self.sharers(first, place))
-            vectors = vectors_of(numels, self.layout, self.structure.options, replicas, itemsize)
-            found += [(number, one) for one in vectors]
+    @cached_property
+    def _tables_of_ranks(self) -> dict[int, list[SavedTable]]:
+        found: dict[int, list[SavedTable]] = {}
+        for table in self.tables:
+            found.setdefault(table.model_rank, []).append(table)
         return found
+
+    def tables_of(self, name: str) -> Iterator[str]:
+        """Yield the files of the tables with a part of a parameter; of a buffer, of all that have buffers."""
+        row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
+        for rank, positions in self._positions.items():
+            at = positions.get(row)
+            for table in self._tables_of_ranks.get(rank, ()):
+                if table.has_buffers if row not in self._all_rows else at is not None and table.holds_row(at):
+                    yield table.path
+
+    @cached_property
+    def _all_rows(self) -> set[str]:
+        return {row.name for row in self._rows}
 
 
 def slices_of(layout: SavedLayout) -> int:
@@ -325,7 +300,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
     layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
-    model = WholeModel(parameters, structure, layout)
+    model = WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
     return model

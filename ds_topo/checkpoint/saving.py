@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,9 +37,19 @@ from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedStructure, built_from, merged
+from ds_topo.checkpoint.engine_state import recorder_of
+from ds_topo.checkpoint.manifest import (
+    Manifest,
+    SavedFile,
+    SavedParameter,
+    SavedStructure,
+    SavedTable,
+    built_from,
+    merged,
+)
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
+from ds_topo.checkpoint.table import Recorder
 from ds_topo.errors import CheckpointError, abridged, warn
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -129,8 +140,14 @@ class WrittenFiles:
     a call that writes only copies the content.
     """
 
-    def __init__(self, root: Path, copied_for: DeepSpeedEngine | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        copied_for: DeepSpeedEngine | None = None,
+        describe: Callable[[Any, str], None] = lambda content, file: None,
+    ) -> None:
         self._root = root
+        self._describe = describe
         self._copies: Copies | None = None
         if copied_for is not None:  # its last save is finished, so nothing reads the memory of that any more
             self._copies = Copies(_memories.get(copied_for, ()))
@@ -154,9 +171,9 @@ class WrittenFiles:
         ):
             yield
 
-    def write(self, content: Any, path: Path) -> None:
-        """Write a file of our own with ``torch.save``."""
-        self._recorded(torch.save, at_once=True)(content, str(path))
+    def write(self, content: Any, path: Path, save: Callable[[Any, str], object] | None = None) -> None:
+        """Write a file of our own, by default with ``torch.save``."""
+        self._recorded(save or torch.save, at_once=True)(content, str(path))
 
     def start(self) -> None:
         """Start the work that is left, after all copies were made: threads that write would slow copying down."""
@@ -198,6 +215,8 @@ class WrittenFiles:
             file = Path(path)
 
             def record() -> None:
+                if file.suffix == ".pt":
+                    self._describe(state_dict, file.relative_to(self._root).as_posix())
                 if self._copies is not None:
                     self._later[file] = partial(save, self._copies.of(state_dict), path, *arguments, **options)
                     return
@@ -221,6 +240,10 @@ class WrittenFiles:
     def _finish(self, path: Path, write: Callable[[], object] = lambda: None) -> SavedFile:
         write()
         return finished(path, self._root, dist.get_rank())
+
+
+def _write_text(text: str, path: str) -> None:
+    Path(path).write_text(text)
 
 
 def finished(path: Path, root: Path, rank: int) -> SavedFile:
@@ -358,7 +381,10 @@ class BackgroundSave:
         self._meeting.step("room", share, decide=lambda shares: self._make_room(engine, shares), is_alone=False)
         self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
         _warn_of_partial_step(engine)
-        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
+        self._recorder: Recorder | None = None
+        """The description of this rank's files, if the optimizer's memory can be described."""
+        self._layers = facts.layers_of(engine.module)
+        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)
         self._described: dict[str, Any] = {}
         """This rank's parameters."""
         self._left_early = False
@@ -411,6 +437,8 @@ class BackgroundSave:
             with suppress(OSError):  # the write fails, too, and names the path
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._files.write(facts.random_states(engine), path)
+        with suppress(CheckpointError):  # such checkpoints load in the layout that saved them
+            self._recorder = recorder_of(engine)
         with deepspeeds_part(engine), self._files.of(engine), _with_universal_info(engine, self._universal):
             engine.save_checkpoint(
                 str(self._draft),
@@ -419,10 +447,22 @@ class BackgroundSave:
                 save_latest=False,
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )
-        rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
-        rows = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
-        self._described = {"parameters": rows}
+        rows = [
+            row for row in facts.parameters_of(engine) if row.is_trained or not self._options.exclude_frozen_parameters
+        ]
+        replica, model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
+        self._described = {"parameters": rows if replica == 0 else [], "table": None}
+        if self._recorder is not None and (table := self._recorder.table()).vectors:
+            name = f"table_replica_{replica}_mp_rank_{model_rank:02d}.json"
+            self._files.write(table.to_text(), self._draft / self._tag / name, _write_text)
+            self._described["table"] = table.described(name, {row.name for row in rows})
         self._files.start()
+
+    def _describe(self, content: Any, file: str) -> None:
+        """Record where the parameters are in a file that is written now."""
+        layer = re.fullmatch(r"layer_(\d+)-.*model_states\.pt", file)
+        if self._recorder is not None:
+            self._recorder.describe(content, file, self._layers[int(layer[1])] if layer else None)
 
     def _put_in_place(self) -> Path:
         """Put the checkpoint in place when all ranks have written their files."""
@@ -478,7 +518,10 @@ class BackgroundSave:
         files.sort(key=lambda file: file.path)
         rows = merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"])
         time, versions = manifests.time_now(), facts.versions()
-        manifest = Manifest(self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure)
+        tables = tuple(built_from(SavedTable, one["table"]) for one in posted if one["table"] is not None)
+        manifest = Manifest(
+            self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure, tables
+        )
         if problems := folders.wrong_sizes(path, manifest):
             ranks = sorted({file.rank for file in files if any(problem.startswith(file.path) for problem in problems)})
             raise CheckpointError(

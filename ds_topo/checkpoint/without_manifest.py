@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from ds_topo.checkpoint.deepspeed_reader import (
-    COPIED_MASTERS,
-    FLAT_MASTERS,
-    Source,
+    DeepSpeedFiles,
     name_of_model_states,
     name_of_partition,
     opened,
@@ -45,6 +43,7 @@ from ds_topo.checkpoint.manifest import (
 )
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, expert_of, prefix_of_layer
+from ds_topo.checkpoint.table import BUFFER, COPIED_MASTERS, FLAT_MASTERS, WEIGHT, Part, Piece, Table, Vector
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -391,7 +390,7 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         raise DamagedCheckpointError(f"{path} cannot be read as safetensors ({error}): copy it once more") from error
 
 
-class WeightFiles(Source):
+class WeightFiles(DeepSpeedFiles):
     """Plain files of weights as a checkpoint of one slice without an optimizer.
 
     Args:
@@ -401,29 +400,29 @@ class WeightFiles(Source):
     """
 
     def __init__(self, path: Path, structure: SavedStructure, buffers: Collection[str]) -> None:
-        self.folder, self.layout = path, SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
-        self._tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for file in files_of_weights(path):
-            self._tensors.update(_tensors_of(file))
-        self._names_of_buffers = [name for name in self._tensors if name in buffers]
-        names = [name for name in self._tensors if name not in buffers]
+            tensors.update(_tensors_of(file))
+        names = [name for name in tensors if name not in buffers]
         experts: dict[str, int] = {}
         for name in names:
             if (expert := expert_of(name)) is not None:
                 experts[expert.head] = max(experts.get(expert.head, 0), expert.number + 1)
         parameters: dict[str, Parameter] = {}
         for name in names:
-            expert, tensor = expert_of(name), self._tensors[name]
+            expert, tensor = expert_of(name), tensors[name]
             split = structure.splits.get(expert.numbered(0) if expert else name)
             count = experts[expert.head] if expert else 0
             one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, experts=count)
             padded = split.padded if split is not None and split.padded not in (None, one.size) else None
             parameters[name] = replace(one, padded=padded)
-        self.model = WholeModel(parameters, structure, self.layout)
-
-    def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
-        return self._tensors[parameter.name].reshape(-1)[start:stop]
-
-    def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers."""
-        yield from ((name, self._tensors[name]) for name in self._names_of_buffers)
+        layout = SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
+        super().__init__(WholeModel(parameters, structure, layout), path)
+        pieces = tuple(Piece(name, tuple(one.shape)) for name, one in tensors.items())
+        kinds = [BUFFER if name in buffers else WEIGHT for name in tensors]
+        vectors = tuple(
+            Vector("", {kind: ((piece.name,), "")}, parts=(Part(number, 0, piece.numel, 0),))
+            for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
+        )
+        self._open[""], self._known = tensors, {""}
+        self._add(Table(0, pieces, vectors))

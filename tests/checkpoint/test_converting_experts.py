@@ -13,7 +13,7 @@ from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, groups
-from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, DeepSpeedFiles
 from ds_topo.checkpoint.engine_facts import structure_of
 from ds_topo.checkpoint.engine_filling import require_reachable
 from ds_topo.checkpoint.export import to_single_file
@@ -27,6 +27,7 @@ from ds_topo.checkpoint.manifest import (
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
+from ds_topo.checkpoint.table import Piece, Recorder
 from ds_topo.errors import CheckpointLayoutError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
@@ -113,11 +114,16 @@ def _saved_by_auto_ep(zero: int) -> Manifest:
 def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None:
     manifest = _saved_by_auto_ep(1)
     assert manifest.numel() == 4 * 3 * 4
-    model, whole = model_of(manifest), torch.arange(4.0 * 3 * 4).view(4, 3, 4)
+    name, whole = "0.experts.w1", torch.arange(4.0 * 3 * 4).view(4, 3, 4)
+    recorders = [Recorder(0, {name: Piece(name, (2, 3, 4), 0, 2, part)}, [], stacked=[name]) for part in range(2)]
     for number, expert in enumerate(whole):
-        file = f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
-        torch.save({f"0.experts.w1.{number}": expert.clone()}, tmp_path / file)
-    source = Source(model, tmp_path)
+        file, content = f"layer_0_expert_{number}_mp_rank_00_model_states.pt", {f"{name}.{number}": expert.clone()}
+        torch.save(content, tmp_path / file)
+        recorders[number // 2].describe(content, file)
+    for part, recorder in enumerate(recorders):
+        (tmp_path / f"{part}.json").write_text(recorder.table().to_text())
+    tables = tuple(recorder.table().described(f"{part}.json", [name]) for part, recorder in enumerate(recorders))
+    source = DeepSpeedFiles(model_of(replace(manifest, tables=tables)), tmp_path)
     for parts in (1, 2, 4):
         numel = whole.numel() // parts
         for part in range(parts):

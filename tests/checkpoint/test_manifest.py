@@ -112,8 +112,8 @@ def test_changed_byte_is_refused(tmp_path: Path) -> None:
 
 
 def test_later_version_is_refused_with_its_release() -> None:
-    text = json.dumps({"format": "ds_topo checkpoint", "version": 2, "versions": {"ds_topo": "9.9"}})
-    with pytest.raises(CheckpointVersionError, match=r"last: version 2 .* reads versions up to 1: install .*\(9\.9\)"):
+    text = json.dumps({"format": "ds_topo checkpoint", "version": 3, "versions": {"ds_topo": "9.9"}})
+    with pytest.raises(CheckpointVersionError, match=r"last: version 3 .* reads versions up to 2: install .*\(9\.9\)"):
         from_text(text, "last")
 
 

@@ -1,0 +1,166 @@
+"""The tables that ranks record while they save equal what the files themselves say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_topo import checkpoint
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, tables_of_files
+from ds_topo.checkpoint.manifest import SavedTable
+from ds_topo.checkpoint.saved_model import model_of
+from ds_topo.checkpoint.shards import Box, Slice
+from ds_topo.checkpoint.table import Part, Piece, Stored, Table, Vector, boxes_of
+from ds_topo.errors import DamagedCheckpointError
+from tests.checkpoint.continued_jobs import TAG, save_experts
+from tests.checkpoint.conversions.layouts import Layout, save
+from tests.checkpoint.matrix.pairs import SPECIAL, Side, draw_pair, save_all
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.moe_training import Case
+from tests.support.world import Worlds
+
+
+def _rows(path: Path) -> tuple[set[Stored], set[Stored]]:
+    """Return the recorded rows of a checkpoint, and those that its files yield without them."""
+    manifest = checkpoint.look_at(path.parent, path.name, digests=True).manifest
+    assert manifest is not None
+    tables = [Table.from_text((path / one.path).read_text(), one.path) for one in manifest.tables]
+    recorded = {row for table in tables for row in table.rows()}
+    model = model_of(manifest)
+    for row in recorded - {row for row in recorded if row.key == "buffer"}:
+        assert any(
+            row in set(table.rows())
+            for table, one in zip(tables, manifest.tables, strict=True)
+            if one.path in model.tables_of(row.name)
+        ), "the manifest says which table has it"
+    return recorded, {
+        row for table in tables_of_files(DeepSpeedFiles(replace(model, tables=()), path)) for row in table.rows()
+    }
+
+
+def _require_equal(path: Path) -> None:
+    recorded, found = _rows(path)
+    assert recorded
+    assert sorted(map(str, recorded - found)) == sorted(map(str, found - recorded)) == []
+
+
+def _sides(numbers: range) -> list[Side]:
+    sides = {side: None for number in numbers for side in (draw_pair(0, number).source, draw_pair(0, number).target)}
+    return [side for side in sides if not side.is_stock]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param(range(8), id="few"),
+        *(
+            pytest.param(range(first, first + 25), id=f"{first}", marks=pytest.mark.exhaustive)
+            for first in (8, 33, 58, 83, SPECIAL, SPECIAL + 25)
+        ),
+    ],
+)
+def test_tables_of_random_engines_equal_their_files(world: Worlds, tmp_path: Path, numbers: range) -> None:
+    sides = _sides(numbers)
+    for ranks in {side.ranks for side in sides}:
+        own = [(number, side) for number, side in enumerate(sides) if side.ranks == ranks]
+        cases = [(side, tmp_path / str(number), "live") for number, side in own]
+        results = world(ranks).run(save_all, cases, deadline=20 + 8 * len(cases))
+        for (number, side), (kind, *_) in zip(own, results[0], strict=True):
+            assert kind == "done", side
+            _require_equal(tmp_path / str(number) / "saved")
+
+
+MIXED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+"""``BF16_Optimizer``, with and without ZeRO."""
+LAYOUTS = [
+    Layout("pipe=2,data=2"),
+    Layout("pipe=2,data=2", 0, settings=SUMS),
+    Layout("model=2,data=2", 3, is_pipeline=False),
+    Layout("pipe=2,data=2", settings=MIXED),
+    Layout("data=2,shard=2", 3, is_pipeline=False),
+    Layout("data=2,shard=2,pipe=2", 1),
+]
+
+
+@pytest.mark.parametrize("layout", mark_exhaustive(LAYOUTS, lambda number, _: number < 2), ids=str)
+def test_tables_of_slices_and_ties_equal_their_files(world: Worlds, tmp_path: Path, layout: Layout) -> None:
+    world(layout.ranks).run(save, layout, tmp_path)
+    _require_equal(tmp_path / TAG)
+
+
+PLAIN = {"pipeline": False}
+EXPERTS = [
+    Case("data=2,model=2", (0, 2, 1), 1, **PLAIN),
+    Case("data=4", (0, 4, 0), 0, **PLAIN),
+    Case("data=2,model=2", (0, 2, 1), 1, tensor_parallel=True, **PLAIN),
+    Case("shard=2,data=2", (0, 2, 0), 2, **PLAIN, reduced=True),
+    Case("pipe=2,data=1,model=2", (0, 2, 2, 0), 1),
+    Case("data=2,pipe=2", (2, 2, 0, 2), 0),
+]
+
+
+@pytest.mark.parametrize("case", mark_exhaustive(EXPERTS, lambda number, _: number in (0, 4)), ids=str)
+def test_tables_of_experts_equal_their_files(world: Worlds, tmp_path: Path, case: Case) -> None:
+    world(case.world_size).run(save_experts, case, tmp_path)
+    _require_equal(tmp_path / TAG)
+
+
+# -- the text of a table ----------------------------------------------------------------------------------------------
+
+TABLE = Table(
+    3,
+    (Piece("0.weight", (4, 6), 1, 2, 1, 3), Piece("0.bias", (4,))),
+    (
+        Vector(
+            "a.pt",
+            {"fp32": (("states", 0), "float32")},
+            {"step": ("state", 0, "step")},
+            (Part(0, 5, 9, 0), Part(1, 0, 2, 4)),
+        ),
+        Vector("b.pt", {"weight": (("module", "#0.weight"), "bfloat16")}, {}, (Part(0, 0, 24, 0),)),
+    ),
+)
+
+
+def test_text_of_a_table_reads_back() -> None:
+    assert Table.from_text(TABLE.to_text(), "table") == TABLE
+    assert TABLE.described("table", ["0.bias", "0.weight", "1.bias"]) == SavedTable("table", 3, (0, 2))
+    assert [row.key for row in TABLE.rows()] == ["fp32", "step", "fp32", "step", "weight"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"a.pt"', "7"), ("[0,5,9,0]", "[0,5,99,0]"), ("[1,0,2,4]", "[2,0,2,4]"), ('"pieces"', '"parts"'), ("{", "[")],
+)
+def test_changed_text_of_a_table_is_refused(old: str, new: str) -> None:
+    assert old in TABLE.to_text()
+    with pytest.raises(DamagedCheckpointError, match="table: "):
+        Table.from_text(TABLE.to_text().replace(old, new, 1), "table")
+
+
+@given(st.data())
+def test_boxes_of_a_slice_have_its_elements_in_the_order_of_storage(data: st.DataObject) -> None:
+    import torch
+
+    shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    dim, slices, stride = (
+        data.draw(st.integers(0, len(shape) - 1)),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 2)),
+    )
+    shape = tuple(size * stride if number == dim else size for number, size in enumerate(shape))
+    own = Slice(shape, dim, slices, data.draw(st.integers(0, slices - 1)), stride)
+    whole = torch.arange(torch.Size(own.whole_shape).numel()).view(own.whole_shape)
+    part = torch.cat(whole.chunk(stride * slices, dim)[own.place :: slices], dim).flatten()
+    start, stop = sorted(data.draw(st.integers(0, len(part))) for _ in range(2))
+
+    def elements(box: Box) -> torch.Tensor:
+        return whole[tuple(slice(first, first + size) for first, size in zip(*box, strict=True))].flatten()
+
+    found = [elements(box) for box in boxes_of(own, start, stop)]
+    assert torch.equal(torch.cat(found) if found else part[:0], part[start:stop])
