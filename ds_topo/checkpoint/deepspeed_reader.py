@@ -114,6 +114,14 @@ class DeepSpeedFiles:
         """The parts of each parameter and key, of the tables that were read."""
         self._known: set[str] = set()
         """The tables whose rows are there."""
+        self._complete: set[str] = set()
+        """The names whose tables were all read."""
+        self._slices: dict[tuple[str, str, int | None], dict[int, list[Located]]] = {}
+        """The parts of slices that were asked for."""
+        self._of_vectors: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """The hyperparameters and states of vectors that were asked for, by their ids."""
+        self._groups: dict[Any, dict[str, Any]] = {}
+        """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
         self._lock = threading.RLock()
 
     def content(self, name: str) -> dict[str, Any]:
@@ -143,6 +151,8 @@ class DeepSpeedFiles:
 
     def _parts(self, name: str, key: str) -> list[Located]:
         """Return every part of a parameter's tensor, from all ranks that saved one."""
+        if name in self._complete:
+            return self._rows.get((name, key), [])
         with self._lock:
             if self.model.tables:
                 for path in self.model.tables_of(name):
@@ -153,6 +163,7 @@ class DeepSpeedFiles:
                 self._known.add("")
                 for table in self._of_files:
                     self._add(table)
+            self._complete.add(name)
             return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
@@ -170,6 +181,8 @@ class DeepSpeedFiles:
             key: key of the tensor.
             model_rank: the only rank whose copy is wanted; by default the first one with each slice.
         """
+        if (known := self._slices.get((name, key, model_rank))) is not None:
+            return known
         found: dict[int, dict[int, Located]] = {}
         of_rank: dict[int, int] = {}
         of_model = self.model.parameters.get(name)
@@ -181,7 +194,9 @@ class DeepSpeedFiles:
             if of_rank.setdefault(place, own) != own and not is_expert:  # ranks of several slices share experts
                 continue
             found.setdefault(place, {}).setdefault(one.part.start, one)
-        return {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
+        in_order = {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
+        self._slices[name, key, model_rank] = in_order
+        return in_order
 
     def _flat(self, one: Located, key: str) -> torch.Tensor:
         """Return the elements of a part, flat."""
@@ -297,6 +312,8 @@ class DeepSpeedFiles:
         if first is None:
             return {}, {}
         vector = first.vector
+        if (known := self._of_vectors.get(id(vector))) is not None:
+            return known
         states: dict[str, Any] = {}
         for key, path in vector.values.items():
             value = self._at(vector.file, path)
@@ -312,11 +329,11 @@ class DeepSpeedFiles:
         }
         group = states.pop(GROUP)
         path = vector.values[GROUP]
+        own = {key: group[key] for key in group if key not in ("params", "param_names")}
         with self._lock:
-            known = self._groups.setdefault(
-                (vector.file, path), {key: group[key] for key in group if key not in ("params", "param_names")}
-            )
-        return known, states
+            found = self._groups.setdefault((vector.file, path), own), states
+            self._of_vectors[id(vector)] = found
+        return found
 
     def states_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
@@ -330,7 +347,7 @@ class DeepSpeedFiles:
         first = ""
         for name in names:
             _, states = self.of_parameter(name)
-            if found and states and (key := differing(found, states)):
+            if found and states and states is not found and (key := differing(found, states)):
                 raise CheckpointLayoutError(
                     f"{self.folder}: {first!r} and {name!r} have different values or types of {key} in the optimizer, "
                     "which has one for both in this layout. Put the two into different groups of the optimizer, or "
@@ -339,11 +356,6 @@ class DeepSpeedFiles:
             if states and not found:
                 found, first = states, name
         return found
-
-    @cached_property
-    def _groups(self) -> dict[Any, dict[str, Any]]:
-        """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
-        return {}
 
     # -- the engine's own files
 

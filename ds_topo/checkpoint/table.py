@@ -169,28 +169,19 @@ class Table:
         """
         try:
             content = json.loads(text)
-            pieces = [
-                built_from(Piece, dict(zip(Piece.__dataclass_fields__, row, strict=True))) for row in content["pieces"]
-            ]
+            fields = list(Piece.__dataclass_fields__)
+            pieces = [built_from(Piece, dict(zip(fields, row, strict=True))) for row in content["pieces"]]
             vectors = []
             for file, tensors, values, parts in content["vectors"]:
-                of_keys = {
-                    key: (tuple(map(_decoded, path)), dtype)
-                    for key, (dtype, *path) in built_from(dict[str, tuple[str, ...]], tensors).items()
-                }
-                of_values = {
-                    key: tuple(map(_decoded, path))
-                    for key, path in built_from(dict[str, tuple[str, ...]], values).items()
-                }
-                numbers = built_from(tuple[tuple[int, ...], ...], parts)
-                found = tuple(Part(*row) for row in numbers)
-                if any(
-                    not 0 <= one.piece < len(pieces)
-                    or not 0 <= one.start <= one.stop <= pieces[one.piece].numel
-                    or one.offset < 0
-                    for one in found
-                ):
-                    raise ValueError("a part lies outside of its parameter")
+                of_keys = {key: (_path_of(path), str(dtype)) for key, (dtype, *path) in tensors.items()}
+                of_values = {key: _path_of(path) for key, path in values.items()}
+                found = tuple(Part(*row) for row in parts)
+                for one in found:
+                    numel = pieces[one.piece].numel if one.piece >= 0 else -1
+                    if {*map(type, vars(one).values())} != {int} or not 0 <= one.start <= one.stop <= numel:
+                        raise ValueError("a part lies outside of its parameter")
+                    if one.offset < 0:
+                        raise ValueError("an offset is negative")
                 vectors.append(Vector(built_from(str, file), of_keys, of_values, found))
             return cls(built_from(int, content["model_rank"]), tuple(pieces), tuple(vectors))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -199,6 +190,10 @@ class Table:
 
 def _encoded(key: str | int) -> str:
     return f"#{key}" if isinstance(key, int) or key.startswith("#") else key
+
+
+def _path_of(keys: Sequence[str]) -> Path:
+    return tuple([_decoded(key) for key in keys])
 
 
 def _decoded(key: str) -> str | int:
