@@ -576,8 +576,8 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
     unknown = [str(name) for name in config if name not in _KEYS]
     for name in unknown:
         text = name.lower()
-        near = difflib.get_close_matches(text, (REDUCER_SECTION, TOPOLOGY_SECTION), n=1, cutoff=0.77)
-        near = near or difflib.get_close_matches(text, _KEYS, n=1, cutoff=0.86)
+        near = difflib.get_close_matches(text, (REDUCER_SECTION, TOPOLOGY_SECTION), cutoff=0.77)
+        near = near or difflib.get_close_matches(text, _KEYS, cutoff=0.86)
         if near:
             raise EngineOptionError(
                 f"config section {abridged(name)}: did you mean {near[0]!r}? DeepSpeed ignores keys that it does not "
@@ -611,7 +611,7 @@ _SWITCH = "enabled"
 def _check_switches(path: str, section: object) -> None:
     """Refuse ``"enable": true`` and the like: older sections of DeepSpeed ignore it, and stay off."""
     for name, value in section.items() if isinstance(section, Mapping) else ():
-        if name != _SWITCH and difflib.get_close_matches(str(name).lower(), [_SWITCH], n=1, cutoff=0.85):
+        if name != _SWITCH and difflib.get_close_matches(str(name).lower(), [_SWITCH], cutoff=0.85):
             raise EngineOptionError(f'config section "{path}": {abridged(name)} switches nothing on: write "{_SWITCH}"')
         _check_switches(f"{path}.{name}", value)
 

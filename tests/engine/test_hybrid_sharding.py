@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, us
 from ds_topo.engine import hybrid_sharding
 from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
+from ds_topo.zero.exchange import Copies
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,
     SITUATIONS,
@@ -33,6 +35,7 @@ from tests.engine.test_against_deepspeed import (
     assert_alike,
     train,
 )
+from tests.support.fake_world import fake_world
 from tests.support.gpt_training import batch, loss_of, plain_engine, train_pipeline
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -66,6 +69,68 @@ def compare(world: Worlds, rows: tuple[Row, ...], sides: tuple[str, ...] = ("gri
                 theirs = expected[rank][number // len(ORDERS)]
                 assert isinstance(theirs, Record)
                 assert_alike(ours, theirs, TOLERANCES[row.precision], norms=not row.experts)
+
+
+class _Zero3:
+    """The part of ZeRO 3 that keeps the gradients of a rank's partitions."""
+
+    def __init__(self, group: Any, offloads: bool) -> None:
+        self.dp_process_group, self.offload_optimizer = group, offloads
+        self.reduce_and_partition_stream = None
+        self.ends_step = False
+        self.seen: list[bool] = []
+        self.finalized = 0
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.ends_step
+
+    def set_gradient_accumulation_boundary(self, value: bool) -> None:
+        self.ends_step = value
+
+    def get_param_comm_dtype(self, parameter: Any) -> torch.dtype:
+        return torch.float32
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        self.finalized += 1
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_gradients_of_zero_3_are_summed_over_the_copies_once_in_a_step(rank: int, offloads: bool) -> None:
+    with fake_world(rank, 4), PipelineParallelGrid("data=2,shard=2") as grid:
+        group = grid.get_group("shard")
+        copies = Copies(grid.get_group("data"), grid.get_data_parallel_group())
+        optimizer: Any = _Zero3(group, offloads)
+        # The second parameter has one element, which is in the first partition.
+        parameters = [
+            SimpleNamespace(ds_numel=numel, partition_numel=lambda numel=numel: -(-numel // 2)) for numel in (4, 1)
+        ]
+        filled = parameters if dist.get_rank(group) == 0 else parameters[:1]
+        kept = [torch.zeros(each.partition_numel()) for each in filled]
+
+        def add(given: list[Any], partitions: list[torch.Tensor]) -> list[torch.Tensor]:
+            optimizer.seen.append(optimizer.ends_step)
+            for tensor, part in zip(kept, partitions, strict=True):
+                tensor += part
+            return kept
+
+        hybrid_sharding.wait_for_sums(copies, optimizer)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            for step in (1, 2):
+                for micro_batch in range(3):
+                    optimizer.ends_step = micro_batch == 2
+                    ones = [torch.ones_like(each) for each in kept]
+                    assert hybrid_sharding.partition_and_sum(copies, add, optimizer, parameters, ones) is kept
+                    assert optimizer.ends_step is (micro_batch == 2)
+                    assert all_reduce.call_count == step - 1 + (micro_batch == 2), "in the last micro-batch alone"
+                    hybrid_sharding.wait_for_sums(copies, optimizer)
+                assert all(set(each.tolist()) == {1.5} for each in kept), "half of 3, as the other copy adds nothing"
+                for each in kept:
+                    each.zero_()
+            (call, _) = all_reduce.call_args_list
+            assert call.kwargs["group"] is copies.group
+        assert optimizer.seen == [False, False, not offloads] * 2, "an offloaded optimizer must not get them before"
+        assert optimizer.finalized == (2 if offloads else 0)
 
 
 def test_a_shard_axis_trains_as_stock_deepspeed(world: Worlds) -> None:
