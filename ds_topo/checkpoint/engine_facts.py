@@ -391,7 +391,8 @@ def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     stage, place, _ = stage_and_slice(engine)
     if place or replica_of(engine):
         return None
-    return {"stage": stage, "structure": structure_of(engine), "universal": universal_info_of(engine)}
+    structure = structure_of(engine)
+    return {"stage": stage, "structure": structure, "universal": universal_info_of(engine, structure)}
 
 
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure:
@@ -420,10 +421,10 @@ WRITER = "written_by"
 """An entry that marks ours, which a program did not supply."""
 
 
-def universal_info_of(engine: DeepSpeedEngine) -> dict[str, Any]:
+def universal_info_of(engine: DeepSpeedEngine, structure: manifests.SavedStructure) -> dict[str, Any]:
     """Return what ``ds_to_universal`` needs to know of this stage's parameters."""
     _, _, slices = stage_and_slice(engine)
-    structure, found = structure_of(engine), {key: kind() for key, kind in _ITEMS.items()}
+    found = {key: kind() for key, kind in _ITEMS.items()}
     in_groups = {name for groups in structure.groups for names in groups for name in names}
     for name, parameter in engine.module.named_parameters():
         if name not in in_groups or not parameter.requires_grad or head_of(name):

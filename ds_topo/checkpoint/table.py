@@ -301,7 +301,12 @@ class Recorder:
         used = sorted({part.piece for vector in self._vectors for part in vector.parts})
         numbers = {piece: number for number, piece in enumerate(used)}
         vectors = tuple(
-            replace(one, parts=tuple(replace(part, piece=numbers[part.piece]) for part in one.parts))
+            Vector(
+                one.file,
+                one.tensors,
+                one.values,
+                tuple([Part(numbers[part.piece], part.start, part.stop, part.offset) for part in one.parts]),
+            )
             for one in self._vectors
         )
         return Table(self._model_rank, tuple(self.pieces[number] for number in used), vectors)
