@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.backends import synchronize
 from ds_topo.torch_names import COLLECTIVES_ASK
 from ds_topo.zero import exchange
-from ds_topo.zero.arrivals import InFlightParameter, unaware_of_arrivals
+from ds_topo.zero.arrivals import Arrival, InFlightParameter, hide, unaware_of_arrivals
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -60,6 +61,36 @@ def test_what_would_not_wait_for_parameters_is_named() -> None:
     ):
         found = unaware_of_arrivals(nn.Sequential(nn.Linear(1, 1), part))
         assert found == (expected if COLLECTIVES_ASK else said)
+
+
+class _Sending:
+    """An exchange that ends with the first wait."""
+
+    waits = 0
+
+    def is_done(self) -> bool:
+        return self.waits > 0
+
+    def wait(self) -> int:
+        self.waits += 1
+        return 7
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_new_parameter_of_one_in_flight_waits_for_it(requires_grad: bool) -> None:
+    sending, values = _Sending(), torch.arange(3.0)
+    parameter = nn.Parameter(values, requires_grad)
+    seats = [(parameter, values, torch.zeros(3))]
+    hide(seats)
+    before = time.perf_counter_ns()
+    arrival = Arrival(sending, torch.device("cpu"), seats)  # type: ignore[arg-type]
+    assert (type(parameter), arrival.is_over, sending.waits) == (InFlightParameter, False, 0)
+    new = nn.Parameter(parameter, requires_grad)
+    assert (type(new), new.requires_grad) == (nn.Parameter, requires_grad)
+    assert new.tolist() == [0.0, 1.0, 2.0]
+    assert (type(parameter), arrival.is_over, sending.waits) == (nn.Parameter, True, 1)
+    assert arrival.done_ns == 7
+    assert 0 < arrival.waited_ns <= time.perf_counter_ns() - before
 
 
 def _layers() -> nn.Sequential:

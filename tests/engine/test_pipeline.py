@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -20,6 +21,7 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo.engine import pipeline
 from ds_topo.engine.pipeline import _check_stages
 from ds_topo.errors import DisagreementError, TopologyError
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
@@ -265,3 +267,17 @@ def test_stages_and_layers_must_fit_the_topology(
         if "num_stages" in message:
             monkeypatch.setenv(TOPOLOGY_OVERRIDE, spec)
             _check_stages(num_stages, spec, layers, parts)
+
+
+@pytest.mark.parametrize(("interval", "device", "needed"), [(0, "cpu", 0), (1, "cpu", 1), (1, "cuda", 0)])
+def test_checkpointing_on_a_cpu_needs_a_release(
+    interval: int, device: str, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(pipeline, "require", asked.append)
+    monkeypatch.setattr(pipeline, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+    for function in (deepspeed.checkpointing.checkpoint, print):
+        module: Any = SimpleNamespace(activation_checkpoint_func=function, activation_checkpoint_interval=interval)
+        pipeline.checkpoint_all_segments(module)
+        assert (module.activation_checkpoint_func is function) == (function is print), "a function of the user stays"
+    assert len(asked) == needed

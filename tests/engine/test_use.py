@@ -338,6 +338,12 @@ def test_use_refuses_other_sequence_parallel_groups() -> None:
             assert deepspeed.initialize is before
         with mock.patch.object(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", dist.new_group([0, 2])):
             use(grid).release()
+        with use(grid):
+            parallel_state_sp.initialize_sequence_parallel(2)
+            with pytest.raises(TopologyError, match="sequence_parallel_size 4, but the grid in use is 'seq=2,data=2'"):
+                parallel_state_sp.initialize_sequence_parallel(4)
+            assert parallel_state_sp._SEQUENCE_PARALLEL_GROUP is grid.get_group("seq")
+        assert parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None
 
 
 def test_warns_if_accelerate_is_imported_after_use(monkeypatch: pytest.MonkeyPatch) -> None:
