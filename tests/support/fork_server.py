@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from contextlib import suppress
 
 import ds_topo
 from tests.support.assertions import show_values_of_asserts
@@ -21,16 +22,27 @@ for module in (
     # DeepSpeed imports these when it builds an engine: a second or two for each rank
     *("torch.utils.cpp_extension", "deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer"),
     *("torch._dynamo", "torch.distributed.tensor.debug", "deepspeed.runtime.zero.muon.original_muon"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3"),
+    *("deepspeed.comm.mori", "deepspeed.utils.pin_memory", "torch.profiler._cupti_monitor"),
     *("matplotlib.figure", "rich.progress"),  # of the examples
+    "torch._subclasses.schema_check_mode",
+    *("tests.support.gpt_training", "tests.support.moe_training"),
 ):
-    importlib.import_module(module)
+    with suppress(ModuleNotFoundError):  # some releases of torch or DeepSpeed lack some of them
+        importlib.import_module(module)
 
 for name in ds_topo.__all__:
     getattr(ds_topo, name)
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
+from deepspeed.ops import __compatible_ops__  # noqa: E402, F401 - finding out starts compilers
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder  # noqa: E402
 
 from tests.support import rank_main  # noqa: E402
+from tests.support.gpt_training import some_text  # noqa: E402
+
+ShareMemCommBuilder().load()  # ranks.py has compiled it; else each job of each rank asks for the version of ninja
+some_text()
 
 # DeepSpeed refuses fp16 on CPUs that have no instructions for it, although torch computes it on all of them
 CPU_Accelerator.is_fp16_supported = lambda _: True
