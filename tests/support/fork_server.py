@@ -5,10 +5,12 @@ Only the fork server imports it, because the import does the work.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
 from contextlib import suppress
+from typing import Any
 
 import ds_topo
 from tests.support.assertions import show_values_of_asserts
@@ -35,14 +37,30 @@ for name in ds_topo.__all__:
     getattr(ds_topo, name)
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
+from deepspeed.comm.torch import TorchBackend  # noqa: E402
 from deepspeed.ops import __compatible_ops__  # noqa: E402, F401 - finding out starts compilers
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder  # noqa: E402
 
 from tests.support import rank_main  # noqa: E402
 from tests.support.gpt_training import some_text  # noqa: E402
 
-ShareMemCommBuilder().load()  # ranks.py has compiled it; else each job of each rank asks for the version of ninja
 some_text()
+
+# ranks.py has compiled the extension. Loaded here, it is not looked up in each job of each rank.
+shared_memory = ShareMemCommBuilder().load()
+initialize_shared_memory, sizes = shared_memory.initialize, []
+
+
+@functools.wraps(TorchBackend.inference_all_reduce)
+def inference_all_reduce(self: TorchBackend, *args: Any, **options: Any) -> Any:
+    """Write the 66 MiB of shared memory of this rank before the first call that uses them: few jobs do."""
+    if sizes:
+        initialize_shared_memory(*sizes[0])
+    return inference_all_reduce.__wrapped__(self, *args, **options)
+
+
+shared_memory.initialize = lambda *size_and_rank: sizes.append(size_and_rank)
+TorchBackend.inference_all_reduce = inference_all_reduce
 
 # DeepSpeed refuses fp16 on CPUs that have no instructions for it, although torch computes it on all of them
 CPU_Accelerator.is_fp16_supported = lambda _: True
