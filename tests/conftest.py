@@ -90,6 +90,18 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return case_name(val)
 
 
+LONGEST = [
+    *("cluster/test_launch", "test_guides", "examples/test_jobs", "watch/test_faults", "engine/test_patches"),
+    *("cluster/test_virtual_hosts", "checkpoint/test_torch", "engine/test_arriving_parameters"),
+    *("engine/test_plain_engine", "engine/test_replicas", "cluster/test_check", "engine/test_reducer_drivers"),
+    *("engine/test_moe", "engine/test_zero_partitions", "programs/test_hugging_face", "launch/test_joining"),
+    *("checkpoint/test_saving", "watch/test_progress", "watch/test_watch", "gpu/test_gpu"),
+    *("checkpoint/test_background", "engine/test_autoep"),
+]
+"""The files whose default tests take half a minute or more, the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the tests of virtual hosts: no worker of pytest-xdist is left with these long files at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/cluster/"))
+    """Start with the longest files: no worker of pytest-xdist is left with one of them at the end."""
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

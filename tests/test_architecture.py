@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ds_topo
+from tests.conftest import LONGEST
 from tests.support.imports import circles_in, imports_in
 
 PACKAGE = Path(ds_topo.__file__).parent
@@ -211,3 +212,8 @@ def test_every_public_name_exists(name: str) -> None:
 def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Absent'"):
         ds_topo.Absent  # noqa: B018
+
+
+def test_files_that_the_tests_start_with_exist() -> None:
+    """A file that was renamed would start late, and be left at the end."""
+    assert [name for name in LONGEST if not (PACKAGE.parent / f"tests/{name}.py").is_file()] == []
