@@ -27,7 +27,7 @@ for module in (
     *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3"),
     *("deepspeed.comm.mori", "deepspeed.utils.pin_memory", "torch.profiler._cupti_monitor"),
     *("matplotlib.figure", "rich.progress"),  # of the examples
-    "torch._subclasses.schema_check_mode",
+    *("torch._subclasses.schema_check_mode", "torch.distributed.checkpoint"),
     *("tests.support.gpt_training", "tests.support.moe_training"),
 ):
     with suppress(ModuleNotFoundError):  # some releases of torch or DeepSpeed lack some of them
