@@ -37,7 +37,7 @@ from tests.support.small_engines import settings, start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
-pytestmark = pytest.mark.backends("strict", exhaustive=("gloo",))
+pytestmark = pytest.mark.backends("gloo", "strict")
 
 OVERLAPPED = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300, "overlap_parameters": True}
 

@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
-pytestmark = pytest.mark.backends("strict", exhaustive=("gloo",))
+pytestmark = pytest.mark.backends("gloo", "strict")
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
