@@ -18,8 +18,6 @@ DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
 StockDualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
 FoldingGroupTables = find("deepspeed.module_inject.auto_ep_folding.FoldingGroupTables")
 validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_autoep_config")
-placement_of_experts = find("deepspeed.checkpoint.autoep_affine.legacy_uniform_autoep_placement_descriptor")
-map_of_placement = find("deepspeed.checkpoint.autoep_affine.autoep_placement_to_affine_map")
 is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transforming")
 HAS_PARAMETER_ALIGNMENT = not is_absent(find("deepspeed.checkpoint.constants.PARAM_ALIGNMENT_PADDINGS"))
 """True if ZeRO 1 and 2 have the option ``parameter_alignment`` and save its paddings, from DeepSpeed 0.19.7 on."""
