@@ -475,8 +475,14 @@ def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
+    class StreamOfKnownLength(Stream):
+        def __len__(self) -> int:
+            return 3
+
     with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
-        with pytest.raises(TypeError, match="has no length"):
-            grid.sampler(Stream())  # type: ignore[arg-type]
+        assert [len(batch) for batch in grid.data_loader(range(12), 2)] == [2, 1]
+        for dataset in (Stream(), StreamOfKnownLength(), iter([1, 2])):
+            with pytest.raises(TypeError, match="has no length"):
+                grid.sampler(dataset)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="the grid provides the sampler"):
             grid.data_loader(range(8), sampler=[0, 1])

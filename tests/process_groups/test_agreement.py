@@ -186,6 +186,21 @@ def test_keys_of_a_round_go_once_all_its_ranks_come_to_another_even_if_they_disa
     assert _left_after({0: "plan: a", 1: "failed: x"}) == []
 
 
+def test_keys_are_due_once_when_all_their_readers_have_come() -> None:
+    store = dist.HashStore()
+    agreement.leave(store, 0, range(2), ["two"])
+    agreement.leave(store, 0, range(3), ["three", "more"])
+    agreement.leave(store, 1, range(2), ["of another rank"])
+    for came, due in (
+        (range(1), []),
+        (range(2), ["two"]),
+        (range(2), []),
+        (range(4), ["three", "more"]),
+        (range(4), []),
+    ):
+        assert agreement.take_due(store, 0, came) == due
+
+
 def test_keys_of_a_round_stay_for_a_rank_that_may_still_read_them() -> None:
     assert _left_after({0: "plan: a", 1: "plan: a"}, absent=[2]) == ["verdict"]
 
