@@ -55,7 +55,8 @@ initialize_shared_memory, sizes = shared_memory.initialize, []
 def inference_all_reduce(self: TorchBackend, *args: Any, **options: Any) -> Any:
     """Write the 66 MiB of shared memory of this rank before the first call that uses them: few jobs do."""
     if sizes:
-        initialize_shared_memory(*sizes[0])
+        initialize_shared_memory(*sizes.pop())
+        sizes.clear()
     return inference_all_reduce.__wrapped__(self, *args, **options)
 
 

@@ -96,6 +96,7 @@ def _fail_on_rank_one_alone() -> None:
 
 def _communicate_in_shared_memory() -> tuple[str, list[Path]]:
     deepspeed.init_distributed(verbose=False)
+    deepspeed.comm.inference_all_reduce(torch.ones(4))
     dist.barrier()
     pattern = f"deepspeed_*_{os.environ['MASTER_PORT']}_*"
     return pattern, list(Path("/dev/shm").glob(pattern))
