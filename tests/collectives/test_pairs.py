@@ -18,7 +18,7 @@ from tests.support.counted_collectives import CountedCollectives
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.world import Worlds
 
-pytestmark = pytest.mark.backends("gloo", "strict")
+pytestmark = pytest.mark.backends("strict", exhaustive=("gloo",))
 
 GRIDS = [(2, "model=2"), (4, "model=4"), (4, "model=2,data=2")]
 """World size and topology: whole worlds, and groups of ranks that are not adjacent."""

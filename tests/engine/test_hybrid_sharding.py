@@ -49,7 +49,7 @@ from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
-STEPS = 4
+STEPS = 3
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 ORDERS = ("data=2,shard=2", "shard=2,data=2")
 

@@ -25,7 +25,7 @@ from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
-STEPS = 4
+STEPS = 3
 CASES: list[dict[str, Any]] = [
     {"zero": 0},
     {"zero": 1},

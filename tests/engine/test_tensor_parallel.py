@@ -14,7 +14,7 @@ from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
-STEPS = 6
+STEPS = 3
 ORDERS = [",".join(f"{axis}=2" for axis in order) for order in permutations(("pipe", "data", "model"))]
 
 
