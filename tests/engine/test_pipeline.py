@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
 from ds_topo.engine import pipeline
-from ds_topo.engine.pipeline import _check_stages
+from ds_topo.engine.pipeline import check_stages
 from ds_topo.errors import DisagreementError, TopologyError
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from tests.support.exhaustive import mark_exhaustive
@@ -263,10 +263,10 @@ def test_stages_and_layers_must_fit_the_topology(
 ) -> None:
     with fake_world(0, 4):
         with pytest.raises(TopologyError, match=message) if message else nullcontext():
-            _check_stages(num_stages, spec, layers, parts)
+            check_stages(num_stages, spec, layers, parts)
         if "num_stages" in message:
             monkeypatch.setenv(TOPOLOGY_OVERRIDE, spec)
-            _check_stages(num_stages, spec, layers, parts)
+            check_stages(num_stages, spec, layers, parts)
 
 
 @pytest.mark.parametrize(("interval", "device", "needed"), [(0, "cpu", 0), (1, "cpu", 1), (1, "cuda", 0)])
@@ -278,6 +278,6 @@ def test_checkpointing_on_a_cpu_needs_a_release(
     monkeypatch.setattr(pipeline, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
     for function in (deepspeed.checkpointing.checkpoint, print):
         module: Any = SimpleNamespace(activation_checkpoint_func=function, activation_checkpoint_interval=interval)
-        pipeline.checkpoint_all_segments(module)
+        pipeline._checkpoint_all_segments(module)
         assert (module.activation_checkpoint_func is function) == (function is print), "a function of the user stays"
     assert len(asked) == needed
