@@ -82,6 +82,7 @@ TESTS = {
     "engine/autocast_scaling": "engine/test_idle_stages.py",
     "engine/autoparallel": "engine/test_autotp.py engine/test_autosp.py engine/test_autoep.py",
     "engine/backward_passes": "engine/test_accumulation.py",
+    "engine/batches": "engine/test_batches.py mistakes/test_wrong_kinds.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
     "engine/config_options": "engine/test_options.py mistakes/test_options.py",
     "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",

@@ -258,7 +258,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
 def replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
     """Yield what must be equal on several ranks; with ``slices`` also along ``model``. Compared here and by verify."""
     is_pipeline = isinstance(engine, PipelineEngine)
-    dense = engine.mpu.get_data_parallel_group() if is_pipeline else engine.seq_data_parallel_group
+    dense = engine.seq_data_parallel_group
     named = list(engine.module.named_parameters())
     for name, parameter in named:
         yield Replicated(name, parameter, *_group_of(parameter, dense))

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle, repeat
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -82,6 +83,45 @@ def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_confi
                         assert len(first._digests) == number
                         assert len(said) == (is_named and rank == 0), "once, before the second batch"
                 assert [*map(bool, first._digests)] == [noted] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "checks", "is_said"),
+    [
+        ("data=2", True, True),
+        ("data=2", False, False),
+        ("model=2", True, False),
+        ("seq=2", True, False),
+        ("data=2,seq=2", True, True),
+        ("data=2,shard=2,seq=2", True, False),
+    ],
+)
+def test_replicas_are_compared_if_there_are_some_and_a_group_joins_them(spec: str, checks: bool, is_said: bool) -> None:
+    for rank in range(2):
+        with fake_world(rank, 2 ** spec.count("=")), PipelineParallelGrid(spec) as grid:
+            first = FirstSamples(grid, 4)
+            first.look_at_inputs(torch.arange(8.0).view(4, 2))
+            grid.check_samples = checks
+            for is_first in (True, False):
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    first.compare()  # the stand-in for the other ranks has read the same
+                assert len(said) == (is_said and rank == 0 and is_first)
+
+
+@pytest.mark.parametrize("changed", [{}, {"stages": 1}, {"batch_fn": print}, {"checks": False}, {"is_first": False}])
+@pytest.mark.parametrize("only", ["", "slices", "curriculum"])
+def test_shapes_are_read_where_a_step_needs_them(changed: dict[str, Any], only: str) -> None:
+    case = {"stages": 2, "batch_fn": None, "checks": True, "is_first": True, **changed}
+    grid = SimpleNamespace(get_axis_size=lambda axis: 1 + (only == "slices"), check_samples=case["checks"])
+    engine: Any = SimpleNamespace(
+        grid=grid,
+        num_stages=case["stages"],
+        batch_fn=case["batch_fn"],
+        is_first_stage=lambda: case["is_first"],
+        curriculum_learning_enabled=lambda: only == "curriculum",
+    )
+    assert batches._are_shapes_read(engine) == (not changed or (changed == {"is_first": False} and only != ""))
 
 
 def test_remaining_counts_without_reading() -> None:

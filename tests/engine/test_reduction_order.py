@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, initialize
+from ds_topo.engine import reduction_order
 from ds_topo.errors import DisagreementError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
@@ -29,6 +32,34 @@ class Parts(nn.Module):
 
     def forward(self, inputs: torch.Tensor, order: list[int]) -> torch.Tensor:
         return sum((inputs @ self.parts[index]).tanh() * (index + 1) for index in order).square().mean()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize(("scatters", "is_contiguous"), [(True, True), (False, False), (False, True)])
+def test_ranks_compare_what_they_have_gathered_with_the_last_bucket(
+    is_known: bool, is_last: bool, scatters: bool, is_contiguous: bool
+) -> None:
+    parameters, modules = [SimpleNamespace(ds_id=number) for number in (5, 3)], [SimpleNamespace(ds_id=9)]
+    outside = [SimpleNamespace(ds_id=4)]
+    coordinator: Any = SimpleNamespace(is_complete_trace=lambda: is_known)
+    vars(coordinator).update({reduction_order._GATHERED: 8, reduction_order._ORDER: modules})
+    optimizer: Any = SimpleNamespace(
+        ipg_buckets={torch.float32: SimpleNamespace(params=parameters)},
+        reduce_scatter=scatters,
+        contiguous_gradients=is_contiguous,
+        parameter_offload=SimpleNamespace(get_param_coordinator=lambda: coordinator),
+    )
+    compared = mock.Mock(waits_for_device=is_last, external_parameters=lambda: outside)
+    reduction_order.compare_partitioned_bucket(compared, optimizer, torch.float32)
+    content, names, gathered, external, facts = compared.compare.call_args.args
+    ids = [5, 3] if is_contiguous and not scatters else [3, 5]
+    order = [-1, *([] if is_known else [9]), -1, 4]
+    assert content == ids + ([is_known, 8, *order] if is_last else [])
+    assert [each.ds_id for each in names] == ids
+    assert gathered == (modules if is_last and not is_known else [])
+    assert external == (outside if is_last else [])
+    assert len(facts) == is_last
 
 
 _USES = {

@@ -141,19 +141,22 @@ def _in_fp16(zero: int) -> None:
         for reducer in (False, {**SMALL, "overlap_parameters": True}):
             fp16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
             engine = _engine(grid, zero, reducer=reducer, fp16=fp16, gradient_accumulation_steps=1)
-            scales = []
+            scales, norms = [], []
             for step in range(8):
+                skipped = engine.skipped_steps
                 overflows = step == 6 and dist.get_rank() == dist.get_world_size() - 1
                 inputs = torch.full((2, 8), 300.0 if overflows else 0.5 + step).half()
                 engine.backward(engine(inputs.to(engine.device)).float().square().mean())
                 engine.step()
                 scales.append(engine.optimizer.loss_scale)
-            found.append((scales, _state(engine)))
+                norms += [float(engine.get_global_grad_norm())] if engine.skipped_steps == skipped else []
+            found.append((scales, _state(engine), torch.tensor(norms)))
             engine.destroy()
     assert found[0][0] == found[1][0]
     assert len(set(found[0][0])) > 2, "some steps overflowed"
     exact = {"rtol": 0, "atol": 0} if engine.device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
     torch.testing.assert_close(found[1][1], found[0][1], **exact)
+    torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
