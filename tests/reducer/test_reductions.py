@@ -642,6 +642,30 @@ def test_notes_of_30000_ranks_do_not_overflow() -> None:
         assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (0, 0, False)
 
 
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({}, False),
+        ({"communication_dtype": None}, False),
+        ({"communication_dtype": torch.bfloat16}, True),
+        ({"op": "sum"}, True),
+        ({"divisor": 4.0}, True),
+        ({"predivide_factor": 2.0}, True),
+    ],
+)
+def test_communication_hook_is_refused_with_options_that_it_would_ignore(
+    options: dict[str, Any], is_refused: bool
+) -> None:
+    with fake_world(0, 2):
+        reducer = GradientReducer(nn.Linear(2, 2), two_level=False, **options)
+        for of_engine in (None, *([torch.bfloat16] if "communication_dtype" not in options else [])):
+            if of_engine is not None:  # the type of an engine is no option of the user
+                reducer.options = replace(reducer.options, communication_dtype=of_engine)
+            with pytest.raises(ValueError, match="scales and converts by itself") if is_refused else nullcontext():
+                reducer.register_comm_hook(None, default_hooks.allreduce_hook)
+        reducer.detach()
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) -> None:
     layout = PartitionLayout.balanced([4], [(0,)], 2)
