@@ -8,6 +8,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineParallelGrid
+from ds_topo.reducer import reducer as reducers
 from tests.support.failing import FailsInBackward
+from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -117,6 +120,32 @@ def _main_grad_goes() -> None:
         assert module.weight.main_grad is not None
         end()
         assert not hasattr(module.weight, "main_grad")
+
+
+def test_zero_grad_ends_the_refusal_of_steps_on_unreduced_gradients() -> None:
+    with fake_world(0, 2):
+        module = nn.Linear(4, 4)
+        reducer, optimizer = GradientReducer(module, two_level=False), torch.optim.SGD(module.parameters())
+        with reducer.no_sync():
+            module(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="gradients are not reduced"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        reducer.detach()
+
+
+def test_large_gradients_are_copied_at_once_and_small_ones_together() -> None:
+    with fake_world(0, 2):
+        module = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1))
+        reducer = GradientReducer(module, two_level=False)
+        with mock.patch.object(reducers, "copy_in", wraps=reducers.copy_in) as copied:
+            module(torch.ones(1, 128)).sum().backward()
+        reducer.finish()
+        reducer.detach()
+    calls = [([state.name for state in call.args[0]], call.kwargs) for call in copied.call_args_list]
+    assert calls[0] == (["0.weight"], {"in_one_pass": True})
+    assert not any(options for _, options in calls[1:])
 
 
 def test_zero_grad_and_detach_delete_main_grad(world: Worlds) -> None:

@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer, backends
 from ds_topo.reducer import ReductionOptions, reductions
-from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
+from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, copy_in
 from ds_topo.reducer.parameters import ParameterState, Route
 from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, scaling
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.zero import exchange
+from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout
 from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
@@ -639,6 +640,51 @@ def test_notes_of_30000_ranks_do_not_overflow() -> None:
         assert [*counts.late] == ([state] if late else [])
         assert [*counts.unused_everywhere] == [*counts.unused_anywhere] == ([state] if unused else [])
         assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (0, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({}, False),
+        ({"communication_dtype": None}, False),
+        ({"communication_dtype": torch.bfloat16}, True),
+        ({"op": "sum"}, True),
+        ({"divisor": 4.0}, True),
+        ({"predivide_factor": 2.0}, True),
+    ],
+)
+def test_communication_hook_is_refused_with_options_that_it_would_ignore(
+    options: dict[str, Any], is_refused: bool
+) -> None:
+    with fake_world(0, 2):
+        reducer = GradientReducer(nn.Linear(2, 2), two_level=False, **options)
+        for of_engine in (None, *([torch.bfloat16] if "communication_dtype" not in options else [])):
+            if of_engine is not None:  # the type of an engine is no option of the user
+                reducer.options = replace(reducer.options, communication_dtype=of_engine)
+            with pytest.raises(ValueError, match="scales and converts by itself") if is_refused else nullcontext():
+                reducer.register_comm_hook(None, default_hooks.allreduce_hook)
+        reducer.detach()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) -> None:
+    layout = PartitionLayout.balanced([4], [(0,)], 2)
+    with fake_world(0, 2), _recorded_sums(2.0) as sums:
+        parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
+        whole = [0] if is_whole else []
+        gradients = PartitionedGradients([parameter], layout, world, torch.float32, keeps=True, whole=whole)
+        state = ParameterState(0, "p0", parameter, torch.float32, False, region=gradients.regions[parameter])
+        state.route, parameter.grad = _route(), VALUES.clone()
+        bucket = GradientBucket(0, [state])
+        bucket.install()
+        copy_in(bucket.members)
+        bucket.fill()
+        with mock.patch.object(gradients, "start_sum") as start_sum:
+            Reduction(bucket, True).wait()
+        assert start_sum.call_count == (not is_whole)
+        assert len(sums) == is_whole
+        if is_whole:
+            assert torch.equal(gradients.place_of(parameter), VALUES * 2)
 
 
 @pytest.mark.parametrize("more", [0, 1])
