@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from packaging.version import Version
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint
+from ds_topo.mpu.supported import number
 from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.checkpoint.conversions.layouts import (
     AFTER,
@@ -29,6 +32,9 @@ from tests.checkpoint.conversions.layouts import (
 from tests.support import gpt_training
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.world import Worlds
+
+MERGES_SLICES = number(deepspeed.__version__) < Version("0.19.8")
+"""True if DeepSpeed merges the files of slices as Megatron's when a model without a pipeline loads them, and fails."""
 
 MIXED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -77,6 +83,8 @@ def test_engines_continue_from_universal_checkpoints(
     expected = world(saver.ranks).run(save, saver, tmp_path)[0]
     _convert(tmp_path)
     for loader in loaders:
+        if MERGES_SLICES and "model" in loader.topology and not loader.is_pipeline:
+            continue
         losses = world(loader.ranks).run(_go_on, loader, tmp_path)[0]
         assert greatest_difference(losses, expected) < (5e-3 if saver.settings else TOLERANCE), loader
 

@@ -15,6 +15,7 @@ from torch import nn
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.engine import activations
 from ds_topo.errors import DisagreementError, EngineOptionError
+from ds_topo.mpu.supported import DUALPIPEV, require
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
@@ -137,6 +138,7 @@ def test_dualpipe_follows_shapes_between_steps(world: Worlds) -> None:
 
 def test_dualpipe_refuses_other_shapes_within_a_step_on_all_ranks(world: Worlds) -> None:
     calls: list[Call] = [("train", [(2,)] * 4), ("eval", [(2,), (2,), (2,), (1,)])]
+    require(DUALPIPEV)
     for error in world(4).run(_losses, "pipe=2,data=2", "plain", calls, "DualPipeV", timeout=20.0, expect_failure=True):
         assert isinstance(error, EngineOptionError)
         assert "eval_batch() have inputs of different shapes" in str(error)

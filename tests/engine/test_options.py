@@ -44,6 +44,7 @@ from ds_topo.engine.config_options import (
     refusals,
 )
 from ds_topo.errors import EngineOptionError
+from ds_topo.mpu.supported import SLICES_WITH_EXPERTS, require
 from ds_topo.topology.axes import mechanisms_of
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
@@ -235,6 +236,8 @@ CANNOT_COMBINE: list[tuple[str, dict[str, Any], str]] = [
 def test_what_deepspeed_cannot_combine_is_refused_with_its_check_and_an_alternative(
     topology: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "zero_hpz" in str(options):
+        require(SLICES_WITH_EXPERTS)  # older releases refuse the two sections by another message
     with fake_world(0, 4), PipelineParallelGrid(topology) as grid:
         if "ALST" in message:
             monkeypatch.setattr(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", grid.get_group("seq"))
@@ -406,7 +409,7 @@ def test_a_manifest_records_what_the_table_says() -> None:
     for path, name in recorded:
         assert name in {each.name for each in fields(kinds[path.rpartition(".")[2]])}
     defaults = DeepSpeedZeroConfig()
-    assert {name: getattr(defaults, name) for name in asdict(SavedOptions())} == asdict(SavedOptions())
+    assert {name: getattr(defaults, name, False) for name in asdict(SavedOptions())} == asdict(SavedOptions())
 
 
 def _accept(topology: str, options: dict[str, Any]) -> None:

@@ -15,6 +15,9 @@ from ds_topo.launch.hosts import Host, HostMap, Hosts, parse_hostfile, read_host
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 pools = st.dictionaries(names, st.integers(1, 9), min_size=1, max_size=6)
+newest_launcher = pytest.mark.skipif(
+    not hasattr(runner, "apply_num_nodes_and_gpus"), reason="the launcher of this DeepSpeed chooses other hosts"
+)
 
 
 def _hosts_of(pool: dict[str, int]) -> Hosts:
@@ -39,6 +42,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(pool: dict[str, int], data: st
     }
 
 
+@newest_launcher
 @settings(deadline=None)
 @given(pools, st.data())
 def test_filters_choose_the_same_as_deepspeeds(pool: dict[str, int], data: st.DataObject) -> None:
@@ -59,6 +63,7 @@ def test_filters_choose_the_same_as_deepspeeds(pool: dict[str, int], data: st.Da
             hosts.excluding(text)
 
 
+@newest_launcher
 @settings(deadline=None)
 @given(pools, st.data())
 def test_the_first_hosts_and_slots_are_the_same_as_deepspeeds(pool: dict[str, int], data: st.DataObject) -> None:
