@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ds_topo.ledger import find, is_absent
-from ds_topo.mpu.supported import ENGINES, SEPARATE_GRADIENTS_ON_CPU, require
+from ds_topo.mpu.supported import ENGINES, PARTITIONED_PARAMETERS_ON_CPU, SEPARATE_GRADIENTS_ON_CPU, require
 
 DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
 StockDualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
@@ -49,3 +49,5 @@ def check_release(config: Any) -> None:
         return
     if config.zero_config.stage in (1, 2) and not config.zero_config.contiguous_gradients:
         require(SEPARATE_GRADIENTS_ON_CPU)
+    if config.zero_config.stage == 3:
+        require(PARTITIONED_PARAMETERS_ON_CPU)

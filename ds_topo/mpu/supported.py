@@ -72,6 +72,12 @@ CHECKPOINTS_ON_CPU = Feature(
     "Older releases create a stream, which CPUs do not have.",
     "or set activation_checkpoint_interval to 0",
 )
+PARTITIONED_PARAMETERS_ON_CPU = Feature(
+    "ZeRO stage 3 on a CPU",
+    Version("0.19.8"),
+    "Older releases wait for the last of several gathers alone, and compute with parameters that have not arrived.",
+    "or use stage 0, 1 or 2",
+)
 SEPARATE_GRADIENTS_ON_CPU = Feature(
     "contiguous_gradients false at ZeRO stage 1 or 2 on a CPU",
     Version("0.19.8"),

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,13 +23,14 @@ from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.ledger import Patch
-from ds_topo.mpu import releases
+from ds_topo.mpu import differences, releases
 from ds_topo.mpu.releases import warn_of_newer_releases
 from ds_topo.mpu.supported import (
     CHECKPOINTS_ON_CPU,
     DEEPSPEED,
     DUALPIPEV,
     ENGINES,
+    PARTITIONED_PARAMETERS_ON_CPU,
     SEPARATE_GRADIENTS_ON_CPU,
     SEQUENCES_ON_CPU,
     SLICES_OF_PARTITIONED,
@@ -84,8 +86,12 @@ def test_releases_with_a_feature_are_not_refused(release: str) -> None:
         require(ENGINES)
 
 
-def _build_plain(spec: str, **options: Any) -> None:
-    with PipelineParallelGrid(spec) as grid:
+def _build_plain(spec: str, device: str = "cpu", **options: Any) -> None:
+    accelerator = SimpleNamespace(device_name=lambda: device)
+    with (
+        PipelineParallelGrid(spec) as grid,
+        mock.patch.object(differences, "get_accelerator", return_value=accelerator),
+    ):
         config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **options}
         if options.get("zero_optimization", {}).get("stage") == 3:
             with deepspeed.zero.Init(config_dict_or_path=config, mpu=grid):
@@ -106,7 +112,12 @@ LACKING: list[tuple[str, Feature, Callable[[], None]]] = [
     ("0.19.7", DUALPIPEV, partial(_build_pipeline, DualPipeVModule)),
     ("0.19.7", CHECKPOINTS_ON_CPU, partial(_build_pipeline, PipelineModule, activation_checkpoint_interval=1)),
     ("0.19.7", SLICES_WITH_EXPERTS, partial(_build_plain, "model=2", **SLICES, **EXPERTS)),
-    ("0.19.7", SLICES_OF_PARTITIONED, partial(_build_plain, "model=2", zero_optimization={"stage": 3}, **SLICES)),
+    (
+        "0.19.7",
+        SLICES_OF_PARTITIONED,
+        partial(_build_plain, "model=2", "cuda", zero_optimization={"stage": 3}, **SLICES),
+    ),
+    ("0.19.7", PARTITIONED_PARAMETERS_ON_CPU, partial(_build_plain, "data=2", zero_optimization={"stage": 3})),
     ("0.19.7", SEQUENCES_ON_CPU, partial(_build_plain, "seq=2", compile={"passes": ["autosp"]})),
     (
         "0.19.7",
