@@ -25,13 +25,14 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.backends import synchronize
 from ds_topo.torch_names import COLLECTIVES_ASK
 from ds_topo.zero import exchange
-from ds_topo.zero.arrivals import Arrival, InFlightParameter, hide, unaware_of_arrivals
+from ds_topo.zero.arrivals import Arrival, Arrivals, InFlightParameter, hide, unaware_of_arrivals
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -91,6 +92,27 @@ def test_a_new_parameter_of_one_in_flight_waits_for_it(requires_grad: bool) -> N
     assert (type(parameter), arrival.is_over, sending.waits) == (nn.Parameter, True, 1)
     assert arrival.done_ns == 7
     assert 0 < arrival.waited_ns <= time.perf_counter_ns() - before
+
+
+def test_modules_wait_before_they_run_until_all_parameters_have_arrived() -> None:
+    sent, layers, under_way = [_Sending(), _Sending()], [nn.Linear(2, 2, bias=False) for _ in range(2)], Arrivals()
+    hooks = len(_global_forward_pre_hooks)
+    under_way.expect([])
+    assert len(_global_forward_pre_hooks) == hooks, "nothing is in flight"
+    arriving = []
+    for sending, layer in zip(sent, layers, strict=True):
+        seats = [(layer.weight, layer.weight.detach(), torch.zeros(2, 2))]
+        hide(seats)
+        arriving.append(Arrival(sending, torch.device("cpu"), seats))  # type: ignore[arg-type]
+    under_way.expect(arriving)
+    assert len(_global_forward_pre_hooks) == hooks + 1
+    seen: list[int] = []
+    layers[0].register_forward_pre_hook(lambda *_: seen.append(sent[0].waits))
+    for layer, waits, left in ((nn.Identity(), (0, 0), 1), (layers[0], (1, 0), 1), (layers[1], (1, 1), 0)):
+        layer(torch.ones(1, 2))
+        assert tuple(sending.waits for sending in sent) == waits
+        assert len(_global_forward_pre_hooks) == hooks + left
+    assert seen == [1], "the wait comes before the module's own hooks"
 
 
 def _layers() -> nn.Sequential:

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer
-from ds_topo.reducer.parameters import watch
+from ds_topo.reducer import ReductionOptions
+from ds_topo.reducer.parameters import Changes, watch
 from tests.support.reduced_model import (
     SMALL,
     assert_close,
@@ -29,6 +30,22 @@ from tests.support.reduced_model import (
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", "strict")
+
+
+@pytest.mark.parametrize("numel", [1, 3])
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_parameters_are_compared_by_identity(numel: int, value: float) -> None:
+    module = nn.ParameterList([nn.Parameter(torch.ones(numel)), nn.Parameter(torch.zeros(1))])
+    changes = Changes(module, [], {}, ReductionOptions(), "nothing")
+    assert changes._holds_the_same()
+    kept, module[0] = module[0], nn.Parameter(torch.full((numel,), value))
+    assert not changes._holds_the_same()
+    module[0] = kept
+    assert changes._holds_the_same()
+    module[0].data = torch.full((numel,), value)
+    assert changes._holds_the_same()
+    module.append(kept)
+    assert not changes._holds_the_same()
 
 
 def _experts() -> None:
