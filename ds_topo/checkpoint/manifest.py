@@ -176,6 +176,10 @@ class SavedFile:
             raise ValueError(f"{abridged(self.path)}: the bytes, the rank or the SHA-256 are impossible")
 
 
+MOST_EXPERTS = 65_536
+"""The largest number of experts in a layer of a manifest: readers enumerate them."""
+
+
 @dataclass(frozen=True)
 class SavedParameter:
     """A parameter, with the shape that each of its model ranks holds."""
@@ -198,7 +202,7 @@ class SavedParameter:
             raise ValueError(f"shape={abridged(self.shape)} of {abridged(self.name)} is impossible")
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
             raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
-        if (self.split_dim or 0) < -1 or (self.experts is not None and self.experts < 1):
+        if (self.split_dim or 0) < -1 or (self.experts is not None and not 1 <= self.experts <= MOST_EXPERTS):
             raise ValueError(
                 f"split_dim={self.split_dim} or experts={self.experts} of {abridged(self.name)} is impossible"
             )

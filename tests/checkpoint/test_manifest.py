@@ -334,3 +334,11 @@ def test_impossible_parameter_is_refused(wrong: dict[str, Any]) -> None:
     right = SavedParameter("weight", (2, 0), "torch.float32", (0, 2), split_dim=-1, experts=1)
     with pytest.raises(ValueError, match=r"impossible|do not rise"):
         replace(right, **wrong)
+
+
+@pytest.mark.parametrize("experts", [0, -1, 2**62])
+def test_impossible_number_of_experts_is_refused(experts: int) -> None:
+    content = copy.deepcopy(CONTENTS[0])
+    content["parameters"][0]["experts"] = experts
+    with pytest.raises(DamagedCheckpointError, match=f"experts={experts} of .* is impossible"):
+        from_text(_signed(content), "manifest.json")
