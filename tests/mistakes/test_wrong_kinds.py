@@ -282,10 +282,11 @@ def test_value_of_a_wrong_kind_is_refused(name: str) -> None:
         (SAMPLE, SAMPLE),
         [SAMPLE, {"y": 1}],
         ((SAMPLE, SAMPLE), (SAMPLE,)),
+        ((SAMPLE, SAMPLE), SAMPLE),
         (SAMPLE, "text"),
         UserList((SAMPLE, SAMPLE, 1)),
     ],
-    ids=["a pair", "a list", "tuples", "text", "a sequence of the program"],
+    ids=["a pair", "a list", "tuples", "a tuple of inputs", "text", "a sequence of the program"],
 )
 def test_batches_of_inputs_and_labels_are_accepted(batch: Any, recwarn: pytest.WarningsRecorder) -> None:
     _check_batch(batch, is_first_stage=True)
