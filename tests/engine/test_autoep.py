@@ -21,10 +21,11 @@ from packaging.version import Version
 from torch.distributed import checkpoint as dcp
 
 from ds_topo import PipelineParallelGrid, checkpoint, initialize
-from ds_topo.engine.autoparallel import tables_of_grid
+from ds_topo.engine.autoparallel import complete_sizes, tables_of_grid
 from ds_topo.errors import CheckpointLayoutError, EngineOptionError
 from tests.support.autotp_training import SAMPLES, batches_of, mixtral, start, train_alone, train_on, whole_parameters
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.ranks import run_ranks
 from tests.support.training import Run, assert_trained_alike, destroy_engine, engine_config
 
@@ -79,6 +80,20 @@ def test_engines_without_autoep_leave_its_tables_alone(config: Any) -> None:
     stock = auto_ep_folding.expected_folding_group_tables
     with tables_of_grid(config, grid):
         assert auto_ep_folding.expected_folding_group_tables is stock
+
+
+@pytest.mark.parametrize(("spec", "size"), [("data=4", 1), ("expert=2,data=2", 2)])
+@pytest.mark.parametrize("given", [{}, {"autoep_size": 4}])
+def test_size_that_the_config_leaves_out_is_the_degree_of_the_axis(spec: str, size: int, given: dict[str, int]) -> None:
+    section = SimpleNamespace(enabled=True, autoep_size=4)
+    config: Any = SimpleNamespace(
+        _param_dict={"expert_parallel": given},
+        expert_parallel_config=section,
+        compile_config=SimpleNamespace(passes=[]),
+    )
+    with fake_world(0, 4), PipelineParallelGrid(spec) as grid:
+        complete_sizes(config, grid)
+    assert section.autoep_size == (4 if given else size)
 
 
 def _require_equal(run: Run, engine: Any, alone: Run) -> None:

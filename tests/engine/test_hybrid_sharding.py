@@ -71,6 +71,16 @@ def compare(world: Worlds, rows: tuple[Row, ...], sides: tuple[str, ...] = ("gri
                 assert_alike(ours, theirs, TOLERANCES[row.precision], norms=not row.experts)
 
 
+@pytest.mark.parametrize(
+    ("spec", "copies"), [("data=4", 0), ("shard=4", 0), ("data=2,shard=2", 2), ("data=4,shard=1", 4)]
+)
+def test_copies_are_the_ranks_that_hold_the_same_partition(spec: str, copies: int) -> None:
+    with fake_world(0, 4), PipelineParallelGrid(spec) as grid:
+        found = hybrid_sharding.copies_of(grid)
+        assert (found.number if found else 0) == copies
+    assert hybrid_sharding.copies_of(None) is None
+
+
 class _Zero3:
     """The part of ZeRO 3 that keeps the gradients of a rank's partitions."""
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -346,6 +348,25 @@ def test_optimizers_with_correct_norms_are_not_checked() -> None:
         assert _check(_engine(optimizer=mock.Mock(spec=kind)), *EQUAL) is None
     for half in ({}, {"fp16": True}, {"fp16": True, "bf16": False}):
         assert _check(_engine(**half), *EQUAL) == (0, ["ep_size_2"], True)
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_bf16_optimizer_is_checked_without_corrected_norms(corrects: bool) -> None:
+    engine = _engine(optimizer=mock.Mock(spec=BF16_Optimizer))
+    engine.mpu.correct_norms = corrects
+    assert (_check(engine, *EQUAL) is None) == corrects
+
+
+@pytest.mark.parametrize(
+    ("kind", "overflows", "expected"),
+    [(FP16_UnfusedOptimizer, False, 2.0), (FP16_UnfusedOptimizer, True, 16.0), (FP16_Optimizer, False, 16.0)],
+)
+def test_norm_of_scaled_gradients_is_divided_after_a_step(kind: type, overflows: bool, expected: float) -> None:
+    optimizer = mock.Mock(spec=kind, overflow=overflows, _global_grad_norm=16.0)
+    state: Any = SimpleNamespace(cur_scale=8.0)
+    optimizer.step.side_effect = lambda: setattr(state, "cur_scale", 4.0)
+    norms._LossScaler(state).step(optimizer)
+    assert optimizer._global_grad_norm == expected, "by the scale before the step"
 
 
 def test_stages_with_experts_of_other_sizes_are_refused() -> None:

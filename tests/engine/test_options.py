@@ -371,6 +371,10 @@ def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any
         with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
             check_batch_sizes(config, grid)
         check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
+    with fake_world(0, 4), PipelineParallelGrid("model=4") as grid:
+        check_batch_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 1}, grid)
+        with pytest.raises(EngineOptionError, match="train_batch_size 3 is not 1 "):
+            check_batch_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 3}, grid)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,27 @@ def test_replicated_parameters_and_random_states_of_slices_are_compared(world: W
     assert "along model" in error
 
 
+def test_master_weights_and_states_are_compared_over_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
+        dense, of_experts = grid.get_data_parallel_group(), dist.new_group([0, 1])
+        monkeypatch.setattr(replicas.deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", {"ep_size_2": of_experts})
+        weight, master, expert = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        optimizer = torch.optim.SGD(
+            [{"params": [weight, master]}, {"params": [expert], "moe": True, "name": "ep_size_2"}], lr=0.1
+        )
+        for each in (weight, master, expert):
+            optimizer.state[each] = {"step": 1, "momentum": torch.zeros(2)}
+        found = [(each.name, each.group) for each in replicas._states(optimizer, {id(weight): "weight"}, dense)]
+        name, other = "master weight 1 of parameter group 0", "master weight 0 of parameter group 1"
+        assert found == [
+            ("momentum of weight", dense),
+            (name, dense),
+            (f"momentum of {name}", dense),
+            (other, of_experts),
+            (f"momentum of {other}", of_experts),
+        ]
+
+
 def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     changed: list[int] = []
 

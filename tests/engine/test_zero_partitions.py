@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -162,6 +164,31 @@ def _in_fp16(zero: int) -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_trains_fp16_with_overflows(world: Worlds, zero: int) -> None:
     world(2).run(_in_fp16, zero)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "overflows"), [(0.0, False), (2.0, False), (-1.0, True), (math.inf, True), (math.nan, True)]
+)
+def test_a_norm_that_is_not_finite_is_an_overflow(
+    dtype: torch.dtype, checks: bool, with_norm: bool, norm: float, overflows: bool
+) -> None:
+    asked: list[bool] = []
+    optimizer: Any = SimpleNamespace(
+        compute_grad_norm=with_norm,
+        check_grad_overflow=checks,
+        check_overflow=lambda: asked.append(True),
+        dtype=dtype,
+        scaled_global_norm=lambda: torch.tensor(norm),
+        _global_grad_norm=5.0,
+    )
+    found = partitioned_optimizers.PartitionedZero._checked_norm(optimizer)
+    assert (found is not None) == with_norm
+    assert len(asked) == checks
+    assert optimizer.overflow == (with_norm and overflows and (checks or dtype is torch.float32))
+    assert optimizer._global_grad_norm == (5.0 if with_norm else None)
 
 
 def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
