@@ -24,7 +24,7 @@ from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, Save
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer
 from ds_topo.checkpoint.shards import Slice, boxes_in
-from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, Order, Part, Piece, Recorder, Table, Vector
+from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, FileRecorder, Order, Part, Piece, Table, Vector
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
 _LARGEST_TABLE = 1 << 31
@@ -527,7 +527,9 @@ def _table_of(source: DeepSpeedFiles, place: Place) -> Table:
     orders = _orders_of(source, place, states, {**pieces, **buffers})
     partitions = layout.partitions if layout.zero_stage == 3 else 1
     partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
-    recorder = Recorder(place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, partition=partition)
+    recorder = FileRecorder(
+        place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, partition=partition
+    )
     for name, prefix, content in files:
         recorder.describe(content, name, prefix)
     return recorder.table()

@@ -431,7 +431,7 @@ def _problems_of_states(model: WholeModel, layout: SavedLayout, structure: Saved
     saved, was = model.layout, model.structure
     known = [*([was.optimizer] if not saved.zero_stage else []), *_OPTIMIZERS[saved.zero_stage]]
     if saved.optimizer is None:
-        yield ("it was saved without an optimizer. Load its weights alone (load_optimizer_states=False)")
+        yield "it was saved without an optimizer. Load its weights alone (load_optimizer_states=False)"
     elif saved.optimizer not in known:
         yield (
             f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of "

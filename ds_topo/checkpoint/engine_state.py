@@ -27,7 +27,7 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.saved_model import expert_of, head_of
 from ds_topo.checkpoint.shards import PartOfTensor, Slice, part_of
-from ds_topo.checkpoint.table import Order, Piece, Recorder
+from ds_topo.checkpoint.table import FileRecorder, Order, Piece
 from ds_topo.classes import stock_class
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu.differences import offsets_in_flat_groups
@@ -334,7 +334,7 @@ def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def recorder_of(engine: DeepSpeedEngine) -> Recorder:
+def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
     """Return a description of the files that this rank is going to save, to which each file is added.
 
     Files are in DeepSpeed's layout, also if our reducer keeps partitions in another one.
@@ -381,7 +381,7 @@ def recorder_of(engine: DeepSpeedEngine) -> Recorder:
     of_zero_3: list[Any] = [one.ds_process_group for one in engine.module.parameters() if hasattr(one, "ds_tensor")]
     partition = (dist.get_rank(of_zero_3[0]), dist.get_world_size(of_zero_3[0])) if of_zero_3 else (0, 1)
     rank = int(engine.checkpoint_mp_rank)
-    return Recorder(rank, pieces, orders, buffers, stacked=stacked, partition=partition)
+    return FileRecorder(rank, pieces, orders, buffers, stacked=stacked, partition=partition)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from ds_topo.checkpoint.manifest import (
 )
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
-from ds_topo.checkpoint.table import Recorder
+from ds_topo.checkpoint.table import FileRecorder
 from ds_topo.errors import CheckpointError, abridged, warn
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -381,7 +381,7 @@ class BackgroundSave:
         self._meeting.step("room", share, decide=lambda shares: self._make_room(engine, shares), is_alone=False)
         self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
         _warn_of_partial_step(engine)
-        self._recorder: Recorder | None = None
+        self._recorder: FileRecorder | None = None
         """The description of this rank's files, if the optimizer's memory can be described."""
         self._layers = facts.layers_of(engine.module)
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)

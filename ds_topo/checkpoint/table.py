@@ -1,9 +1,9 @@
 """Record where every element of a model is in the files of a checkpoint.
 
-Each rank that writes files describes them while it saves (:class:`Recorder`), and writes the description beside them.
-A :class:`Table` is such a description: for each tensor of each parameter the file, the path inside the file, and the
-boxes of the whole tensor that are there, in the order of storage. Loading needs no knowledge of how DeepSpeed lays out
-partitions.
+Each rank that writes files describes them while it saves (:class:`FileRecorder`), and writes the description beside
+them. A :class:`Table` is such a description: for each tensor of each parameter the file, the path inside the file, and
+the boxes of the whole tensor that are there, in the order of storage. Loading needs no knowledge of how DeepSpeed lays
+out partitions.
 
 A flat vector of ZeRO holds parts of many parameters, and the file has one for each state. So a table is written as
 vectors, each with its tensors by key and the parts that all of them hold. :meth:`Table.rows` spells them out::
@@ -267,7 +267,7 @@ class Order:
                 yield Part(number, start, stop, offset)
 
 
-class Recorder:
+class FileRecorder:
     """A description of the files of one rank, which grows with each file.
 
     Args:

@@ -196,6 +196,7 @@ class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[mis
     """
 
     parts_of_a_rank = 2
+    phase_bounds: list[tuple[int, int]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         require(DUALPIPEV)
@@ -205,6 +206,7 @@ class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[mis
                 "to one length, or use PipelineModule"
             )
         super().__init__(*args, **options)
+        self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]  # NumPy's in DeepSpeed
 
 
 def _checkpoint_all_segments(module: DeepSpeedPipelineModule) -> None:

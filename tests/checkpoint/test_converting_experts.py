@@ -27,7 +27,7 @@ from ds_topo.checkpoint.manifest import (
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.table import Piece, Recorder
+from ds_topo.checkpoint.table import FileRecorder, Piece
 from ds_topo.errors import CheckpointLayoutError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
@@ -115,7 +115,7 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
     manifest = _saved_by_auto_ep(1)
     assert manifest.numel() == 4 * 3 * 4
     name, whole = "0.experts.w1", torch.arange(4.0 * 3 * 4).view(4, 3, 4)
-    recorders = [Recorder(0, {name: Piece(name, (2, 3, 4), 0, 2, part)}, [], stacked=[name]) for part in range(2)]
+    recorders = [FileRecorder(0, {name: Piece(name, (2, 3, 4), 0, 2, part)}, [], stacked=[name]) for part in range(2)]
     for number, expert in enumerate(whole):
         file, content = f"layer_0_expert_{number}_mp_rank_00_model_states.pt", {f"{name}.{number}": expert.clone()}
         torch.save(content, tmp_path / file)
