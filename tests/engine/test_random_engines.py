@@ -24,6 +24,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
@@ -64,6 +65,10 @@ class Engine:
         return "pipe" in self.topology
 
 
+NOTHING = tuple(_unflatten_dense_tensors(torch.empty(0), [torch.empty(0, 3)])[0].shape)
+"""The shape of a parameter without elements; torch 2.8, with which DeepSpeed lays out parameters, makes it ``[0]``."""
+
+
 class Layer(nn.Module):
     """A layer ``[b, WIDTH] -> [b, WIDTH]`` of one of several kinds; its computation may depend on the step."""
 
@@ -77,7 +82,7 @@ class Layer(nn.Module):
         elif kind == "large":
             self.expand, self.contract = nn.Linear(WIDTH, 2100), nn.Linear(2100, WIDTH)
         elif kind == "scalar":
-            self.scale, self.nothing = nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.empty(0, 3))
+            self.scale, self.nothing = nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.empty(NOTHING))
         elif kind == "norm":
             self.norm = nn.BatchNorm1d(WIDTH)
         else:
