@@ -225,7 +225,9 @@ class ProcessGrid:
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
-        return self.get_group(rank_tables.gradient_axes(self._core.topology))
+        axes = rank_tables.gradient_axes(self._core.topology)
+        group = self._core.groups.get(axes)  # DeepSpeed asks several times in each step
+        return self.get_group(axes) if group is None else group
 
     def get_data_parallel_world_size(self) -> int:
         """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.
