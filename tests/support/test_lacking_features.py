@@ -19,8 +19,29 @@ OF_PROGRAM = f"""E   AssertionError: the program failed
 [rank0]: {ERROR}
 E   torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
 
+OF_ASSERTION = f"""E   tests.support.ranks.RankFailure: train on 2 ranks, every rank's report:
+E   --- rank 0, 1: error: {ERROR}
+E   Traceback (most recent call last):
+E     File "a.py", line 1, in train
+E       assert losses(4) == expected
+E   {ERROR}"""
+EXPECTED_ANOTHER = """E   AssertionError: Regex pattern did not match.
+E     Expected regex: 'a second backward pass'
+E     Actual message: {}"""
 
-@pytest.mark.parametrize("report", [f"E   {ERROR}", OF_RANKS, OF_PROGRAM], ids=["test", "ranks", "program"])
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        f"E   {ERROR}",
+        OF_RANKS,
+        OF_PROGRAM,
+        OF_ASSERTION,
+        EXPECTED_ANOTHER.format(f'"{LACKS}. Older releases do not."'),
+        EXPECTED_ANOTHER.format(f"'train on 2 ranks:\\n--- rank 0, 1: error: {ERROR}\\nTraceback:\\n{ERROR}'"),
+    ],
+    ids=["test", "ranks", "program", "assertion", "expected", "expected-of-ranks"],
+)
 def test_report_of_lacking_feature_alone_has_its_error(report: str) -> None:
     assert lacking(report) == LACKS
 
@@ -35,8 +56,11 @@ def test_report_of_lacking_feature_alone_has_its_error(report: str) -> None:
         f"the program printed: {ERROR}\nE   assert 1 == 2",
         "E   assert 1 == 2",
         f"E   RuntimeError: another error\nE   {ERROR}",
+        EXPECTED_ANOTHER.format("'shapes differ'"),
+        EXPECTED_ANOTHER.format(f"'--- rank 0: error: {ERROR}\\n--- rank 1: error: ValueError: shapes differ'"),
+        f"{OF_ASSERTION}\nE   assert 1 == 2",
     ],
-    ids=["assertion", "other-rank", "hang", "chained", "printed", "plain", "two"],
+    ids=["assertion", "other-rank", "hang", "chained", "printed", "plain", "two", "expected", "ranks", "besides"],
 )
 def test_report_of_another_failure_has_none(report: str) -> None:
     assert lacking(report) is None
