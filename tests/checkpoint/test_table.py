@@ -49,8 +49,9 @@ def _require_equal(path: Path) -> None:
 
 
 def _sides(numbers: range) -> list[Side]:
-    sides = {side: None for number in numbers for side in (draw_pair(0, number).source, draw_pair(0, number).target)}
-    return [side for side in sides if not side.is_stock]
+    pairs = [draw_pair(0, number) for number in numbers]
+    drawn = [side for pair in pairs for side in (pair.source, pair.target) if not side.is_stock]
+    return [side for number, side in enumerate(drawn) if side not in drawn[:number]]
 
 
 @pytest.mark.parametrize(
