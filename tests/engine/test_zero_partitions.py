@@ -27,6 +27,7 @@ from ds_topo.errors import DisagreementError
 from ds_topo.mpu.supported import number
 from ds_topo.zero import exchange
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.memory import peak
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.backends("strict", exhaustive=("gloo",))
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
-NARROW: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}}
 SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300}
 
 
@@ -168,16 +168,18 @@ def test_trains_fp16_with_overflows(world: Worlds, zero: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checks", [False, True])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("with_norm", [None, False, True])  # DeepSpeed 0.19.6 has no such option
 @pytest.mark.parametrize(
     ("norm", "overflows"), [(0.0, False), (2.0, False), (-1.0, True), (math.inf, True), (math.nan, True)]
 )
 def test_a_norm_that_is_not_finite_is_an_overflow(
-    dtype: torch.dtype, checks: bool, with_norm: bool, norm: float, overflows: bool
+    dtype: torch.dtype, checks: bool, with_norm: bool | None, norm: float, overflows: bool
 ) -> None:
     asked: list[bool] = []
+    option = {} if with_norm is None else {"compute_grad_norm": with_norm}
+    with_norm = with_norm is not False
     optimizer: Any = SimpleNamespace(
-        compute_grad_norm=with_norm,
+        **option,
         check_grad_overflow=checks,
         check_overflow=lambda: asked.append(True),
         dtype=dtype,
@@ -188,7 +190,39 @@ def test_a_norm_that_is_not_finite_is_an_overflow(
     assert (found is not None) == with_norm
     assert len(asked) == checks
     assert optimizer.overflow == (with_norm and overflows and (checks or dtype is torch.float32))
-    assert optimizer._global_grad_norm == (5.0 if with_norm else None)
+    assert optimizer._global_grad_norm == (math.inf if with_norm else None)
+
+
+@pytest.mark.parametrize(("rank", "has_mpu", "expected"), [(0, True, 5.0), (1, True, 3.0), (1, False, 5.0)])
+def test_uncorrected_norm_of_bf16_counts_shards_on_each_slice(rank: int, has_mpu: bool, expected: float) -> None:
+    marks: list[dict[str, Any]] = [{"model_parallel": True}, {}, {"allreduce": False}]
+    owned = [nn.Parameter(torch.zeros(1)) for _ in marks]
+    for parameter, attributes in zip(owned, marks, strict=True):
+        vars(parameter).update(attributes)
+    with fake_world(rank, 2), PipelineParallelGrid("model=2") as grid:
+        grid.correct_norms = False
+        of_two, of_expert = (
+            SimpleNamespace(
+                index=index,
+                owned=parameters,
+                gradients=SimpleNamespace(partition=partition, group=grid.get_data_parallel_group()),
+                fragments_of=lambda partition: list(partition.split(1)),
+            )
+            for index, (parameters, partition) in enumerate(
+                [(owned[:2], torch.tensor([3.0, 4.0])), (owned[2:], torch.tensor([12.0]))]
+            )
+        )
+        optimizer: Any = SimpleNamespace(
+            mpu=grid if has_mpu else None,
+            optimizer=SimpleNamespace(param_groups=[{}, {"moe": True, "name": "experts"}]),
+        )
+        read: Any = partitioned_optimizers.PartitionedBF16.get_grads_for_norm.__wrapped__
+        for groups, wanted in (([of_two, of_expert], expected), ([of_expert], 0.0)):
+            optimizer.reduction = SimpleNamespace(groups=groups)
+            dense, of_experts = read(optimizer)
+            assert (dense, of_experts) == ([torch.tensor([wanted])], {"experts": [torch.tensor([12.0])]})
+            partitions = read(optimizer, for_clipping=True)
+            assert [id(each) for each in partitions] == [id(group.gradients.partition) for group in groups]
 
 
 def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
