@@ -48,7 +48,7 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ds_topo.classes import Mixin
+from ds_topo.classes import REDUCED, Mixin
 from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
 from ds_topo.mpu.mpu import MpuGrid
@@ -82,7 +82,7 @@ def _is_finite(norm: torch.Tensor) -> bool:
 class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """ZeRO 1 or 2 whose gradients a reducer averages."""
 
-    mixin_order = 1  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
+    mixin_order = REDUCED  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
     mixin_suffix, mixin_state = "Reduced", "reduction"
     reduction: ReducerOfOptimizer
 
@@ -92,7 +92,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """No-op: the epilogue of stage 1 would reduce what its hooks have collected."""
 
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+    def reduce_gradients(self, *_: object, **__: object) -> None:
         """Wait for the reducer. Stage 1 would reduce gradients here, after the last backward pass."""
         self.reduction.reduce()
 
@@ -109,13 +109,13 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
 
-    mixin_order, mixin_suffix, mixin_state = 1, "Reduced", "reduction"
+    mixin_order, mixin_suffix, mixin_state = REDUCED, "Reduced", "reduction"
     reduction: ReducerOfOptimizer
 
     def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:
         """No-op: with immediate_grad_update the optimizer's hooks would accumulate each gradient a second time."""
 
-    def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
+    def update_hp_grads(self, *_: object, **__: object) -> None:
         """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
 
     def clear_hp_grads(self) -> None:

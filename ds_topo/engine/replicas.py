@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_topo.backends import device_in_use
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.classes import Mixin, adopt, mixins_of
+from ds_topo.classes import COMPARED, Mixin, adopt, mixins_of
 from ds_topo.engine.one_layout import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.mpu.mpu import MpuGrid
@@ -201,7 +201,7 @@ class ReplicaCheck:
 class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    mixin_order, mixin_suffix, mixin_state = 3, "Compared", "replica_check"
+    mixin_order, mixin_suffix, mixin_state = COMPARED, "Compared", "replica_check"
     replica_check: ReplicaCheck
 
     def destroy(self) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
 from ds_topo.engine.optimizers_on_grid import BF16OnGrid
-from ds_topo.errors import ExpertGroupError
+from ds_topo.errors import EngineOptionError, ExpertGroupError
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -290,6 +290,33 @@ def test_partition_norm_counts_parameters_of_its_slice(cpu_offload: bool) -> Non
             get_param_id=id,
         )
         assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_first_copy_of_a_partition_counts_dense_parameters(rank: int) -> None:
+    with fake_world(rank, 4), PipelineParallelGrid("data=2,shard=2") as grid:
+        dense, expert = parameter(3.0), parameter(4.0, allreduce=False)
+        norm = norms.partition_norm([(each, each.grad) for each in (dense, expert)], grid)
+        assert float(norm) == pytest.approx(4.0 if grid.get_copy_rank() else 5.0)
+
+
+@pytest.mark.parametrize("mark", ["ds_id", "_hp_mapping"])
+def test_gradients_inside_an_optimizer_of_deepspeed_are_refused(mark: str) -> None:
+    with fake_world(0, 1), ProcessGrid("data=1") as grid:
+        with pytest.raises(RuntimeError, match="whose optimizer keeps the gradients"):
+            clip_grad_norm_([parameter(1.0, **{mark: None})], 1.0, grid)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("kind", [FP16_Optimizer, FP16_UnfusedOptimizer])
+def test_stages_with_other_numbers_of_groups_are_refused_where_they_would_hang(kind: type, counts: Any) -> None:
+    engine: Any = SimpleNamespace(optimizer=mock.Mock(spec=kind, param_groups=[]), mpu=mock.Mock())
+    with mock.patch.object(norms, "gathered", return_value=[*counts]):
+        if kind is FP16_UnfusedOptimizer and counts == (1, 2):
+            with pytest.raises(EngineOptionError, match=r"parameters in \[1, 2\] groups of the optimizer"):
+                norms.stages_differ(engine)
+        else:
+            assert norms.stages_differ(engine) == (counts == (1, 2))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.checkpoint.engine_state import named_parameters
-from ds_topo.engine import partitioned_optimizers
+from ds_topo.engine import optimizer_gradients, partitioned_optimizers
 from ds_topo.errors import DisagreementError
 from ds_topo.mpu.supported import number
 from ds_topo.zero import exchange
@@ -223,6 +223,36 @@ def test_uncorrected_norm_of_bf16_counts_shards_on_each_slice(rank: int, has_mpu
             assert (dense, of_experts) == ([torch.tensor([wanted])], {"experts": [torch.tensor([12.0])]})
             partitions = read(optimizer, for_clipping=True)
             assert [id(each) for each in partitions] == [id(group.gradients.partition) for group in groups]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("are_linked", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "clip", "taken"),
+    [(0.0, 1.0, 1.0), (2.0, 0.0, 1.0), (2.0, 1.0, 0.5), (-1.0, 1.0, None), (math.inf, 0.0, None), (math.nan, 0.0, None)],
+)
+def test_bf16_steps_on_clipped_gradients_or_discards_them(
+    dtype: torch.dtype, are_linked: bool, norm: float, clip: float, taken: float | None
+) -> None:
+    groups = [
+        SimpleNamespace(
+            gradients=SimpleNamespace(partition=torch.ones(2, dtype=dtype), dtype=dtype),
+            master=nn.Parameter(torch.zeros(2)),
+            has_linked_states=is_linked,
+        )
+        for is_linked in (True, are_linked)
+    ]
+    optimizer = mock.Mock(reduction=SimpleNamespace(groups=groups), clip_grad=clip, mpu=None)
+    optimizer._norm.return_value = torch.tensor(norm)
+    seen: list[Any] = []
+    optimizer.optimizer.step.side_effect = lambda: seen.extend(group.master.grad.tolist() for group in groups)
+    partitioned_optimizers.PartitionedBF16.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    assert seen == ([] if taken is None else [[pytest.approx(taken, rel=1e-2)] * 2] * 2)
+    assert optimizer.overflow == (taken is None)
+    assert float(optimizer._global_grad_norm) == (math.inf if taken is None else norm)
+    assert optimizer._link_states.called == (taken is not None and not are_linked)
+    assert optimizer.update_lp_params.called == (taken is not None)
+    assert all((group.master.grad is None) == (taken is None or dtype is torch.bfloat16) for group in groups)
 
 
 def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
@@ -558,6 +588,42 @@ def _refusals() -> None:
         engine.destroy()
         with pytest.raises(ValueError, match=r"overlap_parameters=True: .* ZeRO stages 1 and 2"):
             GradientReducer(_model(), grid=grid, overlap_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"optimizer": None}, "the engine has no optimizer"),
+        ({"enable_backward_allreduce": False}, "the optimizer 'onebitadam' communicates by itself"),
+        ({"enable_backward_allreduce": False, "pipeline_parallelism": True}, ""),  # which reduces in its schedule
+        ({"stage": 1, "by_element": False}, ""),
+        ({"stage": 2}, ""),
+        ({"stage": 2, "by_element": False}, "SGD is not known to update each element by itself"),
+        ({"stage": 2, "micro_steps": 3}, "a step has begun"),
+        ({"stage": 1, "micro_steps": 3}, ""),
+        ({"is_compiled": True}, "DeepCompile reduces gradients"),
+    ],
+)
+def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[str, Any], reason: str) -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    of_zero = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    case = {"stage": 0, "by_element": True, "micro_steps": 4, "is_compiled": False, "optimizer": of_zero} | changed
+    engine: Any = SimpleNamespace(
+        _config=None,
+        optimizer=case["optimizer"],
+        optimizer_name=lambda: "onebitadam",
+        enable_backward_allreduce=case.get("enable_backward_allreduce", True),
+        pipeline_parallelism=case.get("pipeline_parallelism", False),
+        zero_optimization_stage=lambda: case["stage"],
+        micro_steps=case["micro_steps"],
+        gradient_accumulation_steps=lambda: 2,
+        is_deepcompile_active=lambda: case["is_compiled"],
+    )
+    parts = {"refusal_of_reducer": lambda _: None, "is_element_by_element": lambda _: case["by_element"]}
+    with mock.patch.multiple(optimizer_gradients, **parts):
+        found = optimizer_gradients._refusal(engine)
+    assert (found or "").startswith(reason) and bool(found) == bool(reason)
 
 
 def test_incompatible_options_and_calls_raise(world: Worlds) -> None:
