@@ -20,7 +20,6 @@ from typing import Any
 
 from ds_topo.ledger import Row, name_of
 
-
 ON_GRID, REDUCED, RECORDED, COMPARED = range(4)
 """Orders of the methods of mixins, from the innermost on: a grid's, a reducer's, a recorder's, ``check_replicas``'s."""
 

@@ -238,8 +238,10 @@ class ReductionOptions:
         """Return the type in which gradients of this parameter accumulate.
 
         >>> narrow = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        >>> [ReductionOptions(accumulation_dtype=dtype).accumulation_dtype_of(narrow) for dtype in (torch.half, torch.float)]
-        [torch.bfloat16, torch.float32]
+        >>> ReductionOptions(accumulation_dtype=torch.float32).accumulation_dtype_of(narrow)
+        torch.float32
+        >>> ReductionOptions(accumulation_dtype=torch.float16).accumulation_dtype_of(narrow)
+        torch.bfloat16
         """
         if parameter in self.grad_buffers:
             return self.grad_buffers[parameter].dtype

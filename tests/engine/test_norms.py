@@ -302,9 +302,9 @@ def test_first_copy_of_a_partition_counts_dense_parameters(rank: int) -> None:
 
 @pytest.mark.parametrize("mark", ["ds_id", "_hp_mapping"])
 def test_gradients_inside_an_optimizer_of_deepspeed_are_refused(mark: str) -> None:
-    with fake_world(0, 1), ProcessGrid("data=1") as grid:
-        with pytest.raises(RuntimeError, match="whose optimizer keeps the gradients"):
-            clip_grad_norm_([parameter(1.0, **{mark: None})], 1.0, grid)
+    message = "whose optimizer keeps the gradients"
+    with fake_world(0, 1), ProcessGrid("data=1") as grid, pytest.raises(RuntimeError, match=message):
+        clip_grad_norm_([parameter(1.0, **{mark: None})], 1.0, grid)
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)])

@@ -105,7 +105,10 @@ def test_step_runs_as_the_classes_state(world: Worlds) -> None:
 def _compared_steps() -> None:
     start()
     for reduced in (False, True):
-        with PipelineParallelGrid("data=2") as grid, mock.patch.multiple(on_grid, STEPS_BETWEEN=2, job_watch=mock.DEFAULT):
+        with (
+            PipelineParallelGrid("data=2") as grid,
+            mock.patch.multiple(on_grid, STEPS_BETWEEN=2, job_watch=mock.DEFAULT),
+        ):
             engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=settings(gradient_reducer=reduced))
             for _ in range(2 * 5):
                 engine.backward(engine(torch.ones(2, 4)).sum())

@@ -229,7 +229,14 @@ def test_uncorrected_norm_of_bf16_counts_shards_on_each_slice(rank: int, has_mpu
 @pytest.mark.parametrize("are_linked", [False, True])
 @pytest.mark.parametrize(
     ("norm", "clip", "taken"),
-    [(0.0, 1.0, 1.0), (2.0, 0.0, 1.0), (2.0, 1.0, 0.5), (-1.0, 1.0, None), (math.inf, 0.0, None), (math.nan, 0.0, None)],
+    [
+        (0.0, 1.0, 1.0),
+        (2.0, 0.0, 1.0),
+        (2.0, 1.0, 0.5),
+        (-1.0, 1.0, None),
+        (math.inf, 0.0, None),
+        (math.nan, 0.0, None),
+    ],
 )
 def test_bf16_steps_on_clipped_gradients_or_discards_them(
     dtype: torch.dtype, are_linked: bool, norm: float, clip: float, taken: float | None
@@ -253,6 +260,34 @@ def test_bf16_steps_on_clipped_gradients_or_discards_them(
     assert optimizer._link_states.called == (taken is not None and not are_linked)
     assert optimizer.update_lp_params.called == (taken is not None)
     assert all((group.master.grad is None) == (taken is None or dtype is torch.bfloat16) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("own", "accumulates", "flat", "expected"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),  # a second group of another type
+    ],
+)
+def test_gradients_of_zero_accumulate_in_the_type_of_the_config_or_of_their_group(
+    own: torch.dtype, accumulates: torch.dtype, flat: torch.dtype, expected: torch.dtype
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in (3, 0, 2)]
+    optimizer: Any = SimpleNamespace(
+        bit16_groups=[parameters],
+        round_robin_bit16_groups=[parameters[::-1]],
+        bit16_groups_flat=[torch.zeros(5, dtype=flat)],
+        gradient_accumulation_dtype=accumulates,
+        dtype=own,
+    )
+    connection: Any = SimpleNamespace(_flat_group=lambda *arguments: arguments)
+    with mock.patch.object(optimizer_gradients, "offsets_in_flat_groups", return_value=[[0, 2, 2]]):
+        [found] = optimizer_gradients.PartitionGradients._groups_of_zero(connection, optimizer)
+    index, kept, _, *places = found  # type: ignore[misc]
+    assert index == 0
+    assert [each.numel() for each in kept] == [3, 2], "without empty ones"
+    assert places == [[2, 0], expected]
 
 
 def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
@@ -623,7 +658,8 @@ def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[
     parts = {"refusal_of_reducer": lambda _: None, "is_element_by_element": lambda _: case["by_element"]}
     with mock.patch.multiple(optimizer_gradients, **parts):
         found = optimizer_gradients._refusal(engine)
-    assert (found or "").startswith(reason) and bool(found) == bool(reason)
+    assert bool(found) == bool(reason)
+    assert (found or "").startswith(reason)
 
 
 def test_incompatible_options_and_calls_raise(world: Worlds) -> None:
