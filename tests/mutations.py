@@ -99,6 +99,8 @@ TESTS = {
     "engine/shares": "engine/test_shares.py engine/test_replicas.py",
     "engine/start": "engine/test_use.py engine/test_grid.py",
     "engine/unused_parameters": "engine/test_accumulation.py",
+    "engine/use": "engine/test_use.py "
+    "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_device_mesh.py engine/test_grid.py engine/test_batches.py",
     "reducer/options": "reducer/test_mistakes.py reducer/test_buckets.py",
