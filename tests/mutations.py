@@ -97,7 +97,7 @@ TESTS = {
     "engine/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",
     "engine/reducer_drivers": "engine/test_reducer_drivers.py mistakes/test_errors_on_every_rank.py",
     "engine/shares": "engine/test_shares.py engine/test_replicas.py",
-    "engine/start": "engine/test_use.py engine/test_grid.py",
+    "engine/start": "engine/test_use.py engine/test_grid.py launch/test_joining.py",
     "engine/unused_parameters": "engine/test_accumulation.py",
     "engine/use": "engine/test_use.py "
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
