@@ -20,11 +20,14 @@ from typing import Any
 
 from ds_topo.ledger import Row, name_of
 
+ON_GRID, REDUCED, RECORDED, COMPARED = range(4)
+"""Orders of the methods of mixins, from the innermost on: a grid's, a reducer's, a recorder's, ``check_replicas``'s."""
+
 
 class Mixin:
     """The marker of mixins that :func:`adopt` gives to objects; they derive from a class of DeepSpeed, too."""
 
-    mixin_order = 0
+    mixin_order = ON_GRID
     """Methods of mixins with larger numbers run first, and call those of the others by ``super()``."""
     mixin_suffix = ""
     """What is appended to the name of the object's class."""

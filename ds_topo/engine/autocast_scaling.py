@@ -21,9 +21,9 @@ from torch.nn.utils import get_total_norm
 
 from ds_topo.mpu.mpu import MpuGrid
 
-FIRST_SCALE, STEPS_TO_GROW, FACTOR, LOWEST_SCALE = 2.0**16, 2000, 2.0, 2.0**-14
-"""The scale of the first step, the steps without overflow after which it grows, by which factor, and the lowest one:
-those of torch's ``GradScaler``."""
+FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE = 2.0**16, 2000, 2.0**-14
+"""The scale of the first step and the steps without overflow before it grows, as in torch's ``GradScaler``; and the
+lowest scale."""
 
 
 def share_scale(engine: DeepSpeedEngine) -> None:
@@ -35,10 +35,15 @@ def share_scale(engine: DeepSpeedEngine) -> None:
         if optimizer.torch_autocast_gradscaler is None:
             return
         optimizer.torch_autocast_gradscaler = None
-        optimizer.loss_scaler = DynamicLossScaler(
-            FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE, 1, consecutive_hysteresis=False, raise_error_at_min_scale=False
-        )
+        optimizer.loss_scaler = _dynamic_scale()
         optimizer.dynamic_loss_scale = optimizer.check_grad_overflow = True
+
+
+def _dynamic_scale() -> DynamicLossScaler:
+    """Return a scale that is halved after an overflow, and doubled after many steps without one."""
+    return DynamicLossScaler(
+        FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE, 1, consecutive_hysteresis=False, raise_error_at_min_scale=False
+    )
 
 
 class AutocastScaler:
@@ -46,15 +51,14 @@ class AutocastScaler:
 
     def __init__(self, grid: MpuGrid) -> None:
         self._grid = grid
-        self.value = FIRST_SCALE
-        self._steps = 0
-        """The steps since the last overflow or growth."""
+        self._scale = _dynamic_scale()
         self._has_overflow: bool | None = None
         """None until the gradients of this step have been divided."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale."""
-        return loss * self.value
+        scaled: torch.Tensor = self._scale.scale_loss(loss)
+        return scaled
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale, and find out whether any rank has one that is not finite; collective."""
@@ -64,7 +68,7 @@ class AutocastScaler:
         gradients = [each.grad for each in parameters if each.grad is not None]
         found = torch.zeros((), device=get_accelerator().current_device_name())
         if gradients:
-            torch._foreach_mul_(gradients, 1 / self.value)
+            torch._foreach_mul_(gradients, 1 / self._scale.loss_scale)
             found += ~get_total_norm(gradients, torch.inf).isfinite()
         for group in (self._grid.get_model_parallel_group(), self._grid.get_data_parallel_group()):
             if dist.get_world_size(group) > 1:
@@ -78,10 +82,6 @@ class AutocastScaler:
             optimizer.step()
 
     def update(self) -> None:
-        """Halve the scale after an overflow, and double it after many steps without one."""
-        self._steps = 0 if self._has_overflow else self._steps + 1
-        if self._has_overflow:
-            self.value /= FACTOR
-        elif self._steps == STEPS_TO_GROW:
-            self.value, self._steps = self.value * FACTOR, 0
+        """Halve or double the scale if this step calls for it."""
+        self._scale.update_scale(self._has_overflow)
         self._has_overflow = None

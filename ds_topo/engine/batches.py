@@ -395,7 +395,7 @@ class FirstSamples:
         else:
             return  # there is no such group yet
         is_known = bool(self._digests) and all(self._digests)
-        number = abs(hash(tuple(self._digests))) if is_known else -1 - grid.grid_rank
+        number = abs(hash(tuple(self._digests))) if is_known else -grid.grid_rank  # unlike those of all others
         device = get_accelerator().current_device_name()
         extremes = torch.tensor([number, ~number], device=device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
@@ -414,14 +414,14 @@ def digest(samples: Any, zeros_count: bool = False) -> int:
 
     Without ``zeros_count`` it is also 0 if all tensors are zeros, which pipeline stages get if they do not use samples.
     """
-    hashed = hashlib.blake2b(digest_size=7)
+    hashed = hashlib.blake2b()
     found = False
     for tensor in _tensors(samples):
         found = found or zeros_count or bool(tensor.detach().any())
-        content = tensor.detach().to("cpu", copy=False).resolve_conj().resolve_neg().contiguous()
+        content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(hashed.digest(), "big") + 1 if found else 0
+    return int.from_bytes(hashed.digest(), "big") if found else 0
 
 
 def _tensors(samples: Any) -> Iterator[torch.Tensor]:

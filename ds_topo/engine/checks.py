@@ -41,7 +41,7 @@ from ds_topo.engine.config_options import (
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
-from ds_topo.mpu.differences import DualPipeVEngine, StockDualPipeVModule
+from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
@@ -388,7 +388,6 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
         TopologyError: layers use a parallel state with another layout.
     """
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
-    loss_stage = 0 if isinstance(model, StockDualPipeVModule) else grid.pipe_parallel_size - 1
     everyone = grid.get_ranks(axes_of_engine(grid, is_pipeline))
     with ExitStack() as agreements:
         if everyone != grid.dp_group:
@@ -404,7 +403,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
             shape = list(getattr(parameter, "ds_shape", parameter.shape))
             frozen = "" if parameter.requires_grad else " frozen"
             lines.append(f"{name} {shape} {parameter.dtype}{frozen}")
-        if is_pipeline and grid.stage_id == loss_stage:
+        if is_pipeline:
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
 
 

@@ -140,7 +140,7 @@ def states_of_experts(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
     """Return the states of an optimizer without its partitions of dense parameters."""
     masters = list(states[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
     for group in _dense_groups(optimizer):
-        masters[group] = torch.empty(0)
+        masters[group] = torch.tensor([])
         states[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
     return {**states, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
 
@@ -203,8 +203,6 @@ def sum_over_copies(copies: Copies, optimizer: DeepSpeedZeroOptimizer) -> None:
     """
     if isinstance(optimizer, ReducedZero):
         return
-    if optimizer.cpu_offload:
-        get_accelerator().synchronize()  # gradients may still be on their way to host memory
     for group, parameters in enumerate(optimizer.bit16_groups):
         scale = 1 / copies.number if optimizer.gradient_average else 1.0
         among = None if any(map(is_moe_param, parameters)) else copies.group
@@ -216,6 +214,7 @@ def sum_over_copies(copies: Copies, optimizer: DeepSpeedZeroOptimizer) -> None:
 
 def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
     """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
+    get_accelerator().synchronize()  # gradients may still be on their way to host memory
     (master,) = optimizer.param_groups[group]["params"]
     gradients = master.grad.view(-1)
     for piece in gradients.split(int(optimizer.reduce_bucket_size)):

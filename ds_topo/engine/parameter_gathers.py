@@ -38,7 +38,7 @@ def balanced_layout(
     size: int,
     sizes: BucketSizes,
     whole: Collection[nn.Parameter],
-    copies: int = 1,
+    copies: int,
 ) -> tuple[PartitionLayout, set[int]]:
     """Lay parameters out in regions of about a bucket; return also the indices of the regions that are needed whole.
 

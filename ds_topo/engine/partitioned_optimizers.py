@@ -48,7 +48,7 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ds_topo.classes import Mixin
+from ds_topo.classes import REDUCED, Mixin
 from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
 from ds_topo.mpu.mpu import MpuGrid
@@ -71,13 +71,18 @@ class ReducerOfOptimizer:
     """The parameters that arrive from other ranks after a step."""
 
 
+def _is_finite(norm: torch.Tensor) -> bool:
+    """Tell whether gradients with this norm are finite; DeepSpeed's norm of others may be -1."""
+    return 0 <= float(norm) < math.inf
+
+
 # -- in DeepSpeed's layout --------------------------------------------------------------------------------------------
 
 
 class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """ZeRO 1 or 2 whose gradients a reducer averages."""
 
-    mixin_order = 1  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
+    mixin_order = REDUCED  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
     mixin_suffix, mixin_state = "Reduced", "reduction"
     reduction: ReducerOfOptimizer
 
@@ -87,7 +92,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """No-op: the epilogue of stage 1 would reduce what its hooks have collected."""
 
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+    def reduce_gradients(self, *_: object, **__: object) -> None:
         """Wait for the reducer. Stage 1 would reduce gradients here, after the last backward pass."""
         self.reduction.reduce()
 
@@ -95,22 +100,22 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Wait for the reducer. Stage 2 would end its own reduction here, after every backward pass."""
         self.reduction.reduce()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
         self.reduction.forget()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*arguments, **options)
 
 
 class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
 
-    mixin_order, mixin_suffix, mixin_state = 1, "Reduced", "reduction"
+    mixin_order, mixin_suffix, mixin_state = REDUCED, "Reduced", "reduction"
     reduction: ReducerOfOptimizer
 
     def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:
         """No-op: with immediate_grad_update the optimizer's hooks would accumulate each gradient a second time."""
 
-    def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
+    def update_hp_grads(self, *_: object, **__: object) -> None:
         """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
 
     def clear_hp_grads(self) -> None:
@@ -322,21 +327,18 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
         """Return the norm of scaled gradients, or None without one; find out whether any rank has an overflow."""
         with_norm = getattr(self, "compute_grad_norm", True)  # DeepSpeed 0.19.6 has no such option
         self.overflow = False
-        if not with_norm:
-            self._global_grad_norm = None
+        self._global_grad_norm = math.inf if with_norm else None  # of a step that is skipped
         if self.check_grad_overflow:
             self.check_overflow()
         if not with_norm or self.overflow:
             return None
         norm: torch.Tensor = self.scaled_global_norm()
         if self.dtype != torch.bfloat16 or self.check_grad_overflow:
-            self.overflow = not 0 <= float(norm) < math.inf  # DeepSpeed's norm of a group may be -1
+            self.overflow = not _is_finite(norm)
         return norm
 
     def _skip(self) -> None:
-        if getattr(self, "compute_grad_norm", True):
-            self._global_grad_norm = math.inf
-        self.zero_grad(set_to_none=True)
+        self.zero_grad()
         for group in self.reduction.groups:
             self._drop_gradients(group)
         for name in OPTIMIZER_TIMERS:
@@ -383,7 +385,7 @@ class PartitionedBF16(PartitionedOptimizer, ReducedBF16):
         """
         self.overflow = False
         norm = self._global_grad_norm = self._norm()
-        if not 0 <= float(norm) < math.inf:  # DeepSpeed's norm may be -1
+        if not _is_finite(norm):
             self.overflow, self._global_grad_norm = True, math.inf
             self.clear_hp_grads()
             self.clear_lp_grads()
@@ -423,7 +425,7 @@ class PartitionedBF16(PartitionedOptimizer, ReducedBF16):
         owned = [zip(group.owned, group.fragments_of(group.gradients.partition), strict=True) for group in groups]
         if isinstance(mpu, MpuGrid) and mpu.correct_norms:
             return norm_as_gradients(partition_norm(chain.from_iterable(owned), mpu), mpu)
-        is_first = mpu is None or bwc_tensor_model_parallel_rank(mpu=mpu) == 0
+        is_first = bwc_tensor_model_parallel_rank(mpu=mpu) == 0
         dense: list[torch.Tensor] = []
         of_experts: dict[str, list[torch.Tensor]] = {}
         for group, pairs in zip(groups, owned, strict=True):

@@ -7,6 +7,7 @@ engine's own reduction by a wait for the reducer.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from typing_extensions import Self, Unpack
 
-from ds_topo.classes import Mixin, adopt, stock_class
+from ds_topo.classes import REDUCED, Mixin, adopt, stock_class
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.mpu.differences import DualPipeVEngine
@@ -298,11 +299,11 @@ class PipelineDriver(EngineDriver):
 
     def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
         super().__init__(engine, options)
-        self._passes = [0, 0]
+        self._passes: Counter[int | None] = Counter()
         """The number of backward passes in this step so far, in each phase of the schedule."""
-        self._phase = 0
-        """The phase of the last backward pass; always 0, except with DualPipeV."""
-        self.backward_ns = 0
+        self._phase: int | None = None
+        """The phase of the last backward pass; None, except with DualPipeV."""
+        self.backward_ns: int
         """The duration of the last backward pass."""
         self._instructions: dict[type, Any] | None = None
 
@@ -323,7 +324,7 @@ class PipelineDriver(EngineDriver):
 
     def give_up_unfinished(self) -> None:
         """Discard a step that an exception in backward has ended: training may go on with the same engine."""
-        self._passes = [0, 0]
+        self._passes.clear()
         self.reducer.give_up_unfinished()
 
     def driving(self, instructions: dict[type, Any]) -> dict[type, Any]:
@@ -333,7 +334,7 @@ class PipelineDriver(EngineDriver):
         backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
         def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
-            self._phase = arguments.get("phase", 0)
+            self._phase = arguments.get("phase")
             self._passes[self._phase] += 1
             started = time.perf_counter_ns()
             backward(engine, **arguments)
@@ -341,7 +342,7 @@ class PipelineDriver(EngineDriver):
             self.reducer.launch_deferred()
 
         def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
-            self._passes = [0, 0]
+            self._passes.clear()
             self.reducer.complete()
             self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
 
@@ -376,7 +377,7 @@ class PipelineDriver(EngineDriver):
 class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods that all engines with a reducer share, on a grid or without one."""
 
-    mixin_order, mixin_suffix, mixin_state = 1, "Reduced", "reducer_driver"
+    mixin_order, mixin_suffix, mixin_state = REDUCED, "Reduced", "reducer_driver"
     reducer_driver: EngineDriver
 
     def buffered_allreduce_fallback(self, *arguments: Any, **options: Any) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_topo.backends import device_in_use
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.classes import Mixin, adopt, mixins_of
+from ds_topo.classes import COMPARED, Mixin, adopt, mixins_of
 from ds_topo.engine.one_layout import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.mpu.mpu import MpuGrid
@@ -145,8 +145,8 @@ def _slices_are_equal(samples: Sequence[Replicated], group: ProcessGroup, sums: 
     telling = [each for each in samples if each.is_slice and bool((each.tensor != each.tensor[:1]).any())]
     device = _device_of(group)
     content = torch.zeros(2, dtype=torch.int64, device=device)
-    for place, each in enumerate(telling):
-        content += (place + 1) * sums[id(each.tensor)].to(device)
+    for each in telling:
+        content += sums[id(each.tensor)].to(device)
     highest, lowest = _extremes(torch.cat([content, torch.tensor([len(telling)], device=device)]), group)
     return bool(telling) and bool((highest == lowest).all())
 
@@ -201,7 +201,7 @@ class ReplicaCheck:
 class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    mixin_order, mixin_suffix, mixin_state = 3, "Compared", "replica_check"
+    mixin_order, mixin_suffix, mixin_state = COMPARED, "Compared", "replica_check"
     replica_check: ReplicaCheck
 
     def destroy(self) -> None:

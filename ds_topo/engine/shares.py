@@ -55,16 +55,18 @@ def counting_shares(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def reads_samples(engine: DeepSpeedEngine) -> bool:
     """Tell whether this rank reads samples: in a pipeline the first and the last stage do, of DualPipeV the first."""
-    grid = engine.mpu
-    last = 0 if isinstance(engine, DualPipeVEngine) else grid.get_axis_size(PIPE) - 1
-    return not isinstance(engine, PipelineEngine) or grid.get_axis_rank(PIPE) in (0, last)
+    return not isinstance(engine, PipelineEngine) or engine.mpu.get_axis_rank(PIPE) in _reading_stages(engine)
+
+
+def _reading_stages(engine: PipelineEngine) -> set[int]:
+    return {0} if isinstance(engine, DualPipeVEngine) else {0, engine.mpu.get_axis_size(PIPE) - 1}
 
 
 def _group_of_readers(engine: DeepSpeedEngine, grid: MpuGrid) -> ProcessGroup:
     """Return the group of all ranks that read samples; collective over them at the first call."""
     if not isinstance(engine, PipelineEngine):
         return grid.get_group(axes_of_engine(grid, False))
-    stages = {0} if isinstance(engine, DualPipeVEngine) else {0, grid.get_axis_size(PIPE) - 1}
+    stages = _reading_stages(engine)
     if len(stages) == grid.get_axis_size(PIPE):
         return grid.get_group(grid.topology().axes)
     ranks = [rank for rank in range(grid.world_size) if grid.topology().get_axis_index(PIPE, rank) in stages]

@@ -83,9 +83,7 @@ def init_distributed(
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
     remove_abandoned_locks()
     # torch is already initialised here, so DeepSpeed uses torch's groups
-    deepspeed.init_distributed(
-        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=as_timeout(timeout)
-    )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=as_timeout(timeout))
     if get_accelerator().device_name() == "cpu":
         _unlink_shared_memory(launch)
     if limit is not None:

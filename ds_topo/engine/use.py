@@ -361,9 +361,8 @@ def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> An
     firsts = topology.layout.offsets(map(topology.axes.index, axes))
 
     def keep(gathered: torch.Tensor) -> torch.Tensor:
-        by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
-        kept: torch.Tensor = by_rank[firsts].flatten(0, 1)
-        return kept
+        by_rank = gathered.chunk(grid.world_size)
+        return torch.cat([by_rank[rank] for rank in firsts])
 
     @around
     def of_tensors(gather: Any, tensor: Any) -> Any:

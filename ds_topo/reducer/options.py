@@ -235,7 +235,14 @@ class ReductionOptions:
         return self.find_unused_parameters or self.zero_unused_parameters
 
     def accumulation_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the type in which gradients of this parameter accumulate."""
+        """Return the type in which gradients of this parameter accumulate.
+
+        >>> narrow = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        >>> ReductionOptions(accumulation_dtype=torch.float32).accumulation_dtype_of(narrow)
+        torch.float32
+        >>> ReductionOptions(accumulation_dtype=torch.float16).accumulation_dtype_of(narrow)
+        torch.bfloat16
+        """
         if parameter in self.grad_buffers:
             return self.grad_buffers[parameter].dtype
         region = self.region_of(parameter)
@@ -243,7 +250,7 @@ class ReductionOptions:
             return region.gradients.dtype
         dtype = parameter.dtype
         wide = self.accumulation_dtype
-        return wide if wide and dtype.is_floating_point and wide.itemsize > dtype.itemsize else dtype
+        return wide if wide and wide.itemsize > dtype.itemsize else dtype
 
     def region_of(self, parameter: nn.Parameter) -> RegionOfGradients | None:
         """Return the region of a partitioned gradient, or None."""

@@ -36,7 +36,7 @@ from torch.utils.serialization import config
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
-from ds_topo.classes import Mixin, adopt
+from ds_topo.classes import RECORDED, Mixin, adopt
 from ds_topo.engine.batches import digest as digest_of
 from ds_topo.engine.grid import building_engines, when_built
 from ds_topo.engine.replicas import digest, replicated
@@ -397,7 +397,7 @@ class Recorder:
 class Recorded(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine of which a recorder writes what it computes."""
 
-    mixin_order, mixin_suffix, mixin_state = 2, "Recorded", "recorder"
+    mixin_order, mixin_suffix, mixin_state = RECORDED, "Recorded", "recorder"
     recorder: Recorder
 
     def clip_fp32_gradients(self) -> None:

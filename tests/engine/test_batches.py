@@ -70,7 +70,7 @@ def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_confi
             for batch, noted, is_named in (
                 (telling, True, False),
                 (telling.view(2, 4), True, False),
-                (telling.view(1, 1, 8), True, True),
+                (telling.view(1, 2, 4), True, True),
                 (telling[:3], False, True),
                 (torch.ones(4, 2), False, False),
                 (torch.tensor(3.0), False, False),

@@ -7,7 +7,9 @@ import gc
 import io
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
@@ -24,6 +27,7 @@ from ds_topo.engine import on_grid
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Patch, ledger
 from ds_topo.mpu import patches
+from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
@@ -54,6 +58,19 @@ def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
     kept = weakref.ref(engine)
     del engine
     on_grid._restore_scaler(kept, "third")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_last", "are_cleared"),
+    [(PipelineEngine, False, True), (PipelineEngine, True, False), (DualPipeVEngine, False, False)],
+)
+def test_stages_without_the_loss_leave_timers_of_backward_to_the_pipeline(
+    kind: type, is_last: bool, are_cleared: bool
+) -> None:
+    engine = mock.Mock(spec=kind, engine_timers=SimpleNamespace(backward_timers=["a"], backward_inner_timers=["b"]))
+    engine.is_last_stage.return_value = is_last
+    on_grid._time_backward_once(engine)
+    assert [*map(bool, vars(engine.engine_timers).values())] == [not are_cleared] * 2
 
 
 def engine_of(mpu: Any = None, **more: Any) -> Any:

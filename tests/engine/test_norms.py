@@ -15,6 +15,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
 from ds_topo.engine.optimizers_on_grid import BF16OnGrid
-from ds_topo.errors import ExpertGroupError
+from ds_topo.errors import EngineOptionError, ExpertGroupError
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -289,6 +290,73 @@ def test_partition_norm_counts_parameters_of_its_slice(cpu_offload: bool) -> Non
             get_param_id=id,
         )
         assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_first_copy_of_a_partition_counts_dense_parameters(rank: int) -> None:
+    with fake_world(rank, 4), PipelineParallelGrid("data=2,shard=2") as grid:
+        dense, expert = parameter(3.0), parameter(4.0, allreduce=False)
+        norm = norms.partition_norm([(each, each.grad) for each in (dense, expert)], grid)
+        assert float(norm) == pytest.approx(4.0 if grid.get_copy_rank() else 5.0)
+
+
+@pytest.mark.parametrize("mark", ["ds_id", "_hp_mapping"])
+def test_gradients_inside_an_optimizer_of_deepspeed_are_refused(mark: str) -> None:
+    message = "whose optimizer keeps the gradients"
+    with fake_world(0, 1), ProcessGrid("data=1") as grid, pytest.raises(RuntimeError, match=message):
+        clip_grad_norm_([parameter(1.0, **{mark: None})], 1.0, grid)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("kind", [FP16_Optimizer, FP16_UnfusedOptimizer])
+def test_stages_with_other_numbers_of_groups_are_refused_where_they_would_hang(kind: type, counts: Any) -> None:
+    engine: Any = SimpleNamespace(optimizer=mock.Mock(spec=kind, param_groups=[]), mpu=mock.Mock())
+    with mock.patch.object(norms, "gathered", return_value=[*counts]):
+        if kind is FP16_UnfusedOptimizer and counts == (1, 2):
+            with pytest.raises(EngineOptionError, match=r"parameters in \[1, 2\] groups of the optimizer"):
+                norms.stages_differ(engine)
+        else:
+            assert norms.stages_differ(engine) == (counts == (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("topology", "with_experts", "clip", "has_mpu"),
+    [
+        ("data=2", False, "clip_as_deepspeed", False),
+        ("model=2", False, "clip_as_deepspeed", True),
+        ("pipe=2", False, "clip_grad_norm_", True),
+        ("data=2", True, "clip_grad_norm_", True),
+    ],
+)
+def test_fp32_is_clipped_by_deepspeeds_function_where_its_norm_is_right(
+    topology: str, with_experts: bool, clip: str, has_mpu: bool
+) -> None:
+    with fake_world(0, 2), PipelineParallelGrid(topology) as grid:
+        engine: Any = SimpleNamespace(module=nn.Linear(2, 2), gradient_clipping=lambda: 0.5, mpu=grid)
+        with mock.patch.object(norms, clip, return_value=3.0) as called:
+            norms.clip_fp32_gradients(engine, with_experts)
+        assert engine._global_grad_norm == 3.0
+        assert [*called.call_args.args[1:], *called.call_args.kwargs.values()] == [0.5, grid if has_mpu else None]
+
+
+@pytest.mark.parametrize(
+    ("logs", "limit", "stages", "enabled"),
+    [
+        (True, 0.5, 2, ""),
+        (False, 0.0, 2, ""),
+        (False, 0.5, 1, ""),
+        *((False, 0.5, 2, name) for name in ("fp16_enabled", "bfloat16_enabled", "zero_optimization")),
+    ],
+)
+def test_log_says_where_a_pipeline_clips_by_another_norm(logs: bool, limit: float, stages: int, enabled: str) -> None:
+    engine = mock.Mock(spec=PipelineEngine, mpu=mock.Mock(), optimizer=None)
+    for name in ("fp16_enabled", "bfloat16_enabled", "zero_optimization"):
+        getattr(engine, name).return_value = name == enabled
+    engine.gradient_clipping.return_value = limit
+    engine.mpu.get_pipe_parallel_world_size.return_value = stages
+    with mock.patch.object(norms, "log_dist") as log:
+        norms.prepare_losses(engine)
+    assert log.called == logs
 
 
 # -- norms that cannot be corrected ----------------------------------------------------------------------------------

@@ -210,6 +210,7 @@ AUTOSP, PASSES = {"compile": {"passes": ["autosp"]}}, {"compile": {"passes": ["a
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
 CANNOT_COMBINE: list[tuple[str, dict[str, Any], str]] = [
     ("seq=2,pipe=2", AUTOSP, r"\(AutoSP\) with a PipelineModule: .* use a model without a pipeline"),
+    ("pipe=2,data=2", {"zero_optimization": {"stage": 2}}, r"ZeRO stage 2 in a pipeline: .*use stage 1"),
     ("pipe=2,data=2", {"zero_optimization": {"stage": 3}}, r"ZeRO stage 3 in a pipeline: .*use stage 1"),
     (
         "seq=2,model=2",

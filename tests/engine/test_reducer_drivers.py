@@ -17,9 +17,12 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
-from ds_topo.engine.reducer_drivers import PipelineDriver
+from ds_topo.engine import reducer_drivers
+from ds_topo.engine.reducer_drivers import EngineDriver, PipelineDriver
 from ds_topo.errors import DisagreementError
+from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, train_pipeline
 from tests.support.small_engines import settings, start
 from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config
@@ -57,6 +60,66 @@ def test_a_stage_defers_its_reduction_if_it_waits_longer_for_earlier_stages(
     under_way = SimpleNamespace(communication_ns=10**9, ended_ns=0)
     assert PipelineDriver.prefers_to_defer(driver, [*of_steps, under_way]) is defers  # type: ignore[list-item]
     assert PipelineDriver.prefers_to_defer(driver, [under_way]) is False, "nothing is known yet"  # type: ignore[list-item]
+    driver.engine = mock.Mock(spec=DualPipeVEngine, stage_id=stage)
+    assert PipelineDriver.prefers_to_defer(driver, of_steps) is False  # type: ignore[arg-type]
+
+
+def test_last_backward_is_of_this_engine_in_the_last_micro_batch() -> None:
+    engine: Any = SimpleNamespace(inside_no_sync_ctxt=False, is_gradient_accumulation_boundary=lambda: is_boundary)
+    gradients, is_boundary = SimpleNamespace(reduces_always=False), True
+    with mock.patch.object(reducer_drivers, "gradients_of", return_value=gradients):
+        driver = EngineDriver(engine, {})
+    assert not driver.is_last_backward(), "of another engine's loss"
+    with driver.in_backward():
+        driver.begin_backward()
+        with driver.in_backward():
+            assert driver.is_last_backward()
+        assert driver.is_last_backward()
+    assert not driver.is_last_backward()
+    driver.begin_backward()  # loss.backward() without the engine
+    assert driver.is_last_backward()
+    is_boundary = False
+    assert not driver.is_last_backward()
+    gradients.reduces_always = True
+    assert driver.is_last_backward()
+    engine.inside_no_sync_ctxt = True
+    assert not driver.is_last_backward()
+    engine.inside_no_sync_ctxt = False
+    driver.end_backward()
+    assert not driver.is_last_backward()
+
+
+@pytest.mark.parametrize(
+    ("averages", "sequence", "postscales", "predivides", "expected"),
+    [
+        (True, 1, True, 1.0, {}),
+        (True, 2, True, 1.0, {"divisor": 2}),
+        (True, 1, True, 8.0, {"predivide_factor": 8.0}),
+        (True, 1, False, 8.0, {}),
+        (False, 2, True, 8.0, {"op": "sum"}),
+    ],
+)
+@pytest.mark.parametrize("kind", [EngineDriver, PipelineDriver])
+def test_factors_of_the_reduction_are_those_of_the_engine(
+    kind: type[EngineDriver], averages: bool, sequence: int, postscales: bool, predivides: float, expected: Any
+) -> None:
+    with fake_world(0, 4):
+        driver: Any = object.__new__(kind)
+        driver.engine = SimpleNamespace(
+            mpu=SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD),
+            seq_data_parallel_group=dist.group.WORLD,
+            sequence_parallel_size=sequence,
+            gradient_average=averages,
+            postscale_gradients=lambda: postscales,
+            gradient_predivide_factor=lambda: predivides,
+            communication_data_type=torch.float32,
+            has_moe_layers=False,
+        )
+        driver._gradients = SimpleNamespace(grad_buffers={}, partitions=())
+        options = driver.options()
+    factors = {name: options.get(name) for name in ("op", "divisor", "predivide_factor") if name in options}
+    assert factors == ({} if kind is PipelineDriver and "divisor" in expected else expected)
+    assert not options["broadcast_at_start"], "the engine has done that"
 
 
 def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:

@@ -304,6 +304,32 @@ def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: p
             assert replicas._difference(tensors, group, sums) == expected
 
 
+def test_slices_are_compared_by_their_values_if_these_tell_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[int]] = []
+
+    def compare(*values: torch.Tensor, is_slice: bool = True, other: int = 0) -> tuple[bool, list[int]]:
+        def extremes(content: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+            sent.append(content.tolist())
+            return content, content + other
+
+        monkeypatch.setattr(replicas, "_extremes", extremes)
+        group = dist.group.WORLD
+        samples = [replicas.Replicated("weight", each, group, "model", is_slice) for each in values]
+        sums = {id(each): replicas.digest(each) for each in values}
+        return replicas._slices_are_equal(samples, group, sums), sent[-1]
+
+    with fake_world(0, 2):
+        one, another = torch.arange(3.0), torch.arange(1.0, 4.0)
+        assert compare(one) == compare(one.clone())
+        assert compare(one)[0]
+        assert not compare(one, other=1)[0]
+        contents = [compare(*values)[1] for values in ((one,), (another,), (one, another), (one, one))]
+        assert len({*map(tuple, contents)}) == 4
+        assert [count for _, _, count in contents] == [1, 1, 2, 2]
+        for nothing in (compare(torch.ones(3)), compare(one, is_slice=False), compare()):
+            assert nothing == (False, [0, 0, 0])
+
+
 @pytest.mark.parametrize(
     ("difference", "are_equal", "may_be_split", "checks", "said"),
     [

@@ -15,10 +15,14 @@ from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (
     get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed as loader_of_variable_batches,
 )
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid, checkpoint
+from ds_topo.engine import shares
 from ds_topo.errors import EngineOptionError
+from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import data_efficiency, settings, start
 from tests.support.world import Worlds
@@ -130,6 +134,19 @@ def _consumed(folder: str, checkpoints: str) -> tuple[int, int]:
 def test_data_efficiency_goes_on_after_conversion(world: Worlds, tmp_path: Path) -> None:
     ((saved, loaded),) = world(1).run(_consumed, _folder(tmp_path, "clusters"), str(tmp_path / "checkpoints"))
     assert loaded == saved > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"), [(DeepSpeedEngine, [0, 1, 2]), (PipelineEngine, [0, 2]), (DualPipeVEngine, [0])]
+)
+def test_stages_with_inputs_or_labels_read_samples(kind: type, stages: list[int]) -> None:
+    engine = mock.Mock(spec=kind, mpu=mock.Mock())
+    engine.mpu.get_axis_size.return_value = 3
+    found = []
+    for stage in range(3):
+        engine.mpu.get_axis_rank.return_value = stage
+        found += [stage] if shares.reads_samples(engine) else []
+    assert found == stages
 
 
 def _folder(tmp_path: Path, name: str) -> str:

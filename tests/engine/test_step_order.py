@@ -7,6 +7,7 @@ import sys
 import warnings
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -17,8 +18,9 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
 from ds_topo.classes import mixins, mixins_of
+from ds_topo.engine import on_grid
 from ds_topo.watch import job_watch
-from tests.support.small_engines import settings
+from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
 
@@ -98,3 +100,24 @@ def test_step_runs_as_the_classes_state(world: Worlds) -> None:
         assert [dict.fromkeys(chain).keys() for chain in found] == [dict.fromkeys(chain).keys() for chain in stated]
         public = [call for call in dict.fromkeys(calls) if call in AS_READ]
         assert public == AS_READ
+
+
+def _compared_steps() -> None:
+    start()
+    for reduced in (False, True):
+        with (
+            PipelineParallelGrid("data=2") as grid,
+            mock.patch.multiple(on_grid, STEPS_BETWEEN=2, job_watch=mock.DEFAULT),
+        ):
+            engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=settings(gradient_reducer=reduced))
+            for _ in range(2 * 5):
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+            calls = on_grid.job_watch.compare_steps.call_args_list  # type: ignore[attr-defined]
+            group = grid.get_data_parallel_group()
+            assert [call.args for call in calls] == ([] if reduced else [(group, 2), (group, 4)])
+            engine.destroy()
+
+
+def test_steps_are_compared_now_and_then_unless_a_reducer_does_it(world: Worlds) -> None:
+    world(2).run(_compared_steps)

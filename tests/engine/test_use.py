@@ -25,6 +25,7 @@ from torch import nn
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, use
+from ds_topo.engine import start as starting
 from ds_topo.engine.start import warn_of_undealt_samples, with_samples_of
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
 from ds_topo.errors import EngineOptionError, TopologyError
@@ -39,6 +40,18 @@ pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 ORDERS = [",".join(order) for order in permutations(("pipe=2", "data=2", "model=2"))]
 stock_initialize = deepspeed.initialize
 StockTopology = deepspeed_topology.PipeModelDataParallelTopology
+
+
+def test_plain_model_gets_the_grid_of_its_config() -> None:
+    engine = SimpleNamespace()
+    with fake_world(0, 2), mock.patch.object(starting, "_deepspeed_initialize", return_value=(engine,)) as built:
+        for section, spec in (({"topology": "data=2"}, "data=2"), ({}, None)):
+            ds_topo.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 4, **section})
+            mpu = built.call_args.kwargs.get("mpu")
+            assert (mpu.topology().spec if mpu else None) == spec
+            assert engine.gradient_reducer is None
+            if mpu:
+                mpu.destroy()
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.checkpoint.engine_state import named_parameters
-from ds_topo.engine import partitioned_optimizers
+from ds_topo.engine import optimizer_gradients, partitioned_optimizers
 from ds_topo.errors import DisagreementError
 from ds_topo.mpu.supported import number
 from ds_topo.zero import exchange
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
 from tests.support.memory import peak
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.backends("strict", exhaustive=("gloo",))
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
-NARROW: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}}
 SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300}
 
 
@@ -168,16 +168,18 @@ def test_trains_fp16_with_overflows(world: Worlds, zero: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checks", [False, True])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("with_norm", [None, False, True])  # DeepSpeed 0.19.6 has no such option
 @pytest.mark.parametrize(
     ("norm", "overflows"), [(0.0, False), (2.0, False), (-1.0, True), (math.inf, True), (math.nan, True)]
 )
 def test_a_norm_that_is_not_finite_is_an_overflow(
-    dtype: torch.dtype, checks: bool, with_norm: bool, norm: float, overflows: bool
+    dtype: torch.dtype, checks: bool, with_norm: bool | None, norm: float, overflows: bool
 ) -> None:
     asked: list[bool] = []
+    option = {} if with_norm is None else {"compute_grad_norm": with_norm}
+    with_norm = with_norm is not False
     optimizer: Any = SimpleNamespace(
-        compute_grad_norm=with_norm,
+        **option,
         check_grad_overflow=checks,
         check_overflow=lambda: asked.append(True),
         dtype=dtype,
@@ -188,7 +190,104 @@ def test_a_norm_that_is_not_finite_is_an_overflow(
     assert (found is not None) == with_norm
     assert len(asked) == checks
     assert optimizer.overflow == (with_norm and overflows and (checks or dtype is torch.float32))
-    assert optimizer._global_grad_norm == (5.0 if with_norm else None)
+    assert optimizer._global_grad_norm == (math.inf if with_norm else None)
+
+
+@pytest.mark.parametrize(("rank", "has_mpu", "expected"), [(0, True, 5.0), (1, True, 3.0), (1, False, 5.0)])
+def test_uncorrected_norm_of_bf16_counts_shards_on_each_slice(rank: int, has_mpu: bool, expected: float) -> None:
+    marks: list[dict[str, Any]] = [{"model_parallel": True}, {}, {"allreduce": False}]
+    owned = [nn.Parameter(torch.zeros(1)) for _ in marks]
+    for parameter, attributes in zip(owned, marks, strict=True):
+        vars(parameter).update(attributes)
+    with fake_world(rank, 2), PipelineParallelGrid("model=2") as grid:
+        grid.correct_norms = False
+        of_two, of_expert = (
+            SimpleNamespace(
+                index=index,
+                owned=parameters,
+                gradients=SimpleNamespace(partition=partition, group=grid.get_data_parallel_group()),
+                fragments_of=lambda partition: list(partition.split(1)),
+            )
+            for index, (parameters, partition) in enumerate(
+                [(owned[:2], torch.tensor([3.0, 4.0])), (owned[2:], torch.tensor([12.0]))]
+            )
+        )
+        optimizer: Any = SimpleNamespace(
+            mpu=grid if has_mpu else None,
+            optimizer=SimpleNamespace(param_groups=[{}, {"moe": True, "name": "experts"}]),
+        )
+        read: Any = partitioned_optimizers.PartitionedBF16.get_grads_for_norm.__wrapped__
+        for groups, wanted in (([of_two, of_expert], expected), ([of_expert], 0.0)):
+            optimizer.reduction = SimpleNamespace(groups=groups)
+            dense, of_experts = read(optimizer)
+            assert (dense, of_experts) == ([torch.tensor([wanted])], {"experts": [torch.tensor([12.0])]})
+            partitions = read(optimizer, for_clipping=True)
+            assert [id(each) for each in partitions] == [id(group.gradients.partition) for group in groups]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("are_linked", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "clip", "taken"),
+    [
+        (0.0, 1.0, 1.0),
+        (2.0, 0.0, 1.0),
+        (2.0, 1.0, 0.5),
+        (-1.0, 1.0, None),
+        (math.inf, 0.0, None),
+        (math.nan, 0.0, None),
+    ],
+)
+def test_bf16_steps_on_clipped_gradients_or_discards_them(
+    dtype: torch.dtype, are_linked: bool, norm: float, clip: float, taken: float | None
+) -> None:
+    groups = [
+        SimpleNamespace(
+            gradients=SimpleNamespace(partition=torch.ones(2, dtype=dtype), dtype=dtype),
+            master=nn.Parameter(torch.zeros(2)),
+            has_linked_states=is_linked,
+        )
+        for is_linked in (True, are_linked)
+    ]
+    optimizer = mock.Mock(reduction=SimpleNamespace(groups=groups), clip_grad=clip, mpu=None)
+    optimizer._norm.return_value = torch.tensor(norm)
+    seen: list[Any] = []
+    optimizer.optimizer.step.side_effect = lambda: seen.extend(group.master.grad.tolist() for group in groups)
+    partitioned_optimizers.PartitionedBF16.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    assert seen == ([] if taken is None else [[pytest.approx(taken, rel=1e-2)] * 2] * 2)
+    assert optimizer.overflow == (taken is None)
+    assert float(optimizer._global_grad_norm) == (math.inf if taken is None else norm)
+    assert optimizer._link_states.called == (taken is not None and not are_linked)
+    assert optimizer.update_lp_params.called == (taken is not None)
+    assert all((group.master.grad is None) == (taken is None or dtype is torch.bfloat16) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("own", "accumulates", "flat", "expected"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),  # a second group of another type
+    ],
+)
+def test_gradients_of_zero_accumulate_in_the_type_of_the_config_or_of_their_group(
+    own: torch.dtype, accumulates: torch.dtype, flat: torch.dtype, expected: torch.dtype
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in (3, 0, 2)]
+    optimizer: Any = SimpleNamespace(
+        bit16_groups=[parameters],
+        round_robin_bit16_groups=[parameters[::-1]],
+        bit16_groups_flat=[torch.zeros(5, dtype=flat)],
+        gradient_accumulation_dtype=accumulates,
+        dtype=own,
+    )
+    connection: Any = SimpleNamespace(_flat_group=lambda *arguments: arguments)
+    with mock.patch.object(optimizer_gradients, "offsets_in_flat_groups", return_value=[[0, 2, 2]]):
+        [found] = optimizer_gradients.PartitionGradients._groups_of_zero(connection, optimizer)
+    index, kept, _, *places = found  # type: ignore[misc]
+    assert index == 0
+    assert [each.numel() for each in kept] == [3, 2], "without empty ones"
+    assert places == [[2, 0], expected]
 
 
 def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
@@ -524,6 +623,43 @@ def _refusals() -> None:
         engine.destroy()
         with pytest.raises(ValueError, match=r"overlap_parameters=True: .* ZeRO stages 1 and 2"):
             GradientReducer(_model(), grid=grid, overlap_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"optimizer": None}, "the engine has no optimizer"),
+        ({"enable_backward_allreduce": False}, "the optimizer 'onebitadam' communicates by itself"),
+        ({"enable_backward_allreduce": False, "pipeline_parallelism": True}, ""),  # which reduces in its schedule
+        ({"stage": 1, "by_element": False}, ""),
+        ({"stage": 2}, ""),
+        ({"stage": 2, "by_element": False}, "SGD is not known to update each element by itself"),
+        ({"stage": 2, "micro_steps": 3}, "a step has begun"),
+        ({"stage": 1, "micro_steps": 3}, ""),
+        ({"is_compiled": True}, "DeepCompile reduces gradients"),
+    ],
+)
+def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[str, Any], reason: str) -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    of_zero = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    case = {"stage": 0, "by_element": True, "micro_steps": 4, "is_compiled": False, "optimizer": of_zero} | changed
+    engine: Any = SimpleNamespace(
+        _config=None,
+        optimizer=case["optimizer"],
+        optimizer_name=lambda: "onebitadam",
+        enable_backward_allreduce=case.get("enable_backward_allreduce", True),
+        pipeline_parallelism=case.get("pipeline_parallelism", False),
+        zero_optimization_stage=lambda: case["stage"],
+        micro_steps=case["micro_steps"],
+        gradient_accumulation_steps=lambda: 2,
+        is_deepcompile_active=lambda: case["is_compiled"],
+    )
+    parts = {"refusal_of_reducer": lambda _: None, "is_element_by_element": lambda _: case["by_element"]}
+    with mock.patch.multiple(optimizer_gradients, **parts):
+        found = optimizer_gradients._refusal(engine)
+    assert bool(found) == bool(reason)
+    assert (found or "").startswith(reason)
 
 
 def test_incompatible_options_and_calls_raise(world: Worlds) -> None:

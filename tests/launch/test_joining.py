@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ from torch.distributed import HashStore
 
 from ds_topo import init_distributed
 from ds_topo.errors import DisagreementError, LaunchError
-from ds_topo.launch.joining import as_timeout, open_store, wait_for_all, warn_of_restarts
+from ds_topo.launch.joining import as_timeout, join, open_store, wait_for_all, warn_of_restarts
 from ds_topo.launch.launchers import Launch
 from tests.support.ports import free_port
 
@@ -107,6 +108,12 @@ def test_timeouts_must_be_positive(timeout: float | None, variable: str, monkeyp
 def test_mistakes_are_refused_before_ranks_join(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         init_distributed(**options)
+
+
+def test_ranks_end_with_their_launcher_and_say_which_it_was_unless_told_otherwise() -> None:
+    for function in (init_distributed, join):
+        defaults = inspect.signature(function).parameters
+        assert (defaults["end_with_launcher"].default, defaults["verbose"].default) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,13 @@ def test_zero_grad_ends_the_refusal_of_steps_on_unreduced_gradients() -> None:
     with fake_world(0, 2):
         module = nn.Linear(4, 4)
         reducer, optimizer = GradientReducer(module, two_level=False), torch.optim.SGD(module.parameters())
-        with reducer.no_sync():
-            module(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(RuntimeError, match="gradients are not reduced"):
+        for clear in (optimizer.zero_grad, reducer.forget_unreduced):  # an engine's calls the second one
+            with reducer.no_sync():
+                module(torch.ones(1, 4)).sum().backward()
+            with pytest.raises(RuntimeError, match="gradients are not reduced"):
+                optimizer.step()
+            clear()
             optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
         reducer.detach()
 
 
