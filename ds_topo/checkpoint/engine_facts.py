@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import numpy as np
@@ -263,13 +263,21 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 # -- structure ---------------------------------------------------------------------------------------------------------
 
 
-def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
-    """Return the structure of the model and the optimizer, as this rank's stage sees it."""
-    module, inner = engine.module, inner_optimizer(engine)
+class Splits(NamedTuple):
+    """How slices split the parameters and buffers of a module, by name."""
+
+    known: dict[str, manifests.SavedSplit]
+    undeclared: list[str]
+    """Parameters that are slices and do not say along which dimension."""
+    aliases: dict[str, str]
+    """The first names of parameters that have several."""
+
+
+def splits_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> Splits:
+    """Return how slices split the parameters and buffers of this rank; ``of_experts`` is from :func:`experts_of`."""
     first_names: dict[int, str] = {}
     splits, undeclared, aliases = {}, [], {}
-    of_experts = experts_of(module)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         is_local = name in of_experts and head_of(name)
         if (first := first_names.setdefault(id(parameter), name)) != name:
             aliases[name] = first
@@ -280,7 +288,15 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
             splits[name] = replace(split, padded=padded)
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
-    splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}
+    buffers = engine.module.named_buffers()
+    splits |= {name: split for name, buffer in buffers if (split := split_of(buffer)) is not None}
+    return Splits(splits, undeclared, aliases)
+
+
+def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
+    """Return the structure of the model and the optimizer, as this rank's stage sees it."""
+    module, inner, of_experts = engine.module, inner_optimizer(engine), experts_of(engine.module)
+    splits, undeclared, aliases = splits_of(engine, of_experts)
     # by the prefix of a layer's experts, or by the name of a parameter that stacks them
     experts = {head_of(name) or name: int(layer.ep_size) for name, layer in of_experts.items()}
     structure = manifests.SavedStructure(

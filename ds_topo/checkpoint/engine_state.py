@@ -233,10 +233,11 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
             "which are stages and which are slices: pass a grid as mpu"
         )
     _, place, slices = facts.stage_and_slice(engine)
-    structure, experts, new_names = facts.structure_of(engine), facts.experts_of(engine.module), renaming(rename)
-    if structure.undeclared and slices > 1:
+    experts, new_names = facts.experts_of(engine.module), renaming(rename)
+    splits, undeclared, _ = facts.splits_of(engine, experts)
+    if undeclared and slices > 1:
         raise CheckpointLayoutError(
-            f"{listed(structure.undeclared, 3)} are marked as slices (tensor_model_parallel), but do not declare along "
+            f"{listed(undeclared, 3)} are marked as slices (tensor_model_parallel), but do not declare along "
             "which dimension: set partition_dim on these parameters where they are created, as Megatron's layers do"
         )
     held = {id(one.parameter): one for one in _held_by_optimizer(engine)}
@@ -248,7 +249,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
     for key, (parameter, old_names) in shared.items():
         local, first_names = old_names[0], old_names[:1]
         layer = experts.get(local)
-        own = _slice(local, facts.shape_of(parameter), structure.splits.get(local), slices, place)
+        own = _slice(local, facts.shape_of(parameter), splits.get(local), slices, place)
         if layer is not None and not head_of(local):  # AutoEP's parts are slices of all experts
             own = Slice(own.shape, 0, int(layer.ep_size), int(layer.ep_rank))
         elif layer is not None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,8 +91,7 @@ class Piece:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Elements ``start:stop`` of a flattened piece, at ``offset`` of the tensors of a vector."""
 
     piece: int
@@ -101,16 +100,15 @@ class Part:
     offset: int
 
 
-@dataclass(frozen=True)
-class Vector:
+class Vector(NamedTuple):
     """Tensors of a file with the same parts: a weight, or a master weight and its states."""
 
     file: str
-    tensors: Mapping[str, tuple[Path, str]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[Path, str]]
     """The path and the type of each tensor that has a value for each element, by key."""
-    values: Mapping[str, Path] = field(default_factory=dict)
+    values: Mapping[str, Path]
     """The path of each single value, by key."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Table:
                 found = tuple(Part(*row) for row in parts)
                 for one in found:
                     numel = pieces[one.piece].numel if one.piece >= 0 else -1
-                    if {*map(type, vars(one).values())} != {int} or not 0 <= one.start <= one.stop <= numel:
+                    if {*map(type, one)} != {int} or not 0 <= one.start <= one.stop <= numel:
                         raise ValueError("a part lies outside of its parameter")
                     if one.offset < 0:
                         raise ValueError("an offset is negative")
@@ -299,14 +297,11 @@ class FileRecorder:
     def table(self) -> Table:
         """Return the description, with the pieces of which the files have a part."""
         used = sorted({part.piece for vector in self._vectors for part in vector.parts})
+        if len(used) == len(self.pieces):
+            return Table(self._model_rank, tuple(self.pieces), tuple(self._vectors))
         numbers = {piece: number for number, piece in enumerate(used)}
         vectors = tuple(
-            Vector(
-                one.file,
-                one.tensors,
-                one.values,
-                tuple([Part(numbers[part.piece], part.start, part.stop, part.offset) for part in one.parts]),
-            )
+            one._replace(parts=tuple([part._replace(piece=numbers[part.piece]) for part in one.parts]))
             for one in self._vectors
         )
         return Table(self._model_rank, tuple(self.pieces[number] for number in used), vectors)
@@ -350,7 +345,7 @@ class FileRecorder:
                 numel, own = piece.numel // piece.shape[0], int(at) - piece.place * piece.shape[0]
                 tensors = {WEIGHT: ((name,), _dtype(value))}
                 parts = (Part(stacked, own * numel, (own + 1) * numel, 0),)
-                self._vectors.append(Vector(file, tensors, parts=parts))
+                self._vectors.append(Vector(file, tensors, {}, parts))
             elif (number := self._by_whole_name.get(name)) is not None and torch.is_tensor(value):
                 kind = BUFFER if self._is_buffer(number) else WEIGHT
                 self._add_whole(number, kind, value, file, (name,))
@@ -360,14 +355,14 @@ class FileRecorder:
 
     def _add_whole(self, number: int, key: str, value: torch.Tensor, file: str, path: Path) -> None:
         part = Part(number, 0, self.pieces[number].numel, 0)
-        self._vectors.append(Vector(file, {key: (path, _dtype(value))}, parts=(part,)))
+        self._vectors.append(Vector(file, {key: (path, _dtype(value))}, {}, (part,)))
 
     def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
         number = self._numbers[name]
         partition, partitions = self._partition
         order = Order([(number, 0)], partition, partitions)
         for part in order.parts(self.pieces, None, is_by_parameter=True):
-            self._vectors.append(Vector(file, {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}, parts=(part,)))
+            self._vectors.append(Vector(file, {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}, {}, (part,)))
 
     def _add_partition(self, saved: Mapping[str, Any], file: str) -> None:
         is_stage_3 = _STAGE_3 in saved
@@ -381,7 +376,7 @@ class FileRecorder:
                 numel += int(saved[_PADDINGS][number])
             parts = order.parts(self.pieces, numel, is_by_parameter=is_stage_3) if master.numel() else ()
             masters: dict[str, tuple[Path, Any]] = {MASTER: ((_STATES, of_masters, number), master)}
-            self._add_vector(Vector(file, parts=tuple(parts)), masters, inner, path, number, numel)
+            self._add_vector(file, tuple(parts), masters, inner, path, number, numel)
 
     def _add_optimizer(self, saved: Mapping[str, Any], file: str) -> None:
         """Add an optimizer without ZeRO."""
@@ -401,11 +396,12 @@ class FileRecorder:
             parts = tuple(order.parts(self.pieces, None))
             numel = sum(self.pieces[part.piece].numel for part in parts)
             own = {MASTER: masters[number]} if masters else {}
-            self._add_vector(Vector(file, parts=parts), own, inner, path, number, numel)
+            self._add_vector(file, parts, own, inner, path, number, numel)
 
     def _add_vector(
         self,
-        vector: Vector,
+        file: str,
+        parts: tuple[Part, ...],
         tensors: dict[str, tuple[Path, Any]],
         inner: Mapping[str, Any],
         path: Path,
@@ -423,9 +419,9 @@ class FileRecorder:
         group = next((at for at, one in enumerate(inner["param_groups"]) if number in one["params"]), None)
         if group is not None:
             values[GROUP] = (*path, "param_groups", group)
-        if vector.parts:
+        if parts:
             of_keys = {key: (place, _dtype(value)) for key, (place, value) in tensors.items()}
-            self._vectors.append(replace(vector, tensors=of_keys, values=values))
+            self._vectors.append(Vector(file, of_keys, values, parts))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

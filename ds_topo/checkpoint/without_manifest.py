@@ -421,7 +421,7 @@ class WeightFiles(DeepSpeedFiles):
         pieces = tuple(Piece(name, tuple(one.shape)) for name, one in tensors.items())
         kinds = [BUFFER if name in buffers else WEIGHT for name in tensors]
         vectors = tuple(
-            Vector("", {kind: ((piece.name,), "")}, parts=(Part(number, 0, piece.numel, 0),))
+            Vector("", {kind: ((piece.name,), "")}, {}, (Part(number, 0, piece.numel, 0),))
             for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
         )
         self._open[""], self._known = tensors, {""}
