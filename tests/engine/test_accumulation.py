@@ -107,19 +107,21 @@ def of_engines(
             for module, config in zip(modules, configs, strict=True)
         ]
         dtype = torch.bfloat16 if "bf16" in configs[0] else torch.float32
-        for step, micro_batches in enumerate(step_losses):
-            for micro, losses in enumerate(micro_batches):
-                data = sample(step, micro, grid.get_sample_rank()).to(dtype)
-                for loss in losses(engines if len(engines) > 1 else engines[0], data):
-                    if own:
-                        engines[-1].backward(loss, retain_graph=True)
-                    else:
-                        loss.backward(retain_graph=True)
-                for engine in engines:
-                    engine.step()
-            norms += [float(engine.get_global_grad_norm()) for engine in engines]
-        for engine in engines:
-            destroy_engine(engine)
+        try:
+            for step, micro_batches in enumerate(step_losses):
+                for micro, losses in enumerate(micro_batches):
+                    data = sample(step, micro, grid.get_sample_rank()).to(dtype)
+                    for loss in losses(engines if len(engines) > 1 else engines[0], data):
+                        if own:
+                            engines[-1].backward(loss, retain_graph=True)
+                        else:
+                            loss.backward(retain_graph=True)
+                    for engine in engines:
+                        engine.step()
+                norms += [float(engine.get_global_grad_norm()) for engine in engines]
+        finally:  # also if a backward pass was refused
+            for engine in engines:
+                destroy_engine(engine)
     return norms
 
 
