@@ -430,10 +430,11 @@ class Job:
             inner = inner.optimizer
         found: Values = {}
         copies: dict[int, torch.Tensor] = {}
-        if type(optimizer).__name__ == "FP16_UnfusedOptimizer":
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # a grid gives its optimizers classes of its own
+        if "FP16_UnfusedOptimizer" in kinds:
             for own, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 copies.update((id(one), master) for one, master in zip(own, masters, strict=True))
-        if type(optimizer).__name__ == "FP16_Optimizer":
+        if "FP16_Optimizer" in kinds:
             raise AssertionError("not drawn")
         if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
             optimizer._hp_optimizer_states_linked = False
