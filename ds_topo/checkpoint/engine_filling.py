@@ -444,13 +444,20 @@ def _problems_of_states(model: WholeModel, layout: SavedLayout, structure: Saved
             f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
             "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
         )
+    if problem := why_layouts_differ(saved, layout, structure):
+        yield problem
+
+
+def why_layouts_differ(saved: SavedLayout, layout: SavedLayout, structure: SavedStructure) -> str:
+    """Say why the optimizer of a job would train differently than in the layout that saved its states; empty if not."""
     uses_partitions = layout.has_partitions or saved.has_partitions
-    if not structure.is_by_element and (uses_partitions or layout.degrees().get("model", 1) != model.slices):
-        own = structure.optimizer or "the program's optimizer"
-        yield (
-            f"{own} is not known to update each element by its own gradient and states alone. Its updates may depend "
-            "on the partitions of ZeRO and on the shapes of slices, so that a job of another layout would train "
-            "differently. Load the checkpoint in the layout that saved it, or its weights alone "
-            "(load_optimizer_states=False). If it does update each element alone, set is_element_by_element = True on "
-            "its class"
-        )
+    degrees = [one.degrees().get("model", 1) for one in (saved, layout)]
+    if structure.is_by_element or (not uses_partitions and degrees[0] == degrees[1]):
+        return ""
+    own = structure.optimizer or "the program's optimizer"
+    return (
+        f"{own} is not known to update each element by its own gradient and states alone. Its updates may depend on "
+        "the partitions of ZeRO and on the shapes of slices, so that a job of another layout would train differently. "
+        "Load the checkpoint in the layout that saved it, or its weights alone (load_optimizer_states=False). If it "
+        "does update each element alone, set is_element_by_element = True on its class"
+    )

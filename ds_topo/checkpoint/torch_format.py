@@ -21,9 +21,11 @@ Source: torch, ``distributed/checkpoint/state_dict.py``, and the guide "Getting 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -43,6 +45,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.disk import check_folder
+from ds_topo.checkpoint.engine_filling import why_layouts_differ
 from ds_topo.checkpoint.engine_state import (
     COUNTS,
     OF_LOSS_SCALE,
@@ -58,11 +61,13 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
 )
 from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
+from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.checkpoint.shards import part_of
 from ds_topo.errors import (
     CheckpointError,
+    CheckpointLayoutError,
     CheckpointModelError,
     DamagedCheckpointError,
     MissingCheckpointError,
@@ -78,6 +83,8 @@ _STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
 """torch's own keys of an optimizer, and of the parameters of one of its groups."""
 _MODEL, _OPTIM, _PROGRESS = "model", "optim", "deepspeed"
 """Our keys; the first two are those of torch's guides."""
+_LAYOUT, _ORDER = "layout", "order"
+"""Keys of the layout that saved, in the progress, and of a digest of the optimizer's order of parameters."""
 _SUBJECT = "the engine's state for torch.distributed.checkpoint"
 _MODELS = ("app.model", "model", "")
 """Keys of weights in torch's guides, in other programs, and in torchtitan."""
@@ -129,6 +136,7 @@ class TorchState:
         """
         meeting = Meeting.begin(_SUBJECT, f"save, flatten_optimizer_state_dict={self.is_flat}")
         found = meeting.step("described", lambda: EngineState(self.engine, self.rename))
+        layout = _layout_of(self.engine, meeting)
         meeting.end()
         optim: dict[str, Any]
         if self.is_flat:
@@ -139,7 +147,7 @@ class TorchState:
                     optim.update((f"{_GROUPS}.{name}.{key}", group[key]) for key in group if key != PARAMS)
         else:
             optim = {_STATE: found.states, _GROUPS: _of_all_stages(self.engine, found.groups)}
-        return {_MODEL: found.weights, _OPTIM: optim, _PROGRESS: _progress_of(self.engine)}
+        return {_MODEL: found.weights, _OPTIM: optim, _PROGRESS: (*_progress_of(self.engine), (_LAYOUT, layout))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Use the values that were loaded into the memory that :meth:`state_dict` returned. Collective."""
@@ -153,8 +161,11 @@ class TorchState:
             saved = {(name, key): value for name, one in optim[_STATE].items() for key, value in one.items()}
             groups = optim[_GROUPS]
         numbers = meeting.step("numbers", lambda: _numbers(found, saved))
+        progress = state_dict.get(_PROGRESS)
+        own = _layout_of(self.engine, meeting)
+        meeting.step("layout", lambda: _require_same_training(self.engine, own, dict(progress or ())))
         meeting.end()
-        _finish_loading(self.engine, found, numbers, groups, state_dict.get(_PROGRESS))
+        _finish_loading(self.engine, found, numbers, groups, progress)
 
 
 def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -403,6 +414,9 @@ def load_torch(
         _read(values, reader, folder)
     numbers_there = {place: values[key] for place, key in keys_of_numbers.items()}
     numbers = meeting.step("numbers", lambda: _numbers(found, numbers_there))
+    if load_optimizer_states:
+        own_layout = _layout_of(engine, meeting)
+        meeting.step("layout", lambda: _require_same_training(engine, own_layout, dict(values.get(keys.progress) or ())))
     meeting.end()
     tensors = {keys.weights + name: value for name, value in found.weights.items() if keys.weights + name in there}
     for name, states in found.states.items():
@@ -598,6 +612,47 @@ def _finish_loading(
     if progress is not None:
         restore_progress(engine, dict(progress))
     update_weights(engine, found.parameters)
+
+
+def _layout_of(engine: DeepSpeedEngine, meeting: Meeting) -> dict[str, Any]:
+    """Return the layout of an engine, and what decides which elements its optimizer has beside each other. Collective.
+
+    The order is collected only for optimizers whose updates depend on it.
+    """
+    inner = facts.inner_optimizer(engine)
+    found = asdict(facts.layout_of(engine))
+    if inner is not None and not facts.is_element_by_element(inner):
+
+        def digest(posted: Sequence[Mapping[str, Any] | None]) -> str:
+            structure = facts.whole_structure(posted)
+            text = json.dumps([structure.groups, asdict(structure.options)])
+            return hashlib.sha256(text.encode()).hexdigest()
+
+        found[_ORDER] = meeting.decided_from("order", facts.share_of_structure(engine), digest)
+    return found
+
+
+def _require_same_training(engine: DeepSpeedEngine, own: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+    """Refuse states of an optimizer that would train differently in this layout.
+
+    Args:
+        engine: the engine.
+        own: its layout, from :func:`_layout_of`.
+        progress: what an engine saved of itself; empty if another program saved the checkpoint, with whole parameters.
+
+    Raises:
+        CheckpointLayoutError: the optimizer depends on the layout, which differs or is unknown.
+    """
+    if _ORDER not in own:
+        return
+    saved, now = dict(progress.get(_LAYOUT) or {}), facts.layout_of(engine)
+    order = saved.pop(_ORDER, None)
+    was = built_from(SavedLayout, saved) if saved else SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
+    if saved and order == own[_ORDER] and not why_unreachable(was, now):
+        return
+    structure = SavedStructure(facts.name_of_optimizer(engine), (), is_by_element=False)
+    if problem := why_layouts_differ(was, now, structure):
+        raise CheckpointLayoutError(f"the checkpoint of {was if saved else 'an unknown layout'}: {problem}")
 
 
 def _progress_of(engine: DeepSpeedEngine) -> tuple[tuple[str, Any], ...]:

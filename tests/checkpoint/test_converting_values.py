@@ -303,6 +303,44 @@ def test_optimizer_of_whole_tensors_is_refused(
     to_single_file(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "weights.pt")
 
 
+def _save_by_torch(folder: Path, topology: str, zero: int) -> None:
+    module = Layers()
+    with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
+        _train(engine, range(2))
+        dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder)
+
+
+def _load_by_torch(folder: Path, topology: str, zero: int) -> list[str]:
+    """Return the errors of both ways to load, and "" where there is none."""
+    module, said = Layers(), []
+    with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
+        ways: list[Any] = [
+            lambda: checkpoint.load_torch(engine, folder),
+            lambda: dcp.load({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder),
+            lambda: checkpoint.load_torch(engine, folder, load_optimizer_states=False),
+        ]
+        for way in ways:
+            try:
+                way()
+                said.append("")
+            except CheckpointLayoutError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("topology", "zero", "is_refused"),
+    [("data=1", 1, False), ("data=2", 1, True), ("data=1", 0, True), ("data=2", 2, True)],
+)
+def test_optimizer_of_whole_tensors_is_refused_in_the_format_of_torch(
+    world: Worlds, tmp_path: Path, topology: str, zero: int, is_refused: bool
+) -> None:
+    world(1).run(_save_by_torch, tmp_path / "saved", "data=1", 1)
+    for said in world(int(topology[-1])).run(_load_by_torch, tmp_path / "saved", topology, zero):
+        assert ["Adafactor is not known to update each element" in one for one in said] == [is_refused] * 2 + [False]
+        assert said[2] == ""
+
+
 @pytest.mark.parametrize(
     ("kind", "is_known"),
     [
