@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_topo.checkpoint.disk import text_of
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, SavedOptions
+from ds_topo.checkpoint.loader import Source, Wanted, require_reachable
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer
 from ds_topo.checkpoint.shards import Slice, boxes_in
@@ -28,8 +29,6 @@ from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, FileRecorder
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
 _LARGEST_TABLE = 1 << 31
-FLAT_OPTIMIZER = "FP16_Optimizer"
-"""DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 
 
 def entry_of(content: Any, file: Path, *keys: Any) -> Any:
@@ -66,16 +65,6 @@ def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
     return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first key whose values differ, abridged for a message; an empty string if none does."""
-    for key in {**one, **other}:
-        value, there = one.get(key), other.get(key)
-        alike = torch.equal(value, there) if torch.is_tensor(value) and torch.is_tensor(there) else value == there
-        if not alike or (key in one) != (key in other):
-            return abridged(key)
-    return ""
-
-
 def opened(path: Path) -> dict[str, Any]:
     """Return the content of a file; its tensors are read when they are used.
 
@@ -98,7 +87,7 @@ class Located(NamedTuple):
     part: Part
 
 
-class DeepSpeedFiles:
+class DeepSpeedFiles(Source):
     """An open checkpoint, whose files are mapped into memory, each once.
 
     Args:
@@ -107,7 +96,8 @@ class DeepSpeedFiles:
     """
 
     def __init__(self, model: WholeModel, folder: Path) -> None:
-        self.model, self.layout, self.folder = model, model.layout, folder
+        super().__init__(model, f"the checkpoint {folder.name!r} of {folder.parent}")
+        self.layout, self.folder = model.layout, folder
         self._open: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Table] = {}
         self._rows: dict[tuple[str, str], list[Located]] = defaultdict(list)
@@ -122,6 +112,8 @@ class DeepSpeedFiles:
         """The hyperparameters and states of vectors that were asked for, by their ids."""
         self._groups: dict[Any, dict[str, Any]] = {}
         """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
+        self._buffers_of: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        """The buffers of slices that were asked for."""
         self._lock = threading.RLock()
 
     def content(self, name: str) -> dict[str, Any]:
@@ -335,27 +327,34 @@ class DeepSpeedFiles:
             self._of_vectors[id(vector)] = found
         return found
 
-    def states_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter and buffer."""
+        found = {name: one.shape for name, one in self.model.parameters.items()}
+        return found | {name: tuple(one.shape) for name, one in self._buffers(0, 1).items()}
 
-        A state of every element is given by its data type. Parameters without states count as any others.
+    def shape_of_buffer(self, name: str, place: int, slices: int) -> tuple[int, ...] | None:
+        """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
+        found = self._buffers(place, slices).get(name)
+        return None if found is None else tuple(found.shape)
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Read elements. Nothing else is read."""
+        for one in wanted:
+            if one.key == BUFFER:
+                found = self._buffers(one.place, one.slices)[one.name]
+            else:
+                stop = one.start + one.into.numel()
+                found = self.elements(one.name, one.key, one.place, one.slices, one.start, stop)
+            one.into.copy_(found.view(one.into.shape))
+
+    def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
+        """Check, on rank 0, that a layout can be reached.
 
         Raises:
-            CheckpointLayoutError: they differ.
+            CheckpointLayoutError: the message says why not, and what to do.
         """
-        found: dict[str, Any] = {}
-        first = ""
-        for name in names:
-            _, states = self.of_parameter(name)
-            if found and states and states is not found and (key := differing(found, states)):
-                raise CheckpointLayoutError(
-                    f"{self.folder}: {first!r} and {name!r} have different values or types of {key} in the optimizer, "
-                    "which has one for both in this layout. Put the two into different groups of the optimizer, or "
-                    "load the checkpoint in the layout that saved it"
-                )
-            if states and not found:
-                found, first = states, name
-        return found
+        require_reachable(self.model, layout, structure, has_states=has_states)
+        self.require_equal_copies(layout.degrees().get("model", 1), has_states=has_states)
 
     # -- the engine's own files
 
@@ -456,6 +455,11 @@ class DeepSpeedFiles:
             found = self._assembled(name, BUFFER, wanted, 0, math.prod(wanted.shape), None)
             assert found is not None
             yield name, found.view(wanted.shape)
+
+    def _buffers(self, place: int, slices: int) -> dict[str, torch.Tensor]:
+        if (place, slices) not in self._buffers_of:
+            self._buffers_of[place, slices] = dict(self.buffers(slices, place))
+        return self._buffers_of[place, slices]
 
     def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that a slice saved, under the module's names."""

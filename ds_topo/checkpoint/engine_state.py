@@ -208,11 +208,19 @@ class Named:
     everywhere: tuple[str, ...]
     """The first name. For an expert, those of the experts with its local number on all ranks of the layer."""
     slice: Slice
-    is_expert: bool
+    split: SavedSplit | None
+    """The split that the module declares, also in a job of one slice."""
+    experts: int
+    """The number of experts in the layer; 0 if it does not belong to an expert."""
     is_first: bool
     """True if this rank writes it, among the stages and slices that have the same values."""
     held: Held
     """The place of its values: of the master weight, if the optimizer has one."""
+
+    @property
+    def is_expert(self) -> bool:
+        """True if it belongs to an expert."""
+        return self.experts > 0
 
     def part_of(self, tensor: torch.Tensor, held: Held) -> PartOfTensor:
         """Present this rank's part of the parameter in a tensor with the layout of ``held.master``."""
@@ -259,11 +267,12 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         for name in names:
             if owners.setdefault(name, key) != key:
                 raise ValueError(f"rename gives two parameters the same name, {name!r}: give each its own")
-        everywhere, is_expert = tuple(new_names(name)[0] for name in first_names), layer is not None
+        everywhere = tuple(new_names(name)[0] for name in first_names)
+        experts_of_layer = int(layer.num_experts) if layer is not None else 0
         is_replicated = getattr(parameter, "ds_pipe_replicated", False)
-        is_first = not is_replicated and (is_expert or own.dim is not None or place == 0)
-        memory = held.get(key) or held_by_module(parameter)
-        result.append(Named(parameter, local, names, everywhere, own, is_expert, is_first, memory))
+        is_first = not is_replicated and (layer is not None or own.dim is not None or place == 0)
+        memory, split = held.get(key) or held_by_module(parameter), splits.get(local)
+        result.append(Named(parameter, local, names, everywhere, own, split, experts_of_layer, is_first, memory))
     are_split = any(getattr(layer, "enable_expert_tensor_parallelism", False) for layer in experts.values())
     if slices > 1 and are_split and not any(one.is_expert and one.slice.dim is not None for one in result):
         raise CheckpointLayoutError(

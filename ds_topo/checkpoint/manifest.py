@@ -46,6 +46,8 @@ _LARGEST = 1 << 63
 """Numbers are below it, as sizes of files and tensors are; larger ones would be slow to multiply and to print."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, as in torch."""
+FLAT_OPTIMIZER = "FP16_Optimizer"
+"""DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 BF16_OPTIMIZER = "BF16_Optimizer"
 """DeepSpeed's optimizer for bf16 with gradients summed in fp32. It partitions its states at ZeRO 0, too."""
 

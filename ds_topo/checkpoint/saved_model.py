@@ -397,25 +397,35 @@ def require_splits(model: WholeModel, slices: int) -> None:
             f"can be loaded with model={model.slices} only"
         )
     for one in model.parameters.values():
-        if one.split is None or one.is_stacked or (slices == model.slices and one.padded is None):
-            continue
-        full, pieces = one.size if one.padded is None else one.padded, one.split.stride * slices
-        if one.padded is not None and (one.split.dim, one.split.stride) != (0, 1):
-            raise CheckpointLayoutError(
-                f"{one.name!r}: slices split dimension {one.split.dim} with stride {one.split.stride}, and the padding "
-                "can change along dimension 0 with stride 1 only. Keep its size"
-            )
-        if one.padded is not None and (one.split.real or 0) > min(full, one.size):
-            raise CheckpointLayoutError(
-                f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} "
-                "of them are no padding, which must not be more than either. Give other rows (unpadded_size)"
-            )
-        if full % pieces:
-            raise CheckpointLayoutError(
-                f"model={slices}: {one.name!r} has {full} elements along dimension {one.split.dim}, which must be a "
-                f"multiple of {pieces}{f' (stride {one.split.stride} x slices)' if one.split.stride > 1 else ''}. "
-                "Choose another degree"
-            )
+        if not one.is_stacked:
+            require_split(one, slices)
+
+
+def require_split(one: Parameter, slices: int) -> None:
+    """Check that a parameter can be cut into so many slices.
+
+    Raises:
+        CheckpointLayoutError: its size is not a multiple, or its padding cannot change.
+    """
+    if one.split is None or (slices == one.slices and one.padded is None):
+        return
+    full, pieces = one.size if one.padded is None else one.padded, one.split.stride * slices
+    if one.padded is not None and (one.split.dim, one.split.stride) != (0, 1):
+        raise CheckpointLayoutError(
+            f"{one.name!r}: slices split dimension {one.split.dim} with stride {one.split.stride}, and the padding can "
+            "change along dimension 0 with stride 1 only. Keep its size"
+        )
+    if one.padded is not None and (one.split.real or 0) > min(full, one.size):
+        raise CheckpointLayoutError(
+            f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} of "
+            "them are no padding, which must not be more than either. Give other rows (unpadded_size)"
+        )
+    if full % pieces:
+        raise CheckpointLayoutError(
+            f"model={slices}: {one.name!r} has {full} elements along dimension {one.split.dim}, which must be a "
+            f"multiple of {pieces}{f' (stride {one.split.stride} x slices)' if one.split.stride > 1 else ''}. Choose "
+            "another degree"
+        )
 
 
 def prefix_of_layer(structure: SavedStructure, number: int) -> str:

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "export") as show:
         show("planning", 0, 0)
-        from ds_topo.checkpoint.export import to_hugging_face, to_single_file
+        from ds_topo.checkpoint.plain_weights import to_hugging_face, to_single_file
 
         def progress(_: str, done: int, of: int) -> None:
             show("putting parameters together", done, of)

@@ -18,8 +18,8 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint.engine_facts import is_element_by_element
-from ds_topo.checkpoint.export import to_single_file
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
+from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
 from ds_topo.mpu.differences import HAS_PARAMETER_ALIGNMENT
 from tests.support.small_engines import start
@@ -310,22 +310,24 @@ def _save_by_torch(folder: Path, topology: str, zero: int) -> None:
         dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder)
 
 
+def _said_by(way: Any) -> str:
+    try:
+        way()
+    except CheckpointLayoutError as error:
+        return str(error)
+    return ""
+
+
 def _load_by_torch(folder: Path, topology: str, zero: int) -> list[str]:
     """Return the errors of both ways to load, and "" where there is none."""
-    module, said = Layers(), []
+    module = Layers()
     with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
         ways: list[Any] = [
             lambda: checkpoint.load_torch(engine, folder),
             lambda: dcp.load({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder),
             lambda: checkpoint.load_torch(engine, folder, load_optimizer_states=False),
         ]
-        for way in ways:
-            try:
-                way()
-                said.append("")
-            except CheckpointLayoutError as error:
-                said.append(str(error))
-    return said
+        return [_said_by(way) for way in ways]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 
 from ds_topo import checkpoint
 from ds_topo.checkpoint import disk, rank_zero
-from ds_topo.checkpoint.export import readable
 from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
+from ds_topo.checkpoint.plain_weights import readable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint
 from ds_topo.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError

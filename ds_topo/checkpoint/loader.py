@@ -1,49 +1,55 @@
-"""Copy the weights and optimizer states of a checkpoint into a live engine of any layout, by name.
+"""Load a checkpoint of any layout, in any format, into a live engine of any layout, by name.
 
 Both sides are tables of the whole model: :mod:`~ds_topo.checkpoint.engine_state` says which elements of which parameter
-each piece of the engine's memory holds, and a source reads any elements of any parameter. Every rank reads its own
+each piece of the engine's memory holds, and a :class:`Source` reads any elements of any parameter: DeepSpeed's files
+(``deepspeed_reader``), plain weights (``weight_files``), or torch's format (``torch_format``). Every rank reads its own
 elements. Nothing is written to the disk.
 
-:class:`EngineFilling` first compares the two, so that all ranks refuse before the engine changes, and then copies.
+:func:`load_into` first compares the two, so that all ranks refuse before the engine changes. :class:`Loader` then
+copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
-from ds_topo.checkpoint import folder as folders
-from ds_topo.checkpoint.deepspeed_reader import FLAT_OPTIMIZER, DeepSpeedFiles, differing
 from ds_topo.checkpoint.engine_state import (
     Named,
+    NamedBuffer,
     Rename,
     named_buffers,
     named_parameters,
-    renaming,
     restore_hyperparameters,
     update_weights,
 )
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedStructure, built_from
+from ds_topo.checkpoint.manifest import (
+    BF16_OPTIMIZER,
+    FLAT_OPTIMIZER,
+    SavedLayout,
+    SavedSplit,
+    SavedStructure,
+    built_from,
+)
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saved_model import (
     Parameter,
     WholeModel,
     has_placeholders,
-    model_of,
+    head_of,
+    require_split,
     require_splits,
     starred,
 )
-from ds_topo.checkpoint.table import MASTER, WEIGHT
-from ds_topo.checkpoint.without_manifest import WeightFiles, layout_of_files, manifest_of_files
-from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, listed, warn
+from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT
+from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, abridged, listed, warn
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
@@ -59,43 +65,187 @@ _OPTIMIZERS = {
 _BUILD_ALIKE = "Build the model and freeze its parameters as when it was saved"
 
 
+# -- where elements come from ------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """Elements of a slice of a parameter's weight or state, or a buffer, and the memory that gets them."""
+
+    name: str
+    """The name in the checkpoint."""
+    key: str
+    """:data:`WEIGHT`, :data:`MASTER`, :data:`BUFFER` or the key of a state."""
+    place: int
+    """The number of the slice."""
+    slices: int
+    start: int
+    """The first element of the flattened slice."""
+    into: torch.Tensor
+
+
+class Source:
+    """An open checkpoint, from which a :class:`Loader` reads.
+
+    Args:
+        model: the whole model.
+        where: the checkpoint, for messages.
+    """
+
+    in_part = ", or load what both have (load_module_strict=False)"
+    """How the caller loads a checkpoint of which only a part fits, for messages."""
+
+    def __init__(self, model: WholeModel, where: str) -> None:
+        self.model, self.where = model, where
+
+    def tensors(self) -> Mapping[str, Sequence[int]]:
+        """Return the shape of each parameter and buffer; used on rank 0."""
+        raise NotImplementedError
+
+    def called(self, name: str) -> str:
+        """Return how messages call a parameter."""
+        return f"parameter {name!r}"
+
+    def shape_of_buffer(self, name: str, place: int, slices: int) -> Sequence[int] | None:
+        """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
+        raise NotImplementedError
+
+    def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the hyperparameters of a parameter's group, and its states.
+
+        A state of every element is given by its data type. The states of a parameter without gradients are empty.
+        """
+        raise NotImplementedError
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Read elements. Nothing else is read."""
+        raise NotImplementedError
+
+    def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
+        """Check, on rank 0, that a layout can be reached.
+
+        Args:
+            layout: the new layout.
+            structure: structure of the model there.
+            has_states: whether the optimizer's states are loaded, too.
+
+        Raises:
+            CheckpointLayoutError: the message says why not, and what to do.
+        """
+
+    def states_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
+
+        A state of every element is given by its data type. Parameters without states count as any others.
+
+        Raises:
+            CheckpointLayoutError: they differ.
+        """
+        found: dict[str, Any] = {}
+        first = ""
+        for name in names:
+            _, states = self.of_parameter(name)
+            if found and states and states is not found and (key := differing(found, states)):
+                raise CheckpointLayoutError(
+                    f"{self.where}: {first!r} and {name!r} have different values or types of {key} in the optimizer, "
+                    "which has one for both in this layout. Put the two into different groups of the optimizer, or "
+                    "load the checkpoint in the layout that saved it"
+                )
+            if states and not found:
+                found, first = states, name
+        return found
+
+
+def model_of_whole(
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    named: Iterable[Named],
+    buffers: Mapping[str, NamedBuffer],
+) -> WholeModel:
+    """Return the model of a checkpoint that has whole parameters by name, as far as this rank needs them.
+
+    Args:
+        shapes: the shape and the type of each tensor in it.
+        named: this rank's parameters.
+        buffers: this rank's buffers.
+    """
+    parameters: dict[str, Parameter] = {}
+    for one in named:
+        is_stacked = one.is_expert and not head_of(one.local)
+        split = SavedSplit(0) if is_stacked else one.split
+        for name in (name for name in one.names if name in shapes):
+            shape, dtype = tuple(shapes[name][0]), shapes[name][1]
+            own = split if split is not None and split.dim < len(shape) else None
+            found = Parameter(name, shape, dtype, True, own, 1, experts=one.experts, is_stacked=is_stacked)
+            padded = own.padded if own is not None and own.padded not in (None, found.size) else None
+            parameters[name] = replace(found, padded=padded)
+    slices = ((name, one.slice) for name, one in buffers.items())
+    splits = {name: SavedSplit(one.dim, one.stride) for name, one in slices if one.dim is not None}
+    structure = SavedStructure(None, (), splits)
+    return WholeModel(parameters, structure, SavedLayout("data=1", 1, 1, 1, 0, None, "fp32"))
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first key whose values differ, abridged for a message; an empty string if none does."""
+    for key in {**one, **other}:
+        value, there = one.get(key), other.get(key)
+        alike = torch.equal(value, there) if torch.is_tensor(value) and torch.is_tensor(there) else value == there
+        if not alike or (key in one) != (key in other):
+            return abridged(key)
+    return ""
+
+
+# -- the loader --------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """A parameter of this rank that the checkpoint has."""
 
     saved: Parameter
     named: Named
+    place: int
+    slices: int
     has_states: bool
     """True if the optimizer has trained it in both jobs."""
 
+    def wanted(self, key: str, tensor: torch.Tensor) -> Iterator[Wanted]:
+        """Yield this rank's elements of a weight or state, for a tensor with the layout of the parameter's values."""
+        held = self.named.held
+        if held.numel:
+            yield Wanted(self.saved.name, key, self.place, self.slices, held.start, held.part_of(tensor))
 
-class EngineFilling:
+
+class Loader:
     """A copy from a checkpoint into an engine.
 
     Args:
         engine: the engine.
         source: the open checkpoint.
-        rename: from the engine's names to those of the checkpoint, if it is of another program.
+        named: the engine's parameters, by their names in the checkpoint.
+        buffers: its buffers.
         has_states: copy the optimizer's states, too, and not weights alone.
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, source: DeepSpeedFiles, rename: Rename = None, *, has_states: bool = False
+        self,
+        engine: DeepSpeedEngine,
+        source: Source,
+        named: Sequence[Named],
+        buffers: Mapping[str, NamedBuffer],
+        *,
+        has_states: bool,
     ) -> None:
-        self._engine, self._source = engine, source
+        self._engine, self._source, self._named, self._buffers = engine, source, named, buffers
         _, self._place, self._slices = facts.stage_and_slice(engine)
         self._inner = facts.inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
-        self._named = named_parameters(engine, rename)
-        self._buffers = named_buffers(engine, rename)
         self._rows: list[Row] = []
 
     def compare(self) -> tuple[list[str], dict[str, str]]:
         """Compare this rank's parameters, buffers and states with the checkpoint.
 
         Returns:
-            The names, in the checkpoint, of what it will copy; and what strict loading refuses, by name: parameters and
-            buffers without a value, or without states.
+            The names that the model has, of those that no other rank returns; and what strict loading refuses, by name:
+            parameters and buffers without a value, or without states.
 
         Raises:
             CheckpointModelError: something differs that cannot be loaded.
@@ -104,60 +254,62 @@ class EngineFilling:
         names: list[str] = []
         added: dict[str, str] = {}
         parameters, aliases = self._source.model.parameters, self._source.model.structure.aliases
-        experts = facts.experts_of(self._engine.module)
+        is_first = facts.replica_of(self._engine) == 0 and self._place == 0
         for named in self._named:
             first, shape = named.names[0], facts.shape_of(named.parameter)
             wanted = dict.fromkeys(aliases.get(name, name) for name in named.names)
+            names += wanted if is_first or named.is_expert else ()
             found = [parameters[name] for name in wanted if name in parameters]
             if not found:
-                added[first] = f"it has no parameter {first!r} {list(shape)}"
+                added[first] = f"it has no {self._source.called(first)} {list(shape)}"
                 continue
-            count = int(experts[named.local].num_experts) if named.is_expert else 0
-            self._require_equal(named, found, shape, count)
-            names += [one.name for one in found]
             saved, is_trained = found[0], named.held.group is not None and named.parameter.requires_grad
-            self._rows.append(Row(saved, named, is_trained and saved.is_trained))
+            own = named.slice
+            place, slices = (own.place, own.slices) if saved.is_stacked else (self._place, self._slices)
+            row = Row(saved, named, place, slices, is_trained and saved.is_trained)
+            self._require_equal(row, found, shape)
+            self._rows.append(row)
             if self._has_states and is_trained and not saved.is_trained:
                 added[saved.name] = f"{saved.name!r} is trained here and was frozen there, so it has no states"
-        there = self._saved_buffers()
-        for name, (buffer, *_) in self._buffers.items():
-            if name not in there:
+        for name, (buffer, _, is_expert) in self._buffers.items():
+            names += [name] if is_first or is_expert else []
+            there = self._source.shape_of_buffer(name, self._place, self._slices)
+            if there is None:
                 added[name] = f"it has no buffer {name!r} {list(buffer.shape)}"
-                continue
-            names.append(name)
-            self._require_shape(f"buffer {name!r}", there[name].shape, buffer.shape)
+            else:
+                self._require_shape(f"buffer {name!r}", there, buffer.shape)
         if self._has_states:
             self._require_states_that_fit()
         return names, added
 
-    def _require_equal(self, named: Named, found: Sequence[Parameter], shape: tuple[int, ...], experts: int) -> None:
+    def _require_equal(self, row: Row, found: Sequence[Parameter], shape: tuple[int, ...]) -> None:
         """Raise CheckpointModelError unless a parameter has the shape of those in the checkpoint, which are equal."""
-        saved, slices = found[0], named.slice.slices if found[0].is_stacked else self._slices
-        if saved.experts != experts:
+        saved = row.saved
+        if row.named.experts != saved.experts:
             raise self._of_another_model(
-                f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {experts} in the model"
+                f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {row.named.experts} in the model"
             )
-        self._require_shape(f"parameter {saved.name!r}", saved.shape_of_slice(slices), shape)
+        require_split(saved, row.slices)
+        self._require_shape(self._source.called(saved.name), saved.shape_of_slice(row.slices), shape)
+        held = row.named.held
         for other in found[1:]:
-            if saved.shape != other.shape or not torch.equal(*map(self._weight_of_slice, (saved, other))):
+            weights = [torch.empty(held.numel, dtype=saved.dtype) for _ in range(2)]
+            names = (saved.name, other.name)
+            if saved.shape == other.shape and held.numel:
+                rows = zip(names, weights, strict=True)
+                self._source.read([Wanted(name, WEIGHT, row.place, row.slices, held.start, one) for name, one in rows])
+            if saved.shape != other.shape or not torch.equal(*weights):
                 raise self._of_another_model(
                     f"{saved.name!r} and {other.name!r} differ, and are one parameter in the model"
                 )
 
     def _require_shape(self, what: str, saved: Sequence[int], own: Sequence[int]) -> None:
         if tuple(saved) != tuple(own):
-            raise self._of_another_model(
-                f"{what} is {list(saved)} in the checkpoint ({self._slices} slices), not {list(own)}"
-            )
+            cut = f" ({self._slices} slices)" if self._slices > 1 else ""
+            raise self._of_another_model(f"{what} is {list(saved)} in the checkpoint{cut} and {list(own)} in the model")
 
     def _of_another_model(self, problem: str) -> CheckpointModelError:
-        return CheckpointModelError(f"{_name_of(self._source)} is of another model: {problem}. {_BUILD_ALIKE}")
-
-    def _weight_of_slice(self, one: Parameter) -> torch.Tensor:
-        return self._source.elements(one.name, WEIGHT, self._place, self._slices, 0, one.numel_of_slice(self._slices))
-
-    def _saved_buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self._source.buffers(self._slices, self._place))
+        return CheckpointModelError(f"{self._source.where} is of another model: {problem}. {_BUILD_ALIKE}")
 
     def _vectors(self) -> list[list[Row]]:
         """Return the rows that share a tensor of the optimizer."""
@@ -173,9 +325,9 @@ class EngineFilling:
     def _require_states_that_fit(self) -> None:
         """Raise CheckpointLayoutError if this optimizer cannot hold the saved states."""
         saved, own = self._source.model.structure.optimizer, type(self._inner).__name__
-        if saved != own and not {saved, own} <= _ADAMS:
+        if saved not in (own, None) and not {saved, own} <= _ADAMS:
             raise CheckpointLayoutError(
-                f"{_name_of(self._source)} was trained by {saved}, and this job has {own}, whose states differ: use "
+                f"{self._source.where} was trained by {saved}, and this job has {own}, whose states differ: use "
                 f"{saved}, or load the weights alone (load_optimizer_states=False)"
             )
         for rows in self._vectors():
@@ -183,16 +335,16 @@ class EngineFilling:
 
     def copy(self) -> None:
         """Copy this rank's part of everything into the optimizer's memory and, what is not trained, into the module."""
+        # a master weight also of what is frozen here: it may be more precise
+        key = MASTER if self._has_states else WEIGHT
+        wanted = [one for row in self._rows for one in row.wanted(key, row.named.held.master)]
         with torch.no_grad():
-            for row in self._rows:
-                # a master weight also of what is frozen here: it may be more precise
-                self._read(row, MASTER if self._has_states else WEIGHT, row.named.held.master)
             for rows in self._vectors() if self._has_states else ():
-                self._copy_states(rows)
-            saved = self._saved_buffers()
+                wanted += self._prepared_states(rows)
             for name, (buffer, *_) in self._buffers.items():
-                if name in saved:
-                    buffer.copy_(saved[name])
+                if self._source.shape_of_buffer(name, self._place, self._slices) is not None:
+                    wanted.append(Wanted(name, BUFFER, self._place, self._slices, 0, buffer.detach()))
+            self._source.read(wanted)
         if self._has_states:
             self._restore_groups()
 
@@ -200,15 +352,8 @@ class EngineFilling:
         """Copy the optimizer's weights into the module; collective over the ranks of the engine."""
         update_weights(self._engine, self._named)
 
-    def _read(self, row: Row, key: str, tensor: torch.Tensor) -> None:
-        """Read this rank's elements of a weight or state into a tensor with the layout of the parameter's values."""
-        own, held = row.named.slice, row.named.held
-        place, slices = (own.place, own.slices) if row.saved.is_stacked else (self._place, self._slices)
-        if held.numel:
-            into, stop = held.part_of(tensor), held.start + held.numel
-            into.copy_(self._source.elements(row.saved.name, key, place, slices, held.start, stop).view(into.shape))
-
-    def _copy_states(self, rows: Sequence[Row]) -> None:
+    def _prepared_states(self, rows: Sequence[Row]) -> Iterator[Wanted]:
+        """Give a tensor of the optimizer its single values, and memory for its other states, which are then wanted."""
         assert self._inner is not None
         master, states = rows[0].named.held.master, self._states_of(rows)
         own = self._inner.state[master] if states else self._inner.state.get(master, {})
@@ -216,7 +361,7 @@ class EngineFilling:
             del own[key]
         for key, kind in states.items():
             if not isinstance(kind, torch.dtype):
-                own[key] = kind.clone() if torch.is_tensor(kind) else kind
+                own[key] = _value_like(own.get(key), kind)
                 continue
             known = own.get(key)
             if not torch.is_tensor(known) or (known.shape, known.dtype) != (master.shape, kind):
@@ -225,7 +370,7 @@ class EngineFilling:
                 known.zero_()  # what no parameter fills is padding, or new
             for row in rows:
                 if row.has_states:
-                    self._read(row, key, own[key])
+                    yield from row.wanted(key, own[key])
 
     def _restore_groups(self) -> None:
         """Restore hyperparameters: those that groups of this engine share with the saved groups of their parameters.
@@ -252,94 +397,81 @@ def _agree(key: str, groups: Sequence[Mapping[str, Any]]) -> bool:
     return not any(differing({key: one.get(key)}, {key: groups[0].get(key)}) for one in groups[1:])
 
 
-def opened_for(
+def _value_like(known: Any, value: Any) -> Any:
+    """Return a single value of a state, such as the step, as this optimizer keeps it: a number or a tensor."""
+    if torch.is_tensor(known) and torch.is_tensor(value) and known.shape == value.shape:
+        return known.copy_(value)
+    if type(known) in (int, float) and torch.is_tensor(value):
+        return type(known)(value)
+    return value.clone() if torch.is_tensor(value) else value
+
+
+OpenSource = Callable[[SavedStructure, list[Named], dict[str, NamedBuffer]], Source]
+"""Open a checkpoint, for the structure of the whole model in this job, and for this rank's parameters and buffers."""
+
+
+def load_into(
     engine: DeepSpeedEngine,
     meeting: Meeting,
-    path: Path,
-    rename: Rename = None,
+    open_source: OpenSource,
     *,
-    is_plain: bool = False,
+    rename: Rename = None,
     has_states: bool,
-    is_strict: bool,
-) -> tuple[DeepSpeedFiles, EngineFilling]:
+    is_strict: bool = True,
+) -> tuple[Any, Loader]:
     """Open a checkpoint and compare it with the engines of all ranks; nothing is changed. Collective.
+
+    The loader that is returned copies.
 
     Args:
         engine: the engine.
         meeting: the operation of all ranks.
-        path: the checkpoint's own folder; or plain weights.
-        rename: from the engine's names to those of plain weights.
-        is_plain: the path has plain weights.
+        open_source: opens the checkpoint.
+        rename: from the engine's names to those of the checkpoint, if it is of another program.
         has_states: whether the optimizer's states are to be loaded, too.
         is_strict: refuse parameters and buffers that only one of them has; otherwise rank 0 warns.
 
     Raises:
         CheckpointLayoutError: the layout cannot be reached; the same on every rank, like the following ones.
         CheckpointModelError: it is of another model.
-        CheckpointError: the folder is not visible here.
+        CheckpointError: it cannot be opened.
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
-
-    sources: list[DeepSpeedFiles] = []  # on rank 0, which opens it to plan
-
-    def plan(posted: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
-        structure = facts.whole_structure(posted)
-        sources.append(source := opened_source(structure))
-        if is_plain:
-            require_splits(source.model, slices)
-        else:
-            require_reachable(source.model, layout, structure, has_states=has_states)
-        source.require_equal_copies(slices, has_states=has_states)
-        return asdict(structure)
-
-    def opened_source(structure: SavedStructure) -> DeepSpeedFiles:
-        if is_plain:
-            return _plain_weights(engine, path, rename, structure)
-        if (manifest := folders.manifest_of(path)) is None:
-            saved = layout_of_files(path, facts.name_of_optimizer(engine))
-            manifest = manifest_of_files(path, saved, structure)
-        return DeepSpeedFiles(model_of(manifest, structure.splits), path)
-
-    decided = meeting.decided_from("plan", facts.share_of_structure(engine), plan)
+    shares = facts.share_of_structure(engine)
+    decided = meeting.decided_from("structure", shares, lambda posted: asdict(facts.whole_structure(posted)))
     structure: SavedStructure = built_from(SavedStructure, decided)
 
-    def compare() -> tuple[DeepSpeedFiles, EngineFilling, tuple[list[str], dict[str, str]]]:
-        if not path.exists():
-            raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
-        source = sources[0] if sources else opened_source(structure)
-        filling = EngineFilling(engine, source, rename, has_states=has_states)
-        return source, filling, filling.compare()
+    def opened() -> tuple[Source, list[Named], dict[str, NamedBuffer]]:
+        named, buffers = named_parameters(engine, rename), named_buffers(engine, rename)
+        return open_source(structure, named, buffers), named, buffers
 
-    source, filling, (names, added) = meeting.step("compared", compare)
+    source, named, buffers = meeting.step("opened", opened)
+    meeting.decided("reachable", lambda: source.require_reachable(layout, structure, has_states=has_states))
+    loader = Loader(engine, source, named, buffers, has_states=has_states)
+    names, added = meeting.step("compared", loader.compare)
     digests = facts.digests_of_buffers(engine) if slices != source.model.slices else {}
     judge = partial(_judged, source, is_strict=is_strict)
     said = meeting.decided_from("difference", (names, added, stage, digests), judge)
     if said and dist.get_rank() == 0:
-        warn(f"{_name_of(source)} was loaded although {said}")
-    return source, filling
+        warn(f"{source.where} was loaded although {said}")
+    return source, loader
 
 
-def _name_of(source: DeepSpeedFiles) -> str:
-    return f"the checkpoint {source.folder.name!r} of {source.folder.parent}"
-
-
-def _judged(source: DeepSpeedFiles, posted: list[Any], *, is_strict: bool) -> str:
+def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
     """Judge the comparisons of all ranks on rank 0; return the differences that are tolerated.
 
     Raises:
         CheckpointModelError, CheckpointLayoutError: the checkpoint does not fit.
     """
-    where, copied = _name_of(source), {name for names, *_ in posted for name in names}
-    there: dict[str, Any] = {**source.model.parameters, **dict(source.buffers())}
+    known_names = {name for names, *_ in posted for name in names}
     differences = {name: text for _, added, *_ in posted for name, text in added.items()} | {
-        name: f"it has {name!r} {list(one.shape)}, which the model does not have"
-        for name, one in there.items()
-        if name not in copied
+        name: f"it has {source.called(name).removeprefix('parameter ')} {list(shape)}, which the model does not have"
+        for name, shape in source.tensors().items()
+        if name not in known_names
     }
     if is_strict and differences:
         raise CheckpointModelError(
-            f"{where} is of another model: {next(iter(differences.values()))}. {_BUILD_ALIKE}, or load what both have "
-            "(load_module_strict=False)"
+            f"{source.where} is of another model: {next(iter(differences.values()))}. {_BUILD_ALIKE}{source.in_part}"
         )
     known: dict[tuple[int, str], str] = {}
     for *_, stage, digests in posted:
@@ -352,19 +484,6 @@ def _judged(source: DeepSpeedFiles, posted: list[Any], *, is_strict: bool) -> st
                     "persistent=False"
                 )
     return "; ".join(differences.values())
-
-
-def _plain_weights(engine: DeepSpeedEngine, path: Path, rename: Rename, structure: SavedStructure) -> WeightFiles:
-    """Open plain weights, with the structure of this job under the names of the files."""
-    new_names, splits = renaming(rename), structure.splits
-    splits = {**splits, **{alias: splits[name] for alias, name in structure.aliases.items() if name in splits}}
-    renamed = replace(
-        structure,
-        splits={new: split for name, split in splits.items() for new in new_names(name)},
-        undeclared=tuple(new for name in structure.undeclared for new in new_names(name)),
-        aliases={},
-    )
-    return WeightFiles(path, renamed, named_buffers(engine, rename).keys())
 
 
 # -- what cannot be loaded ---------------------------------------------------------------------------------------------
