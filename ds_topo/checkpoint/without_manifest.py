@@ -1,9 +1,9 @@
 """Describe checkpoints that DeepSpeed alone saved, without a manifest, as a manifest does.
 
 Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO the files have positions only, so
-that the groups are those of the job that loads, and the stages of a pipeline those whose optimizers fit the files. What
-no file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a
-pipeline are tied.
+that the groups are those of the job that loads, and a stage of a pipeline has as many layers as fill its files. What no
+file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a pipeline
+are tied.
 """
 
 from __future__ import annotations
@@ -152,14 +152,13 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
         groups = tuple(groups_of_partitions(path, layout, Place(first, 0), ranks[first]) for first in firsts)
-    elif ranks[0].get("optimizer") is None:
+    elif ranks[0].get("optimizer") is None or not structure.groups:  # or no job: weights need no groups
         groups = tuple(() for _ in firsts)
     else:
         saved = [ranks[first]["optimizer"] for first in firsts]
         groups = _groups_by_position(path, saved, shapes_of_slices, structure)
         if not layout.is_pipeline:
-            stepped = _with_states(saved[0], groups[0]) if not structure.groups else ()
-            trained = stepped or {name for names in groups[0] for name in names}
+            trained = {name for names in groups[0] for name in names}
             rows = [replace(row, is_trained=row.name in trained) for row in rows]
     if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
         rows = [_placed(row, groups, slices) for row in rows]
@@ -223,19 +222,13 @@ def groups_of_partitions(
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
 
-def _with_states(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> set[str]:
-    """Return the parameters with states in an optimizer without ZeRO, where no job says which are frozen."""
-    states = saved.get("optimizer_state_dict", saved).get("state", {}) if FLAT_MASTERS not in saved else {}
-    return {name for number, name in enumerate(name for names in groups for name in names) if states.get(number)}
-
-
 def _groups_by_position(
     path: Path, saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Return the names in each group of optimizers without ZeRO, by stage.
 
-    The files do not say which layers a stage of a pipeline has. Its optimizer's positions fit those of one run of
-    layers. A plain engine is like one layer.
+    The files have positions only, so the groups are those of the job that loads. A stage has as many of its layers,
+    from the end of the stage before, as fill the groups in its files. A plain engine is like one layer.
 
     Args:
         path: the checkpoint's own folder.
@@ -244,43 +237,45 @@ def _groups_by_position(
         structure: the structure of the job that loads.
 
     Raises:
-        CheckpointLayoutError: no division of the layers fits, or several do.
+        CheckpointLayoutError: the job's groups do not fill those in the files.
     """
-    prefixes = [prefix_of_layer(structure, number) for number in range(len(structure.layers))]
-    of_layers = [{name for name in shapes if name.startswith(prefix)} for prefix in prefixes] or [{*shapes}]
-    tied_first = sorted(shapes, key=lambda name: not name.startswith("tied_modules.")) if prefixes else [*shapes]
+    tied_first = sorted(shapes, key=lambda name: not (structure.layers and name.startswith("tied_modules.")))
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}
-    has_unequal_stages = len({len(stage) for stage in structure.groups}) > 1
-    # One group of all parameters has the frozen ones, too, which those of the job omit.
-    candidates = [] if has_unequal_stages else [of_job, dict.fromkeys(tied_first, 0)]
-    problems: list[str] = []
-    for group_of in candidates if of_job else candidates[1:]:
-        divisions: dict[int, set[tuple[Any, ...]]] = {0: {()}}
-        for stage, own in enumerate(saved):
-            longer: dict[int, set[tuple[Any, ...]]] = {}
-            for start, known in divisions.items():
-                last = len(of_layers) if stage == len(saved) - 1 else start + 1
-                for stop in range(max(last, start + 1), len(of_layers) + 1):
-                    names = group_of.keys() & set().union(*of_layers[start:stop])
-                    in_order = [name for name in (tied_first if prefixes else group_of) if name in names]
-                    groups = tuple(
-                        tuple(name for name in in_order if group_of[name] == number)
-                        for number in sorted({group_of[name] for name in names})
-                    )
-                    if problem := _misfit(own, groups, shapes):
-                        problems.append(problem)
-                    else:
-                        longer.setdefault(stop, set()).update((*one, groups) for one in known)
-            divisions = longer
-        if len(found := divisions.get(len(of_layers), set())) == 1:
-            return next(iter(found))
-    counts = [*map(counts_of_groups, saved)]
-    reason = f"no single division of its layers fits groups of {counts} parameters" if prefixes else problems[0]
+    problem = "the groups of this job's stages have different numbers"
+    # An optimizer of all parameters in one group has the frozen ones, too, which those of ZeRO in this job omit.
+    for group_of in (of_job, dict.fromkeys(tied_first, 0)) if len({*map(len, structure.groups)}) == 1 else ():
+        in_order = [name for name in (tied_first if structure.layers else group_of) if name in group_of]
+        found, reason = _fitted(saved, shapes, structure, {name: group_of[name] for name in in_order})
+        if not reason:
+            return found
+        problem = problem if group_of is not of_job else reason
     raise CheckpointLayoutError(
         f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizers have positions instead of "
-        f"names, and {reason}. Give the optimizer its groups and parameters as when it was saved, in the same order, "
+        f"names, and {problem}. Give the optimizer its groups and parameters as when it was saved, in the same order, "
         "or load the checkpoint in the layout that saved it"
     )
+
+
+def _fitted(
+    saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure, group_of: Mapping[str, int]
+) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], str]:
+    """Return the names in each group by stage, and why they do not fill those in the files; empty if they do."""
+    prefixes = [prefix_of_layer(structure, number) for number in range(len(structure.layers))] or [""]
+    found: list[tuple[tuple[str, ...], ...]] = []
+    problem, start, stop = "", 0, 0
+    for stage, own in enumerate(saved):
+        is_last = stage == len(saved) - 1
+        for stop in range(len(prefixes) if is_last else start + 1, len(prefixes) + 1):
+            names = [name for name in group_of if name.startswith(tuple(prefixes[start:stop]))]
+            numbers = sorted({group_of[name] for name in names})
+            groups = tuple(tuple(name for name in names if group_of[name] == number) for number in numbers)
+            if not (problem := _misfit(own, groups, shapes)):
+                break
+        if problem:
+            return (), f"in stage {stage} {problem}" if structure.layers else problem
+        found.append(groups)
+        start = stop
+    return tuple(found), ""
 
 
 def counts_of_groups(saved: Any) -> list[int] | None:
