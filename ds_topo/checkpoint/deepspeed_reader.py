@@ -23,7 +23,7 @@ from ds_topo.checkpoint.disk import text_of
 from ds_topo.checkpoint.loader import Source, Wanted, require_reachable
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer, starred
 from ds_topo.checkpoint.shards import Slice, boxes_in
 from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, FileRecorder, Order, Part, Piece, Table, Vector
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
@@ -114,6 +114,8 @@ class DeepSpeedFiles(Source):
         """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
         self._buffers_of: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         """The buffers of slices that were asked for."""
+        self._of_groups: dict[tuple[int, int], dict[str, Any]] = {}
+        """The hyperparameters of each group, by its stage and number."""
         self._lock = threading.RLock()
 
     def content(self, name: str) -> dict[str, Any]:
@@ -141,45 +143,58 @@ class DeepSpeedFiles(Source):
         """The tables of a checkpoint that has none of its own."""
         return list(tables_of_files(self))
 
-    def _parts(self, name: str, key: str) -> list[Located]:
-        """Return every part of a parameter's tensor, from all ranks that saved one."""
-        if name in self._complete:
-            return self._rows.get((name, key), [])
+    def _parts(self, name: str, key: str, wanted: Slice | None = None, start: int = 0, stop: int = 0) -> list[Located]:
+        """Return the parts of a parameter's tensor in all tables that have some of the wanted elements, or any."""
         with self._lock:
-            if self.model.tables:
-                for path in self.model.tables_of(name):
+            if not self.model.tables:
+                if not self._known:
+                    self._known.add("")
+                    for table in self._of_files:
+                        self._add(table)
+            elif name not in self._complete:
+                for path in self.model.tables_of(name, wanted, start, stop):
                     if path not in self._known:
                         self._known.add(path)
                         self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
-            elif not self._known:
-                self._known.add("")
-                for table in self._of_files:
-                    self._add(table)
-            self._complete.add(name)
+                if wanted is None:
+                    self._complete.add(name)
             return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
+        self._slices.clear()
         for vector in table.vectors:
             for part in vector.parts:
                 name = table.pieces[part.piece].name
                 for key in (*vector.tensors, *vector.values):
                     self._rows[name, key].append(Located(table, vector, part))
 
-    def _of_slice(self, name: str, key: str, model_rank: int | None = None) -> dict[int, list[Located]]:
+    def _of_slice(
+        self,
+        name: str,
+        key: str,
+        model_rank: int | None = None,
+        wanted: Slice | None = None,
+        start: int = 0,
+        stop: int = 0,
+    ) -> dict[int, list[Located]]:
         """Return the parts of each saved slice, in the order of elements, each element once.
 
         Args:
             name: name of the parameter in the whole model.
             key: key of the tensor.
             model_rank: the only rank whose copy is wanted; by default the first one with each slice.
+            wanted: a slice of which elements are wanted; None for all elements.
+            start: its first element that is wanted.
+            stop: the end of its elements that are wanted, exclusive.
         """
+        found_parts = self._parts(name, key, wanted if model_rank is None else None, start, stop)
         if (known := self._slices.get((name, key, model_rank))) is not None:
             return known
         found: dict[int, dict[int, Located]] = {}
         of_rank: dict[int, int] = {}
         of_model = self.model.parameters.get(name)
         is_expert = of_model is not None and of_model.experts > 0
-        for one in sorted(self._parts(name, key), key=lambda one: one.table.model_rank):
+        for one in sorted(found_parts, key=lambda one: one.table.model_rank):
             place, own = one.table.pieces[one.part.piece].place, one.table.model_rank
             if model_rank not in (None, own):
                 continue
@@ -227,7 +242,7 @@ class DeepSpeedFiles(Source):
         one = self.model.parameters[name]
         wanted = one.slice_of(place, slices)
         if key in (WEIGHT, MASTER):
-            has_own = bool(self._parts(name, key)) and (key == WEIGHT or one.is_trained)
+            has_own = bool(self._parts(name, key, wanted, start, stop)) and (key == WEIGHT or one.is_trained)
             other = MASTER if key == WEIGHT else WEIGHT
             found = self._assembled(name, key if has_own else other, wanted, start, stop, one.real)
             self.require(found is not None, f"parts of {name!r}")
@@ -250,7 +265,7 @@ class DeepSpeedFiles(Source):
             real: rows of the whole tensor that are no padding, if the padding changes.
             model_rank: the only rank whose copy is wanted.
         """
-        saved = self._of_slice(name, key, model_rank)
+        saved = self._of_slice(name, key, model_rank, wanted, start, stop)
         if not saved:
             return None
         for parts in saved.values():
@@ -300,7 +315,8 @@ class DeepSpeedFiles(Source):
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        first = next(iter(self._of_slice(name, GROUP).values()), [None])[0]
+        beginning = Slice(self.model.parameters[name].shape), 0, 1
+        first = next(iter(self._of_slice(name, GROUP, None, *beginning).values()), [None])[0]
         if first is None:
             return {}, {}
         vector = first.vector
@@ -326,6 +342,26 @@ class DeepSpeedFiles(Source):
             found = self._groups.setdefault((vector.file, path), own), states
             self._of_vectors[id(vector)] = found
         return found
+
+    def group_of(self, name: str) -> dict[str, Any]:
+        """Return the hyperparameters of a parameter's group, read once for all parameters of the group."""
+        number = self._numbers_of_groups.get(starred(name))
+        if number is None or not self._of_groups.get(number):
+            found, _ = self.of_parameter(name)
+            if number is not None:
+                self._of_groups[number] = found
+            return found
+        return self._of_groups[number]
+
+    @cached_property
+    def _numbers_of_groups(self) -> dict[str, tuple[int, int]]:
+        """The stage and the number of each parameter's group; not of those that experts of a layer have in several."""
+        found: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        for stage, groups in enumerate(self.model.structure.groups):
+            for number, names in enumerate(groups):
+                for name in names:
+                    found[starred(name)].add((stage, number))
+        return {name: min(places) for name, places in found.items() if len({of for _, of in places}) == 1}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter and buffer."""

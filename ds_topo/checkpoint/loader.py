@@ -116,6 +116,10 @@ class Source:
         """
         raise NotImplementedError
 
+    def group_of(self, name: str) -> dict[str, Any]:
+        """Return the hyperparameters of a parameter's group: one object for all parameters of the group."""
+        return self.of_parameter(name)[0]
+
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Read elements. Nothing else is read."""
         raise NotImplementedError
@@ -320,7 +324,9 @@ class Loader:
         return list(found.values())
 
     def _states_of(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return self._source.states_of(row.saved.name for row in rows if row.has_states)
+        """Return the states that one tensor of the optimizer will have: those of the parameters that it has here."""
+        own = [row for row in rows if row.named.held.numel] or rows
+        return self._source.states_of(row.saved.name for row in own if row.has_states)
 
     def _require_states_that_fit(self) -> None:
         """Raise CheckpointLayoutError if this optimizer cannot hold the saved states."""
@@ -383,8 +389,8 @@ class Loader:
         for row in self._rows:
             number = row.named.held.group
             if number is not None and row.has_states:
-                group, _ = self._source.of_parameter(row.saved.name)
-                sources[number][id(group)] = group
+                group = self._source.group_of(row.saved.name)
+                sources[number].update({id(group): group} if group else {})
         for group, found in zip(self._inner.param_groups, sources, strict=True):
             beside = [other for other, there in zip(own, sources, strict=True) if found.keys() & there.keys()]
             for saved in list(found.values())[:1]:

@@ -455,7 +455,7 @@ class BackgroundSave:
         if self._recorder is not None and (table := self._recorder.table()).vectors:
             name = f"table_replica_{replica}_mp_rank_{model_rank:02d}.json"
             self._files.write(table.to_text(), self._draft / self._tag / name, _write_text)
-            self._described["table"] = table.described(name, {row.name for row in rows})
+            self._described["table"] = table.described(name, {row.name for row in rows}, self._recorder.partition)
         self._files.start()
 
     def _describe(self, content: Any, file: str) -> None:

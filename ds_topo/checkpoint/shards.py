@@ -107,6 +107,59 @@ class Slice:
             yield Box(tuple(offsets), tuple(sizes)), begin - box.offsets[dim]
             begin = until
 
+    def span_of(self, box: Box) -> tuple[int, int] | None:
+        """Return the span of the flattened slice around what it has of a box of the whole tensor; None if nothing.
+
+        >>> Slice((4, 3), dim=0, slices=2, place=1, stride=2).span_of(Box((3, 0), (2, 3)))
+        (3, 6)
+        """
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        if self.dim is not None and self.slices > 1:
+            length, dim = self.shape[self.dim] // self.stride, self.dim
+            begin, end = offsets[dim], min(offsets[dim] + sizes[dim], self.whole_shape[dim])
+            pieces = [one for one in range(begin // length, -(-end // length)) if one % self.slices == self.place]
+            if not pieces:
+                return None
+            first, last = pieces[0], pieces[-1]
+            offsets[dim] = first // self.slices * length + max(0, begin - first * length)
+            sizes[dim] = last // self.slices * length + min(length, end - last * length) - offsets[dim]
+        begin, end = 0, 0
+        for offset, size, width in zip(offsets, sizes, self.shape, strict=True):
+            size = min(offset + size, width) - offset
+            if size <= 0:
+                return None
+            begin, end = begin * width + offset, end * width + offset + size - 1
+        return begin, end + 1
+
+
+def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
+    """Yield the elements ``start:stop`` of a flattened slice as boxes of the whole tensor, in the order of storage.
+
+    A box of the slice that is several boxes of the whole one is cut along the dimensions before it, so that the
+    elements of each of them are adjacent.
+
+    >>> for box in boxes_of(Slice((2, 4), dim=1, slices=2, place=1, stride=2), 0, 8):
+    ...     print(box)
+    Box(offsets=(0, 2), sizes=(1, 2))
+    Box(offsets=(0, 6), sizes=(1, 2))
+    Box(offsets=(1, 2), sizes=(1, 2))
+    Box(offsets=(1, 6), sizes=(1, 2))
+    """
+    for box in boxes_of_span(own.shape, start, stop):
+        found = [one for one, _ in own.in_whole(box)]
+        if len(found) == 1 or own.dim in (None, 0):
+            yield from found
+            continue
+        outer = box.sizes[: own.dim]
+        for number in range(math.prod(outer)):
+            digits = []
+            for size in reversed(outer):
+                number, digit = divmod(number, size)
+                digits.append(digit)
+            for one in found:
+                first = [start + digit for start, digit in zip(box.offsets, reversed(digits), strict=False)]
+                yield Box((*first, *one.offsets[len(outer) :]), (*(1 for _ in outer), *one.sizes[len(outer) :]))
+
 
 _ATEN = torch.ops.aten
 

@@ -18,14 +18,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_topo.checkpoint.manifest import SavedTable, built_from, in_order
 from ds_topo.checkpoint.saved_model import starred
-from ds_topo.checkpoint.shards import Box, Slice, boxes_of_span
+from ds_topo.checkpoint.shards import Box, Slice, boxes_of
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -130,18 +130,26 @@ class Table:
                 for key, path in vector.values.items():
                     yield Stored(piece.name, key, "", (), (), vector.file, path, 0)
 
-    def described(self, path: str, names: Iterable[str]) -> SavedTable:
+    def described(self, path: str, names: Iterable[str], partition: tuple[int, int] = (0, 1)) -> SavedTable:
         """Return what the manifest says of the table.
 
         Args:
             path: its file.
             names: the names of the model rank's parameters, of which one stands for all experts of a layer.
+            partition: the number of the rank's partition of each parameter, and of all partitions: ZeRO 3.
         """
         positions = {name: at for at, name in enumerate(in_order(names))}
         held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
         rows = [positions[row] for name in held for row in {name, starred(name)} if row in positions]
         has_buffers = any(BUFFER in vector.tensors for vector in self.vectors)
-        return SavedTable.of(path, self.model_rank, set(rows), has_buffers=has_buffers)
+        found = SavedTable.of(path, self.model_rank, set(rows), has_buffers=has_buffers)
+        is_right = all(
+            start <= part.start and part.stop <= stop
+            for vector in self.vectors
+            for part in (vector.parts if BUFFER not in vector.tensors else ())
+            for start, stop in (partition_of(self.pieces[part.piece].numel, *partition),)
+        )
+        return replace(found, partition=partition[0], partitions=partition[1]) if is_right else found
 
     def to_text(self) -> str:
         """Return the text of the table's file: names once, numbers in lists."""
@@ -198,33 +206,14 @@ def _decoded(key: str) -> str | int:
     return key if not key.startswith("#") else key[1:] if key.startswith("##") else int(key[1:])
 
 
-def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements ``start:stop`` of a flattened slice as boxes of the whole tensor, in the order of storage.
+def partition_of(numel: int, partition: int, partitions: int) -> tuple[int, int]:
+    """Return the first element and the end of a partition of a flattened parameter at ZeRO 3.
 
-    A box of the slice that is several boxes of the whole one is cut along the dimensions before it, so that the
-    elements of each of them are adjacent.
-
-    >>> for box in boxes_of(Slice((2, 4), dim=1, slices=2, place=1, stride=2), 0, 8):
-    ...     print(box)
-    Box(offsets=(0, 2), sizes=(1, 2))
-    Box(offsets=(0, 6), sizes=(1, 2))
-    Box(offsets=(1, 2), sizes=(1, 2))
-    Box(offsets=(1, 6), sizes=(1, 2))
+    >>> [partition_of(7, number, 4) for number in range(4)]
+    [(0, 2), (2, 4), (4, 6), (6, 7)]
     """
-    for box in boxes_of_span(own.shape, start, stop):
-        found = [one for one, _ in own.in_whole(box)]
-        if len(found) == 1 or own.dim in (None, 0):
-            yield from found
-            continue
-        outer = box.sizes[: own.dim]
-        for number in range(math.prod(outer)):
-            digits = []
-            for size in reversed(outer):
-                number, digit = divmod(number, size)
-                digits.append(digit)
-            for one in found:
-                first = [start + digit for start, digit in zip(box.offsets, reversed(digits), strict=False)]
-                yield Box((*first, *one.offsets[len(outer) :]), (*(1 for _ in outer), *one.sizes[len(outer) :]))
+    size = -(-numel // partitions)
+    return min(numel, partition * size), min(numel, (partition + 1) * size)
 
 
 # -- describing files --------------------------------------------------------------------------------------------------
@@ -251,9 +240,7 @@ class Order:
         for number, begin in self.begins:
             size = pieces[number].numel
             if is_by_parameter:
-                part = -(-size // self.partitions)
-                start, stop = min(size, self.partition * part), min(size, (self.partition + 1) * part)
-                offset = begin
+                (start, stop), offset = partition_of(size, self.partition, self.partitions), begin
             else:
                 first = 0 if numel is None else self.partition * numel
                 start, stop = (
@@ -291,7 +278,7 @@ class FileRecorder:
         self._numbers = {name: number for number, name in enumerate(pieces)}
         self._by_whole_name = {piece.name: number for number, piece in enumerate(self.pieces)}
         self._buffers, self._stacked = set(buffers), set(stacked)
-        self.orders, self._partition = orders, partition
+        self.orders, self.partition = orders, partition
         self._vectors: list[Vector] = []
 
     def table(self) -> Table:
@@ -359,7 +346,7 @@ class FileRecorder:
 
     def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
         number = self._numbers[name]
-        partition, partitions = self._partition
+        partition, partitions = self.partition
         order = Order([(number, 0)], partition, partitions)
         for part in order.parts(self.pieces, None, is_by_parameter=True):
             self._vectors.append(Vector(file, {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}, {}, (part,)))
