@@ -23,9 +23,23 @@ from ds_topo.checkpoint.disk import text_of
 from ds_topo.checkpoint.loader import Source, Wanted, require_reachable
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer, starred
-from ds_topo.checkpoint.shards import Slice, boxes_in
-from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, FileRecorder, Order, Part, Piece, Table, Vector
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, prefix_of_layer
+from ds_topo.checkpoint.table import (
+    BUFFER,
+    GROUP,
+    MASTER,
+    WEIGHT,
+    FileRecorder,
+    Order,
+    Part,
+    Piece,
+    Slice,
+    Table,
+    Vector,
+    boxes_in,
+    layer_of_experts,
+    starred,
+)
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
 _LARGEST_TABLE = 1 << 31

@@ -39,16 +39,8 @@ from ds_topo.checkpoint.manifest import (
     built_from,
 )
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.checkpoint.saved_model import (
-    Parameter,
-    WholeModel,
-    has_placeholders,
-    head_of,
-    require_split,
-    require_splits,
-    starred,
-)
-from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, has_placeholders, require_split, require_splits
+from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, head_of, starred
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, abridged, listed, warn
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
@@ -367,7 +359,7 @@ class Loader:
             del own[key]
         for key, kind in states.items():
             if not isinstance(kind, torch.dtype):
-                own[key] = _value_like(own.get(key), kind)
+                own[key] = single_value(own.get(key), kind)
                 continue
             known = own.get(key)
             if not torch.is_tensor(known) or (known.shape, known.dtype) != (master.shape, kind):
@@ -403,10 +395,10 @@ def _agree(key: str, groups: Sequence[Mapping[str, Any]]) -> bool:
     return not any(differing({key: one.get(key)}, {key: groups[0].get(key)}) for one in groups[1:])
 
 
-def _value_like(known: Any, value: Any) -> Any:
+def single_value(known: Any, value: Any) -> Any:
     """Return a single value of a state, such as the step, as this optimizer keeps it: a number or a tensor."""
-    if torch.is_tensor(known) and torch.is_tensor(value) and known.shape == value.shape:
-        return known.copy_(value)
+    if torch.is_tensor(known) and torch.is_tensor(value) and known.numel() == value.numel() == 1:
+        return known.fill_(value.item())
     if type(known) in (int, float) and torch.is_tensor(value):
         return type(known)(value)
     return value.clone() if torch.is_tensor(value) else value

@@ -56,7 +56,7 @@ times, paths and numbers of the standard library. Building one runs no code of t
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-"""The module of torch's metadata. It is imported by readers of torch's format only, see ``shards``."""
+"""The module of torch's metadata. It is imported by readers of torch's format only, see ``engine_state``."""
 _OF_METADATA = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
     *(("builtins", "set"), ("builtins", "frozenset"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),

@@ -9,12 +9,10 @@ says which part of each parameter a rank of a layout holds, whether it is the sa
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
@@ -30,7 +28,7 @@ from ds_topo.checkpoint.manifest import (
     expert_places,
     in_order,
 )
-from ds_topo.checkpoint.shards import Box, Slice, boxes_of
+from ds_topo.checkpoint.table import Box, Slice, boxes_of, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 
 
@@ -467,53 +465,3 @@ def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     """Return the prefix of the names of a layer's parameters in the whole pipeline."""
     tied = structure.layers[number].tied
     return f"tied_modules.{tied}." if tied else f"{number}."
-
-
-_EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")
-
-
-class ExpertName(NamedTuple):
-    """The name of a parameter of an expert.
-
-    >>> expert_of("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight").numbered(7)
-    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
-    """
-
-    head: str
-    """Prefix that all experts of the layer share."""
-    number: int
-    tail: str
-
-    def numbered(self, number: int | str) -> str:
-        """Return the name of the same parameter of another expert of the layer."""
-        return f"{self.head}.{number}.{self.tail}"
-
-
-def expert_of(name: str) -> ExpertName | None:
-    """Parse the name of a parameter; return None if it does not belong to an expert."""
-    found = _EXPERT_NAME.fullmatch(name)
-    if found is None:
-        return None
-    number = found["number"]
-    return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
-
-
-def head_of(name: str) -> str:
-    """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
-    expert = expert_of(name)
-    return expert.head if expert is not None else ""
-
-
-def starred(name: str) -> str:
-    """Return a name that all experts of a layer have in common; the same one for other parameters."""
-    expert = expert_of(name)
-    return name if expert is None else expert.numbered("*")
-
-
-def layer_of_experts(head: str) -> str:
-    """Return what identifies the layer of experts: AutoEP stacks those of a layer in several parameters.
-
-    >>> layer_of_experts("0.mlp.experts.w1"), layer_of_experts("0.deepspeed_moe.experts.deepspeed_experts")
-    ('0.mlp.experts', '0.deepspeed_moe.experts.deepspeed_experts')
-    """
-    return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]

@@ -48,21 +48,22 @@ from ds_topo.checkpoint.engine_state import (
     Held,
     Named,
     NamedBuffer,
+    PartOfTensor,
     Rename,
     loss_scaler_of,
     named_buffers,
     named_parameters,
+    part_of,
     restore_hyperparameters,
     restore_progress,
     update_weights,
 )
 from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
-from ds_topo.checkpoint.loader import Source, Wanted, load_into, model_of_whole, why_layouts_differ
+from ds_topo.checkpoint.loader import Source, Wanted, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
-from ds_topo.checkpoint.shards import PartOfTensor, boxes_in, part_of
-from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT
+from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, boxes_in
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -160,14 +161,21 @@ class TorchState:
             saved = {(name, key): value for name, one in optim[_STATE].items() for key, value in one.items()}
             groups = optim[_GROUPS]
         numbers = meeting.step("numbers", lambda: _numbers(found, saved))
-        progress = state_dict.get(_PROGRESS)
         share, whole = facts.share_of_structure(self.engine), facts.whole_structure
-        layout, saved_progress = facts.layout_of(self.engine), dict(progress or ())
-        meeting.decided_from(
-            "order", share, lambda posted: _require_same_training(layout, whole(posted), saved_progress)
-        )
+        layout, progress = facts.layout_of(self.engine), dict(state_dict.get(_PROGRESS) or ())
+        meeting.decided_from("order", share, lambda posted: _require_same_training(layout, whole(posted), progress))
         meeting.end()
-        _finish_loading(self.engine, found, numbers, groups, progress)
+        inner = facts.inner_optimizer(self.engine)
+        for (master, key), value in numbers.items():
+            assert inner is not None
+            inner.state[master][key] = single_value(inner.state[master][key], torch.tensor(value))
+        for number, group in enumerate(found.groups):
+            same = next((one for one in groups if set(group[PARAMS]) & set(one.get(PARAMS, ()))), None)
+            if same is not None and inner is not None:
+                restore_hyperparameters(inner.param_groups[number], same)
+        if progress:
+            restore_progress(self.engine, progress)
+        update_weights(self.engine, found.parameters)
 
 
 def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -202,14 +210,13 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
 class EngineState:
     """The weights and optimizer states of an engine on this rank, under names that do not depend on its layout.
 
-    Optimizer states that do not exist yet are created, unless ``has_states`` is False.
+    Optimizer states that do not exist yet are created.
 
     Raises:
         CheckpointError: a state, or the memory of this kind of optimizer, cannot be described.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, rename: Rename, *, has_states: bool = True) -> None:
-        self.has_states = has_states
+    def __init__(self, engine: DeepSpeedEngine, rename: Rename) -> None:
         self.parameters = named_parameters(engine, rename)
         self.weights: dict[str, torch.Tensor] = {}
         """Parameters and buffers."""
@@ -219,16 +226,13 @@ class EngineState:
         """The tensor that the optimizer steps on, for each state that is one number, by parameter and key."""
         self.groups: list[dict[str, Any]] = []
         """Hyperparameters, with the names of this stage's parameters."""
-        self.names: list[str] = []
-        """The names of all parameters and buffers of the stage; empty on all but one rank of each stage."""
         self._grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
         is_first = facts.replica_of(engine) == 0 and facts.stage_and_slice(engine)[1] == 0
-        inner = facts.inner_optimizer(engine) if has_states else None
+        inner = facts.inner_optimizer(engine)
         if inner is not None:
             begin_states(inner, (one.held for one in self.parameters))
         names_in_groups = defaultdict[int | None, list[str]](list)
         for one in self.parameters:
-            self.names += (*one.names, *one.everywhere) if is_first else ()
             if (weight := self._of(one, one.held.master)) is not None:
                 self.weights.update(dict.fromkeys(one.names, weight))
             names_in_groups[one.held.group] += one.everywhere
@@ -237,7 +241,6 @@ class EngineState:
         for name, (buffer, own, is_expert) in named_buffers(engine, rename).items():
             is_written = is_expert or (is_first if own.dim is None else facts.replica_of(engine) == 0)
             self.weights[name] = part_of(buffer.detach(), own, 0, buffer.numel(), is_written)
-            self.names += [name] if is_written else []
         for number, group in enumerate(inner.param_groups if inner is not None else ()):
             found = {key: group[key] for key in group if key not in (PARAMS, "param_names") and _is_plain(group[key])}
             if {"betas", "eps"} <= found.keys() and not type(inner).__module__.startswith("torch."):
@@ -404,7 +407,8 @@ def load_torch(
 
     def copy() -> None:
         loader.copy()
-        restore_progress(engine, source.progress)
+        if source.progress:
+            restore_progress(engine, source.progress)
 
     meeting.step("copied", copy)
     meeting.step("weights updated", loader.finish)
@@ -681,39 +685,6 @@ def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbe
                 f"{key!r} is {known:g} of {first!r} and {float(value):g} of {name!r}: this engine has one for both"
             )
     return result
-
-
-def _finish_loading(
-    engine: DeepSpeedEngine,
-    found: EngineState,
-    numbers: _Numbers,
-    groups: Sequence[Mapping[str, Any]],
-    progress: tuple[tuple[str, Any], ...] | None,
-) -> None:
-    """Restore everything else after weights and states were loaded, and update the module's weights. Collective.
-
-    Args:
-        engine: the engine.
-        found: its state.
-        numbers: its optimizer's numbers.
-        groups: the checkpoint's hyperparameters, with names of parameters.
-        progress: the progress that an engine saved; None if another program saved the checkpoint.
-    """
-    inner = facts.inner_optimizer(engine)
-    for (master, key), value in numbers.items():
-        assert inner is not None
-        state = inner.state[master]
-        if torch.is_tensor(state[key]):
-            state[key].fill_(value)
-        else:
-            state[key] = type(state[key])(value)
-    for number, group in enumerate(found.groups):
-        saved = next((one for one in groups if set(group[PARAMS]) & set(one.get(PARAMS, ()))), None)
-        if saved is not None and inner is not None:
-            restore_hyperparameters(inner.param_groups[number], saved)
-    if progress is not None:
-        restore_progress(engine, dict(progress))
-    update_weights(engine, found.parameters)
 
 
 def _order_of(structure: SavedStructure) -> str:

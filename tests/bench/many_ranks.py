@@ -42,8 +42,7 @@ from ds_topo.checkpoint.manifest import (
     to_text,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.shards import Slice
-from ds_topo.checkpoint.table import Part, Piece, Table, Vector, partition_of
+from ds_topo.checkpoint.table import Part, Piece, Slice, Table, Vector, partition_of
 
 WIDTH = 1024
 

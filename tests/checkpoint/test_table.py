@@ -15,8 +15,7 @@ from ds_topo.checkpoint import deepspeed_reader
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, tables_of_files
 from ds_topo.checkpoint.manifest import SavedTable
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.shards import Box, Slice, boxes_of
-from ds_topo.checkpoint.table import Part, Piece, Stored, Table, Vector
+from ds_topo.checkpoint.table import Box, Part, Piece, Slice, Stored, Table, Vector, boxes_of
 from ds_topo.errors import DamagedCheckpointError
 from tests.checkpoint.continued_jobs import TAG, save_experts
 from tests.checkpoint.conversions.layouts import Layout, save
