@@ -43,7 +43,6 @@ STANDARD_LIBRARY_ONLY = {
     "planner",
     "launch.hosts",
     "launch.placement",
-    "checkpoint.disk",
     "checkpoint.folder",
     "checkpoint.manifest",
 }

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.disk import text_of
+from ds_topo.checkpoint.folder import text_of
 from ds_topo.checkpoint.loader import Source, Wanted, require_reachable
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify

@@ -30,9 +30,8 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, name_of_model_states, opened, options_of_files
-from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
-from ds_topo.checkpoint.folder import Checkpoint, unreadable, wrong_without_manifest
+from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.loader import load_into
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, SavedStructure, why_unreachable
 from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights

@@ -24,9 +24,19 @@ import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
-from ds_topo.checkpoint.disk import check_folder, failure_to_write, flush, replace_text, require_space
 from ds_topo.checkpoint.engine_state import Named, NamedBuffer, renaming
-from ds_topo.checkpoint.folder import Checkpoint, tags_in, told, unreadable, wrong_without_manifest
+from ds_topo.checkpoint.folder import (
+    Checkpoint,
+    check_folder,
+    failure_to_write,
+    flush,
+    replace_text,
+    require_space,
+    tags_in,
+    told,
+    unreadable,
+    wrong_without_manifest,
+)
 from ds_topo.checkpoint.loader import model_of_whole
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types

@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_topo.checkpoint import engine_facts as facts
-from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.engine_state import (
     COUNTS,
     OF_LOSS_SCALE,
@@ -58,7 +57,7 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
     update_weights,
 )
-from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
+from ds_topo.checkpoint.folder import check_folder, is_checkpoint, other_kind, tags_in
 from ds_topo.checkpoint.loader import Source, Wanted, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting

@@ -10,8 +10,15 @@ import warnings
 from pathlib import Path
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.folder import Checkpoint, candidates, look_at, other_kind, tags_in, why_passed_over
+from ds_topo.checkpoint.folder import (
+    Checkpoint,
+    candidates,
+    check_folder,
+    look_at,
+    other_kind,
+    tags_in,
+    why_passed_over,
+)
 from ds_topo.cli.shared import given_options, progress_of, refuse_without_effect
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
