@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -448,7 +449,8 @@ class Stored:
     def read(self, values: dict[str, Any]) -> None:
         """Read values into tensors, and into the places of what is no tensor. Not collective."""
         try:
-            with reading_checkpoint(self._root, trusted=self._is_trusted):
+            with reading_checkpoint(self._root, trusted=self._is_trusted), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank plans for itself
                 load(values, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # not an Exception
             for failure, _ in error.failures.values():
