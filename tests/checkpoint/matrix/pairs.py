@@ -551,12 +551,13 @@ def save_all(cases: Sequence[tuple[Side, Path, str]]) -> list[Result]:
         with _job(side) as job:
             job.train(range(BEFORE))
             values = job.values(), job.place
-            if side.is_stock:
-                job.engine.save_checkpoint(str(folder), tag="saved")
-            elif route == "torch":
-                dcp.save({"app": checkpoint.TorchState(job.engine)}, checkpoint_id=folder)
-            else:
-                checkpoint.save(job.engine, folder, "saved")
+            with _destroyed_if_refused(job):
+                if side.is_stock:
+                    job.engine.save_checkpoint(str(folder), tag="saved")
+                elif route == "torch":
+                    dcp.save({"app": checkpoint.TorchState(job.engine)}, checkpoint_id=folder)
+                else:
+                    checkpoint.save(job.engine, folder, "saved")
             return values, job.train(range(BEFORE, BEFORE + AFTER))
 
     return [_guarded(lambda case=case: one(*case)) for case in cases]
@@ -703,7 +704,7 @@ def run(worlds: Worlds, pairs: Sequence[Pair], folder: Path, at_once: int = 12, 
         if pair.number in found:
             continue
         if saved[pair.number][0][0] != "done":
-            found[pair.number] = "WRONG", f"cannot be saved: {saved[pair.number][0][2]}"
+            found[pair.number] = judge(pair, saved[pair.number], saved[pair.number])
             continue
         to_load[pair.number] = folder / str(pair.number)
     loaded: dict[int, list[Result]] = {}
