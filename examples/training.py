@@ -25,7 +25,7 @@ from text import Text, windows
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
-from ds_topo.checkpoint.disk import replace_text
+from ds_topo.checkpoint.folder import replace_text
 from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, MissingCheckpointError, TopologyError
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -74,8 +74,9 @@ MESSAGES = {"warn", "listed", "print", "write"}
 TESTS = {
     "checkpoint/engine_facts": "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_optimizer_groups.py",
+    "checkpoint/loader": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py",
     "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
-    "checkpoint/shards": "checkpoint/test_parts_of_tensors.py checkpoint/test_converting_values.py",
+    "checkpoint/table": "checkpoint/test_table.py checkpoint/test_parts_of_tensors.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py",
     "engine/__main__": "engine/test_fingerprints.py engine/test_patches.py",
     "engine/activations": "engine/test_activation_shapes.py engine/test_pipeline.py",

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from ds_topo.checkpoint.disk import DRAFT
+from ds_topo.checkpoint.folder import DRAFT
 
 ROOT = Path(__file__).parents[1]
 SHAPE = ("--batch-size", "8", "--context", "16", "--width", "16", "--heads", "2", "--depth", "2")

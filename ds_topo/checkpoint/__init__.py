@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from ds_topo._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from ds_topo.checkpoint.export import to_hugging_face as to_hugging_face
-    from ds_topo.checkpoint.export import to_single_file as to_single_file
     from ds_topo.checkpoint.folder import Checkpoint as Checkpoint
     from ds_topo.checkpoint.folder import checkpoints_in as checkpoints_in
     from ds_topo.checkpoint.folder import look_at as look_at
     from ds_topo.checkpoint.loading import load as load
     from ds_topo.checkpoint.manifest import Manifest as Manifest
+    from ds_topo.checkpoint.plain_weights import to_hugging_face as to_hugging_face
+    from ds_topo.checkpoint.plain_weights import to_single_file as to_single_file
     from ds_topo.checkpoint.saving import BackgroundSave as BackgroundSave
     from ds_topo.checkpoint.saving import save as save
     from ds_topo.checkpoint.saving import save_in_background as save_in_background
@@ -43,8 +43,8 @@ _MODULES = {
     "look_at": "folder",
     "save": "saving",
     "save_in_background": "saving",
-    "to_hugging_face": "export",
-    "to_single_file": "export",
+    "to_hugging_face": "plain_weights",
+    "to_single_file": "plain_weights",
 }
 __all__ = sorted(_MODULES)
 _import, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -19,17 +19,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.disk import text_of
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, SavedOptions
+from ds_topo.checkpoint.folder import text_of
+from ds_topo.checkpoint.loader import Source, Wanted, require_reachable
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel, layer_of_experts, prefix_of_layer
-from ds_topo.checkpoint.shards import Slice, boxes_in
-from ds_topo.checkpoint.table import BUFFER, GROUP, MASTER, WEIGHT, FileRecorder, Order, Part, Piece, Table, Vector
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel, prefix_of_layer
+from ds_topo.checkpoint.table import (
+    BUFFER,
+    GROUP,
+    MASTER,
+    WEIGHT,
+    FileRecorder,
+    Order,
+    Part,
+    Piece,
+    Slice,
+    Table,
+    Vector,
+    boxes_in,
+    layer_of_experts,
+    starred,
+)
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
 _LARGEST_TABLE = 1 << 31
-FLAT_OPTIMIZER = "FP16_Optimizer"
-"""DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 
 
 def entry_of(content: Any, file: Path, *keys: Any) -> Any:
@@ -66,16 +79,6 @@ def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
     return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first key whose values differ, abridged for a message; an empty string if none does."""
-    for key in {**one, **other}:
-        value, there = one.get(key), other.get(key)
-        alike = torch.equal(value, there) if torch.is_tensor(value) and torch.is_tensor(there) else value == there
-        if not alike or (key in one) != (key in other):
-            return abridged(key)
-    return ""
-
-
 def opened(path: Path) -> dict[str, Any]:
     """Return the content of a file; its tensors are read when they are used.
 
@@ -98,7 +101,7 @@ class Located(NamedTuple):
     part: Part
 
 
-class DeepSpeedFiles:
+class DeepSpeedFiles(Source):
     """An open checkpoint, whose files are mapped into memory, each once.
 
     Args:
@@ -107,7 +110,8 @@ class DeepSpeedFiles:
     """
 
     def __init__(self, model: WholeModel, folder: Path) -> None:
-        self.model, self.layout, self.folder = model, model.layout, folder
+        super().__init__(model, f"the checkpoint {folder.name!r} of {folder.parent}")
+        self.layout, self.folder = model.layout, folder
         self._open: dict[str, dict[str, Any]] = {}
         self._read: dict[str, Table] = {}
         self._rows: dict[tuple[str, str], list[Located]] = defaultdict(list)
@@ -122,6 +126,10 @@ class DeepSpeedFiles:
         """The hyperparameters and states of vectors that were asked for, by their ids."""
         self._groups: dict[Any, dict[str, Any]] = {}
         """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
+        self._buffers_of: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        """The buffers of slices that were asked for."""
+        self._of_groups: dict[tuple[int, int], dict[str, Any]] = {}
+        """The hyperparameters of each group, by its stage and number."""
         self._lock = threading.RLock()
 
     def content(self, name: str) -> dict[str, Any]:
@@ -149,45 +157,58 @@ class DeepSpeedFiles:
         """The tables of a checkpoint that has none of its own."""
         return list(tables_of_files(self))
 
-    def _parts(self, name: str, key: str) -> list[Located]:
-        """Return every part of a parameter's tensor, from all ranks that saved one."""
-        if name in self._complete:
-            return self._rows.get((name, key), [])
+    def _parts(self, name: str, key: str, wanted: Slice | None = None, start: int = 0, stop: int = 0) -> list[Located]:
+        """Return the parts of a parameter's tensor in all tables that have some of the wanted elements, or any."""
         with self._lock:
-            if self.model.tables:
-                for path in self.model.tables_of(name):
+            if not self.model.tables:
+                if not self._known:
+                    self._known.add("")
+                    for table in self._of_files:
+                        self._add(table)
+            elif name not in self._complete:
+                for path in self.model.tables_of(name, wanted, start, stop):
                     if path not in self._known:
                         self._known.add(path)
                         self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
-            elif not self._known:
-                self._known.add("")
-                for table in self._of_files:
-                    self._add(table)
-            self._complete.add(name)
+                if wanted is None:
+                    self._complete.add(name)
             return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
+        self._slices.clear()
         for vector in table.vectors:
             for part in vector.parts:
                 name = table.pieces[part.piece].name
                 for key in (*vector.tensors, *vector.values):
                     self._rows[name, key].append(Located(table, vector, part))
 
-    def _of_slice(self, name: str, key: str, model_rank: int | None = None) -> dict[int, list[Located]]:
+    def _of_slice(
+        self,
+        name: str,
+        key: str,
+        model_rank: int | None = None,
+        wanted: Slice | None = None,
+        start: int = 0,
+        stop: int = 0,
+    ) -> dict[int, list[Located]]:
         """Return the parts of each saved slice, in the order of elements, each element once.
 
         Args:
             name: name of the parameter in the whole model.
             key: key of the tensor.
             model_rank: the only rank whose copy is wanted; by default the first one with each slice.
+            wanted: a slice of which elements are wanted; None for all elements.
+            start: its first element that is wanted.
+            stop: the end of its elements that are wanted, exclusive.
         """
+        found_parts = self._parts(name, key, wanted if model_rank is None else None, start, stop)
         if (known := self._slices.get((name, key, model_rank))) is not None:
             return known
         found: dict[int, dict[int, Located]] = {}
         of_rank: dict[int, int] = {}
         of_model = self.model.parameters.get(name)
         is_expert = of_model is not None and of_model.experts > 0
-        for one in sorted(self._parts(name, key), key=lambda one: one.table.model_rank):
+        for one in sorted(found_parts, key=lambda one: one.table.model_rank):
             place, own = one.table.pieces[one.part.piece].place, one.table.model_rank
             if model_rank not in (None, own):
                 continue
@@ -235,7 +256,7 @@ class DeepSpeedFiles:
         one = self.model.parameters[name]
         wanted = one.slice_of(place, slices)
         if key in (WEIGHT, MASTER):
-            has_own = bool(self._parts(name, key)) and (key == WEIGHT or one.is_trained)
+            has_own = bool(self._parts(name, key, wanted, start, stop)) and (key == WEIGHT or one.is_trained)
             other = MASTER if key == WEIGHT else WEIGHT
             found = self._assembled(name, key if has_own else other, wanted, start, stop, one.real)
             self.require(found is not None, f"parts of {name!r}")
@@ -258,7 +279,7 @@ class DeepSpeedFiles:
             real: rows of the whole tensor that are no padding, if the padding changes.
             model_rank: the only rank whose copy is wanted.
         """
-        saved = self._of_slice(name, key, model_rank)
+        saved = self._of_slice(name, key, model_rank, wanted, start, stop)
         if not saved:
             return None
         for parts in saved.values():
@@ -308,7 +329,8 @@ class DeepSpeedFiles:
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        first = next(iter(self._of_slice(name, GROUP).values()), [None])[0]
+        beginning = Slice(self.model.parameters[name].shape), 0, 1
+        first = next(iter(self._of_slice(name, GROUP, None, *beginning).values()), [None])[0]
         if first is None:
             return {}, {}
         vector = first.vector
@@ -335,27 +357,54 @@ class DeepSpeedFiles:
             self._of_vectors[id(vector)] = found
         return found
 
-    def states_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
+    def group_of(self, name: str) -> dict[str, Any]:
+        """Return the hyperparameters of a parameter's group, read once for all parameters of the group."""
+        number = self._numbers_of_groups.get(starred(name))
+        if number is None or not self._of_groups.get(number):
+            found, _ = self.of_parameter(name)
+            if number is not None:
+                self._of_groups[number] = found
+            return found
+        return self._of_groups[number]
 
-        A state of every element is given by its data type. Parameters without states count as any others.
+    @cached_property
+    def _numbers_of_groups(self) -> dict[str, tuple[int, int]]:
+        """The stage and the number of each parameter's group; not of those that experts of a layer have in several."""
+        found: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        for stage, groups in enumerate(self.model.structure.groups):
+            for number, names in enumerate(groups):
+                for name in names:
+                    found[starred(name)].add((stage, number))
+        return {name: min(places) for name, places in found.items() if len({of for _, of in places}) == 1}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter and buffer."""
+        found = {name: one.shape for name, one in self.model.parameters.items()}
+        return found | {name: tuple(one.shape) for name, one in self._buffers(0, 1).items()}
+
+    def shape_of_buffer(self, name: str, place: int, slices: int) -> tuple[int, ...] | None:
+        """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
+        found = self._buffers(place, slices).get(name)
+        return None if found is None else tuple(found.shape)
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Read elements. Nothing else is read."""
+        for one in wanted:
+            if one.key == BUFFER:
+                found = self._buffers(one.place, one.slices)[one.name]
+            else:
+                stop = one.start + one.into.numel()
+                found = self.elements(one.name, one.key, one.place, one.slices, one.start, stop)
+            one.into.copy_(found.view(one.into.shape))
+
+    def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
+        """Check, on rank 0, that a layout can be reached.
 
         Raises:
-            CheckpointLayoutError: they differ.
+            CheckpointLayoutError: the message says why not, and what to do.
         """
-        found: dict[str, Any] = {}
-        first = ""
-        for name in names:
-            _, states = self.of_parameter(name)
-            if found and states and states is not found and (key := differing(found, states)):
-                raise CheckpointLayoutError(
-                    f"{self.folder}: {first!r} and {name!r} have different values or types of {key} in the optimizer, "
-                    "which has one for both in this layout. Put the two into different groups of the optimizer, or "
-                    "load the checkpoint in the layout that saved it"
-                )
-            if states and not found:
-                found, first = states, name
-        return found
+        require_reachable(self.model, layout, structure, has_states=has_states)
+        self.require_equal_copies(layout.degrees().get("model", 1), has_states=has_states)
 
     # -- the engine's own files
 
@@ -456,6 +505,11 @@ class DeepSpeedFiles:
             found = self._assembled(name, BUFFER, wanted, 0, math.prod(wanted.shape), None)
             assert found is not None
             yield name, found.view(wanted.shape)
+
+    def _buffers(self, place: int, slices: int) -> dict[str, torch.Tensor]:
+        if (place, slices) not in self._buffers_of:
+            self._buffers_of[place, slices] = dict(self.buffers(slices, place))
+        return self._buffers_of[place, slices]
 
     def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that a slice saved, under the module's names."""

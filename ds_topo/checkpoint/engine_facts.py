@@ -38,7 +38,7 @@ from torch import nn
 
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.saved_model import head_of, starred
+from ds_topo.checkpoint.table import head_of, starred
 from ds_topo.classes import stock_class
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL

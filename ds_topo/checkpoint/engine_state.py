@@ -7,10 +7,10 @@ checkpoints and recordings read it. The last section restores what is no tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,15 @@ from torch import nn
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
-from ds_topo.checkpoint.saved_model import expert_of, head_of
-from ds_topo.checkpoint.shards import PartOfTensor, Slice, part_of
-from ds_topo.checkpoint.table import FileRecorder, Order, Piece
+from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, expert_of, head_of
 from ds_topo.classes import stock_class
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu.differences import offsets_in_flat_groups
 from ds_topo.mpu.mpu import MpuGrid
+
+if TYPE_CHECKING:  # with DTensor and SymPy behind them, they take a third of the start of the commands
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _OF_THE_PROGRAM = {"params", "param_names", "name", "moe", "foreach", "fused", "capturable", "differentiable"}
 """Entries of an optimizer's group that belong to the program and are not restored: names and implementation flags."""
@@ -186,6 +188,128 @@ def update_weights(engine: DeepSpeedEngine, parameters: Iterable[Named]) -> None
                 held.parameter.data.copy_(held.part_of(held.master).view(held.parameter.shape))
 
 
+# -- parts of tensors for torch ----------------------------------------------------------------------------------------
+
+_ATEN = torch.ops.aten
+
+
+class PartOfTensor(torch.Tensor):
+    """The boxes of a tensor that this process holds, with the shape of the whole tensor.
+
+    ``torch.distributed.checkpoint`` writes and reads it like a ``DTensor``, through three methods that it looks for on
+    tensors. Nothing is gathered or copied, and a reader gets only the boxes that it needs.
+
+    Args:
+        shape: shape of the whole tensor.
+        boxes: memory of each box, by its offsets in the whole tensor. They are views, read and written in place.
+        like: a tensor with the data type and the device of all boxes.
+        is_written: whether this process saves the boxes. If not, another process that holds them does.
+
+    >>> memory = torch.arange(5.0)
+    >>> part = part_of(memory, Slice((3, 4)), 2, 7)
+    >>> part.shape, part.boxes
+    (torch.Size([3, 4]), {(0, 2): tensor([[0., 1.]]), (1, 0): tensor([[2., 3., 4.]])})
+
+    Source: torch, ``distributed/_checkpointable.py`` (the methods) and ``distributed/tensor/_shards_wrapper.py``
+    (a tensor in several boxes).
+    """
+
+    boxes: dict[tuple[int, ...], torch.Tensor]
+    is_written: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        boxes: Mapping[tuple[int, ...], torch.Tensor],
+        like: torch.Tensor,
+        is_written: bool = True,
+    ) -> PartOfTensor:
+        self: PartOfTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=like.dtype, device=like.device
+        )
+        self.boxes, self.is_written = dict(boxes), is_written
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartOfTensor({list(self.shape)}, {len(self.boxes)} boxes here)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return PartOfTensor, (tuple(self.shape), self.boxes, torch.empty(0, dtype=self.dtype), self.is_written)
+
+    # The methods that torch.distributed.checkpoint calls.
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        if not self.is_written:
+            return []
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(memory), size=self.shape
+                ),
+            )
+            for chunk, memory in zip(self.__create_chunk_list__(), self.boxes.values(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offsets), memory.shape) for offsets, memory in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.boxes[tuple(index.offset)]
+
+    # Torch's stagers copy the boxes to host memory by these operations while training continues.
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        part = next(value for value in args if isinstance(value, PartOfTensor))
+        device = (kwargs or {}).get("device") or part.device
+        if function is _ATEN.new_empty.default:  # the stager copies the attribute boxes itself
+            return cls(part.shape, {}, torch.empty(0, dtype=part.dtype, device=device), part.is_written)
+        if function in (_ATEN.zeros_like.default, _ATEN.empty_like.default):
+            return part._each(lambda memory: torch.empty_like(memory, device=device))
+        if function in (_ATEN.detach.default, _ATEN.clone.default):
+            return part._each(function)
+        if function is _ATEN.copy_.default:
+            target, source = args[:2]  # of the same boxes; or into a plain tensor of a single number
+            into = target.boxes if isinstance(target, PartOfTensor) else {(0,) * target.dim(): target}
+            assert into.keys() == source.boxes.keys()
+            for offsets, memory in source.boxes.items():
+                into[offsets].copy_(memory)
+            return target
+        raise NotImplementedError(  # Python's operators would replace a TypeError by one that says nothing
+            f"{function}: {part!r} does not support this operation. It holds boxes of a tensor and can be saved and "
+            "loaded by torch.distributed.checkpoint only. Compute with the engine's own tensors instead"
+        )
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PartOfTensor:
+        boxes = {offsets: function(memory) for offsets, memory in self.boxes.items()}
+        like = next(iter(boxes.values()), torch.empty(0, dtype=self.dtype, device=self.device))
+        return PartOfTensor(self.shape, boxes, like, self.is_written)
+
+
+def part_of(memory: torch.Tensor, of: Slice, start: int, stop: int, is_written: bool = True) -> PartOfTensor:
+    """Present the elements ``start:stop`` of a slice as a part of the whole tensor.
+
+    Args:
+        memory: the elements, ``[stop - start]``; or the whole slice, in its shape.
+        of: the slice.
+        start: first element of the flattened slice.
+        stop: end of the elements, exclusive.
+        is_written: whether this process saves them.
+    """
+    return PartOfTensor(of.whole_shape, boxes_in(memory, of, start, stop), memory, is_written)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 # Experts are numbered over all ranks of their layer. A parameter that several places of the model share has all of
 # their names, and the first one for its optimizer states, as in torch's ``get_state_dict``.
@@ -208,11 +332,19 @@ class Named:
     everywhere: tuple[str, ...]
     """The first name. For an expert, those of the experts with its local number on all ranks of the layer."""
     slice: Slice
-    is_expert: bool
+    split: SavedSplit | None
+    """The split that the module declares, also in a job of one slice."""
+    experts: int
+    """The number of experts in the layer; 0 if it does not belong to an expert."""
     is_first: bool
     """True if this rank writes it, among the stages and slices that have the same values."""
     held: Held
     """The place of its values: of the master weight, if the optimizer has one."""
+
+    @property
+    def is_expert(self) -> bool:
+        """True if it belongs to an expert."""
+        return self.experts > 0
 
     def part_of(self, tensor: torch.Tensor, held: Held) -> PartOfTensor:
         """Present this rank's part of the parameter in a tensor with the layout of ``held.master``."""
@@ -259,11 +391,12 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         for name in names:
             if owners.setdefault(name, key) != key:
                 raise ValueError(f"rename gives two parameters the same name, {name!r}: give each its own")
-        everywhere, is_expert = tuple(new_names(name)[0] for name in first_names), layer is not None
+        everywhere = tuple(new_names(name)[0] for name in first_names)
+        experts_of_layer = int(layer.num_experts) if layer is not None else 0
         is_replicated = getattr(parameter, "ds_pipe_replicated", False)
-        is_first = not is_replicated and (is_expert or own.dim is not None or place == 0)
-        memory = held.get(key) or held_by_module(parameter)
-        result.append(Named(parameter, local, names, everywhere, own, is_expert, is_first, memory))
+        is_first = not is_replicated and (layer is not None or own.dim is not None or place == 0)
+        memory, split = held.get(key) or held_by_module(parameter), splits.get(local)
+        result.append(Named(parameter, local, names, everywhere, own, split, experts_of_layer, is_first, memory))
     are_split = any(getattr(layer, "enable_expert_tensor_parallelism", False) for layer in experts.values())
     if slices > 1 and are_split and not any(one.is_expert and one.slice.dim is not None for one in result):
         raise CheckpointLayoutError(

@@ -6,7 +6,7 @@
     rank 0      finds the next candidate that is complete by the sizes of its files, and readable in this layout
     all ranks   check their share of the files (digests if requested, types to build), and their parameters
     rank 0      decides: load it as it is, load it by name, try the next one, or raise
-    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``engine_filling``),
+    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``loader``),
                 which it also does with plain weights
 """
 
@@ -30,11 +30,11 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, name_of_model_states, opened, options_of_files
-from ds_topo.checkpoint.disk import check_folder, reason_of
-from ds_topo.checkpoint.engine_filling import opened_for
-from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
-from ds_topo.checkpoint.folder import Checkpoint, unreadable, wrong_without_manifest
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, why_unreachable
+from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
+from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
+from ds_topo.checkpoint.loader import load_into
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, SavedStructure, why_unreachable
+from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
     OF_DEEPSPEED,
@@ -46,9 +46,9 @@ from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
 from ds_topo.checkpoint.without_manifest import (
     counts_of_groups,
-    files_of_weights,
     groups_of_partitions,
     layout_of_files,
+    manifest_of_files,
 )
 from ds_topo.errors import (
     CheckpointError,
@@ -246,16 +246,26 @@ def _load_by_name(
         CheckpointLayoutError, CheckpointModelError: it cannot be converted; nothing was changed.
         CheckpointError: a rank failed.
     """
-    has_states, is_strict = options.has_states and not is_plain, options.load_module_strict
-    new_names = rename if is_plain else None
-    source, filling = opened_for(
-        engine, meeting, path, new_names, is_plain=is_plain, has_states=has_states, is_strict=is_strict
+    has_states, new_names = options.has_states and not is_plain, rename if is_plain else None
+
+    def open_source(structure: SavedStructure, named: list[Named], buffers: dict[str, NamedBuffer]) -> DeepSpeedFiles:
+        if not path.exists():
+            raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
+        if is_plain:
+            return WeightFiles(path, named, buffers)
+        if (manifest := folders.manifest_of(path)) is None:
+            saved = layout_of_files(path, facts.name_of_optimizer(engine))
+            manifest = manifest_of_files(path, saved, structure)
+        return DeepSpeedFiles(model_of(manifest, structure.splits), path)
+
+    source, loader = load_into(
+        engine, meeting, open_source, rename=new_names, has_states=has_states, is_strict=options.load_module_strict
     )
     is_like = not is_plain and source.is_like(facts.layout_of(engine))
     saved = {} if is_plain else source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
 
     def copy() -> None:
-        filling.copy()
+        loader.copy()
         if not (options.load_module_only or is_plain):
             both_fp16 = facts.layout_of(engine).precision == source.layout.precision == "fp16"
             progress = {**saved, **(source.loss_scale() if both_fp16 else {})}
@@ -266,7 +276,7 @@ def _load_by_name(
             facts.restore_random_states(engine, opened(states))
 
     meeting.step("copied", copy)
-    meeting.step("weights updated", filling.finish)
+    meeting.step("weights updated", loader.finish)
     return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
 
 

@@ -36,7 +36,7 @@ PLACEHOLDERS = "idle_stage_placeholders"
 """The start of the names of parameters that stand for none, on a stage without trainable parameters of a group."""
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
-FORMAT, VERSION = "ds_topo checkpoint", 2
+FORMAT, VERSION = "ds_topo checkpoint", 3
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""
@@ -46,6 +46,8 @@ _LARGEST = 1 << 63
 """Numbers are below it, as sizes of files and tensors are; larger ones would be slow to multiply and to print."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, as in torch."""
+FLAT_OPTIMIZER = "FP16_Optimizer"
+"""DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 BF16_OPTIMIZER = "BF16_Optimizer"
 """DeepSpeed's optimizer for bf16 with gradients summed in fp32. It partitions its states at ZeRO 0, too."""
 
@@ -231,10 +233,16 @@ class SavedTable:
     rows: tuple[int, ...] = ()
     """Runs among the sorted names of the model rank's parameters: first, end, first, end, ..."""
     has_buffers: bool = False
+    partition: int = 0
+    partitions: int = 1
+    """Each parameter is cut into so many equal partitions, of which the table has one; 1 if it may have any elements,
+    and in version 2."""
 
     def __post_init__(self) -> None:
         if self.model_rank < 0 or len(self.rows) % 2 or any(one >= two for one, two in pairwise(self.rows)):
             raise ValueError(f"rows={abridged(self.rows)} of {abridged(self.path)} do not rise")
+        if not 0 <= self.partition < self.partitions <= MOST_RANKS:
+            raise ValueError(f"partition {self.partition} of {self.partitions} is impossible")
 
     @classmethod
     def of(cls, path: str, model_rank: int, positions: Iterable[int], *, has_buffers: bool) -> SavedTable:

@@ -36,8 +36,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-from ds_topo.checkpoint.disk import entries_in, open_file
-from ds_topo.checkpoint.folder import told
+from ds_topo.checkpoint.folder import entries_in, open_file, told
 from ds_topo.errors import DamagedCheckpointError, UnsafeCheckpointError, abridged, warn
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -56,7 +55,7 @@ times, paths and numbers of the standard library. Building one runs no code of t
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-"""The module of torch's metadata. It is imported by readers of torch's format only, see ``shards``."""
+"""The module of torch's metadata. It is imported by readers of torch's format only, see ``engine_state``."""
 _OF_METADATA = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
     *(("builtins", "set"), ("builtins", "frozenset"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),

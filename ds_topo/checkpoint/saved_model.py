@@ -9,12 +9,10 @@ says which part of each parameter a rank of a layout holds, whether it is the sa
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
@@ -30,7 +28,7 @@ from ds_topo.checkpoint.manifest import (
     expert_places,
     in_order,
 )
-from ds_topo.checkpoint.shards import Slice
+from ds_topo.checkpoint.table import Box, Slice, boxes_of, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 
 
@@ -202,23 +200,58 @@ class WholeModel:
         for row in self._rows:
             for rank in row.model_ranks:
                 names.setdefault(rank, set()).add(row.name)
-        return {rank: {name: at for at, name in enumerate(in_order(own))} for rank, own in names.items()}
+        alike = {own: {name: at for at, name in enumerate(in_order(own))} for own in {*map(frozenset, names.values())}}
+        return {rank: alike[frozenset(own)] for rank, own in names.items()}
 
     @cached_property
-    def _tables_of_ranks(self) -> dict[int, list[SavedTable]]:
-        found: dict[int, list[SavedTable]] = {}
+    def _tables_of_ranks(self) -> dict[int, tuple[list[SavedTable], dict[int, dict[int, SavedTable]]]]:
+        """The tables of each model rank that may have any elements, and the others by partitions and partition."""
+        found: dict[int, tuple[list[SavedTable], dict[int, dict[int, SavedTable]]]] = {}
         for table in self.tables:
-            found.setdefault(table.model_rank, []).append(table)
+            whole, cut = found.setdefault(table.model_rank, ([], {}))
+            if table.partitions == 1:
+                whole.append(table)
+            else:
+                cut.setdefault(table.partitions, {})[table.partition] = table
         return found
 
-    def tables_of(self, name: str) -> Iterator[str]:
-        """Yield the files of the tables with a part of a parameter; of a buffer, of all that have buffers."""
+    def tables_of(self, name: str, wanted: Slice | None = None, start: int = 0, stop: int = 0) -> Iterator[str]:
+        """Yield the files of the tables with elements of a parameter; of a buffer, of all that have buffers.
+
+        Args:
+            name: the parameter.
+            wanted: a slice, to leave out tables at ZeRO 3 that have none of its elements; None for all elements.
+            start: the first element of the flattened slice.
+            stop: the end of the elements, exclusive.
+        """
         row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
+        if row not in self._all_rows:  # each partition of ZeRO 3 has a copy
+            yield from (table.path for table in self.tables if table.has_buffers and table.partition == 0)
+            return
+        one = self.parameters.get(name)
+        is_equal_on_slices = wanted is not None and one is not None and one.split is None and not one.experts
+        boxes = None if wanted is None else list(boxes_of(wanted, start, stop))
         for rank, positions in self._positions.items():
-            at = positions.get(row)
-            for table in self._tables_of_ranks.get(rank, ()):
-                if table.has_buffers if row not in self._all_rows else at is not None and table.holds_row(at):
-                    yield table.path
+            if (at := positions.get(row)) is None or (is_equal_on_slices and rank % self.slices):
+                continue
+            whole, cut = self._tables_of_ranks.get(rank, ([], {}))
+            yield from (table.path for table in whole if table.holds_row(at))
+            first, end = self._span_on(name, rank, boxes) if cut else (0, 0)
+            for partitions, tables in cut.items() if first < end else ():
+                size = -(-math.prod(self.parameters[name].shape) // partitions)
+                own = (tables.get(number) for number in range(first // size, (end - 1) // size + 1))
+                yield from (table.path for table in own if table is not None and table.holds_row(at))
+
+    def _span_on(self, name: str, rank: int, boxes: Sequence[Box] | None) -> tuple[int, int]:
+        """Return a span of the slice that a model rank saved that has all that it has of boxes; None for all."""
+        one = self.parameters[name]
+        if boxes is None or one.is_stacked:
+            return 0, math.prod(one.shape)
+        split = one.split or SavedSplit(0)
+        dim = None if one.split is None else split.dim
+        saved = Slice(one.shape, dim, self.slices, rank % self.slices, split.stride)
+        found = [span for box in boxes if (span := saved.span_of(box)) is not None]
+        return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 
     @cached_property
     def _all_rows(self) -> set[str]:
@@ -397,78 +430,38 @@ def require_splits(model: WholeModel, slices: int) -> None:
             f"can be loaded with model={model.slices} only"
         )
     for one in model.parameters.values():
-        if one.split is None or one.is_stacked or (slices == model.slices and one.padded is None):
-            continue
-        full, pieces = one.size if one.padded is None else one.padded, one.split.stride * slices
-        if one.padded is not None and (one.split.dim, one.split.stride) != (0, 1):
-            raise CheckpointLayoutError(
-                f"{one.name!r}: slices split dimension {one.split.dim} with stride {one.split.stride}, and the padding "
-                "can change along dimension 0 with stride 1 only. Keep its size"
-            )
-        if one.padded is not None and (one.split.real or 0) > min(full, one.size):
-            raise CheckpointLayoutError(
-                f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} "
-                "of them are no padding, which must not be more than either. Give other rows (unpadded_size)"
-            )
-        if full % pieces:
-            raise CheckpointLayoutError(
-                f"model={slices}: {one.name!r} has {full} elements along dimension {one.split.dim}, which must be a "
-                f"multiple of {pieces}{f' (stride {one.split.stride} x slices)' if one.split.stride > 1 else ''}. "
-                "Choose another degree"
-            )
+        if not one.is_stacked:
+            require_split(one, slices)
+
+
+def require_split(one: Parameter, slices: int) -> None:
+    """Check that a parameter can be cut into so many slices.
+
+    Raises:
+        CheckpointLayoutError: its size is not a multiple, or its padding cannot change.
+    """
+    if one.split is None or (slices == one.slices and one.padded is None):
+        return
+    full, pieces = one.size if one.padded is None else one.padded, one.split.stride * slices
+    if one.padded is not None and (one.split.dim, one.split.stride) != (0, 1):
+        raise CheckpointLayoutError(
+            f"{one.name!r}: slices split dimension {one.split.dim} with stride {one.split.stride}, and the padding can "
+            "change along dimension 0 with stride 1 only. Keep its size"
+        )
+    if one.padded is not None and (one.split.real or 0) > min(full, one.size):
+        raise CheckpointLayoutError(
+            f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} of "
+            "them are no padding, which must not be more than either. Give other rows (unpadded_size)"
+        )
+    if full % pieces:
+        raise CheckpointLayoutError(
+            f"model={slices}: {one.name!r} has {full} elements along dimension {one.split.dim}, which must be a "
+            f"multiple of {pieces}{f' (stride {one.split.stride} x slices)' if one.split.stride > 1 else ''}. Choose "
+            "another degree"
+        )
 
 
 def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     """Return the prefix of the names of a layer's parameters in the whole pipeline."""
     tied = structure.layers[number].tied
     return f"tied_modules.{tied}." if tied else f"{number}."
-
-
-_EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")
-
-
-class ExpertName(NamedTuple):
-    """The name of a parameter of an expert.
-
-    >>> expert_of("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight").numbered(7)
-    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
-    """
-
-    head: str
-    """Prefix that all experts of the layer share."""
-    number: int
-    tail: str
-
-    def numbered(self, number: int | str) -> str:
-        """Return the name of the same parameter of another expert of the layer."""
-        return f"{self.head}.{number}.{self.tail}"
-
-
-def expert_of(name: str) -> ExpertName | None:
-    """Parse the name of a parameter; return None if it does not belong to an expert."""
-    found = _EXPERT_NAME.fullmatch(name)
-    if found is None:
-        return None
-    number = found["number"]
-    return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
-
-
-def head_of(name: str) -> str:
-    """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
-    expert = expert_of(name)
-    return expert.head if expert is not None else ""
-
-
-def starred(name: str) -> str:
-    """Return a name that all experts of a layer have in common; the same one for other parameters."""
-    expert = expert_of(name)
-    return name if expert is None else expert.numbered("*")
-
-
-def layer_of_experts(head: str) -> str:
-    """Return what identifies the layer of experts: AutoEP stacks those of a layer in several parameters.
-
-    >>> layer_of_experts("0.mlp.experts.w1"), layer_of_experts("0.deepspeed_moe.experts.deepspeed_experts")
-    ('0.mlp.experts', '0.deepspeed_moe.experts.deepspeed_experts')
-    """
-    return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]

@@ -33,7 +33,6 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
@@ -190,7 +189,7 @@ class WrittenFiles:
         """
         for path, future in self._started.items():
             if (error := future.exception()) is not None:
-                self.failure = self.failure or disk.failure_to_write(path, error)
+                self.failure = self.failure or folders.failure_to_write(path, error)
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self.failure is not None:
             raise self.failure
@@ -207,7 +206,7 @@ class WrittenFiles:
             if self.failure is None:
                 work()
         except Exception as error:
-            self.failure = disk.failure_to_write(path, error)
+            self.failure = folders.failure_to_write(path, error)
 
     def _recorded(self, save: Callable[..., Any], *, at_once: bool) -> Callable[..., None]:
         @wraps(save)
@@ -249,8 +248,8 @@ def _write_text(text: str, path: str) -> None:
 def finished(path: Path, root: Path, rank: int) -> SavedFile:
     """Flush a written file to the disk, and compute its digest meanwhile."""
     with ThreadPoolExecutor(1, "ds_topo flush") as flushing:
-        flushed = flushing.submit(disk.flush, path)
-        digest = disk.digest_of(path)
+        flushed = flushing.submit(folders.flush, path)
+        digest = folders.digest_of(path)
         flushed.result()
     return SavedFile(path.relative_to(root).as_posix(), path.stat().st_size, digest, rank)
 
@@ -361,7 +360,7 @@ class BackgroundSave:
         problem: Exception | None = None
         self._tag, self._root, self._options = "", Path(), options
         try:
-            self._root = disk.check_folder(folder)
+            self._root = folders.check_folder(folder)
             self._tag = _checked_tag(engine, tag, options.keep_last)
             check_client_state(client_state)
         except (TypeError, ValueError, CheckpointError) as error:
@@ -425,7 +424,7 @@ class BackgroundSave:
         for _ in range(_ATTEMPTS):
             with suppress(FileNotFoundError):  # another job has tidied up before the draft was held
                 (self._draft / self._tag).mkdir(parents=True, exist_ok=True)
-                self._held = disk.hold(self._draft)
+                self._held = folders.hold(self._draft)
                 if (self._draft / self._tag).is_dir():
                     return
         raise CheckpointError(f"other jobs remove {self._draft} again and again: give each job another folder")
@@ -455,7 +454,7 @@ class BackgroundSave:
         if self._recorder is not None and (table := self._recorder.table()).vectors:
             name = f"table_replica_{replica}_mp_rank_{model_rank:02d}.json"
             self._files.write(table.to_text(), self._draft / self._tag / name, _write_text)
-            self._described["table"] = table.described(name, {row.name for row in rows})
+            self._described["table"] = table.described(name, {row.name for row in rows}, self._recorder.partition)
         self._files.start()
 
     def _describe(self, content: Any, file: str) -> None:
@@ -472,7 +471,7 @@ class BackgroundSave:
         except CheckpointError:
             if dist.get_rank() == 0:
                 with suppress(OSError):
-                    disk.discard(self._draft)
+                    folders.discard(self._draft)
             raise
         finally:
             if self._held is not None:
@@ -486,18 +485,18 @@ class BackgroundSave:
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        disk.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
+        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
             place = root / script.name  # DeepSpeed's, for all checkpoints
             if not place.is_file() or place.read_bytes() != script.read_bytes():
-                disk.flush(script)
+                folders.flush(script)
                 script.replace(place)
         folders.put_in_place(draft / tag, root, tag)
         if self._options.save_latest:
-            disk.replace_text(root / folders.LATEST, tag)  # flushes the entries of the folder
+            folders.replace_text(root / folders.LATEST, tag)  # flushes the entries of the folder
         else:
-            disk.flush(root)
-        disk.discard(draft)
+            folders.flush(root)
+        folders.discard(draft)
         if keep_last is not None:
             try:
                 folders.remove_old(root, keep_last, tag)
@@ -513,7 +512,7 @@ class BackgroundSave:
         path = self._draft / self._tag
         files = [built_from(SavedFile, row) for one in posted for row in one["files"]]
         known = {file.path for file in files}
-        unknown = [name for name in sorted(disk.sizes_in(path)) if name not in known]
+        unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
         rows = merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"])
@@ -648,19 +647,19 @@ def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
         raise CheckpointError(f"{root} is a file, or below one: give a folder of checkpoints") from None
     except OSError as error:
         raise CheckpointError(
-            f"the folder {root} cannot be created: {disk.reason_of(error)}. Give one that this user can write"
+            f"the folder {root} cannot be created: {folders.reason_of(error)}. Give one that this user can write"
         ) from error
     folders.tidy(root)
     folders.require_free(root, tag)
-    if disk.is_held(folders.draft_of(root, tag)):
+    if folders.is_held(folders.draft_of(root, tag)):
         raise CheckpointError(
             f"another job is saving the checkpoint {tag!r} in {root} at this moment: give each job another folder, or "
             "other tags"
         )
     needed = facts.bytes_of_checkpoint(engine)
     latest = folders.named_latest(root)
-    if latest is not None and disk.free_bytes(root) < sum(disk.sizes_in(root / latest).values()) * disk.MARGIN:
+    if latest is not None and folders.free_bytes(root) < sum(folders.sizes_in(root / latest).values()) * folders.MARGIN:
         last = folders.look_at(root, latest).manifest  # not always: reading it takes long for many parameters
         if last is not None and last.layout == facts.layout_of(engine):
             needed = max(needed, last.bytes)
-    disk.require_space(root, f"the checkpoint {tag!r}", needed)
+    folders.require_space(root, f"the checkpoint {tag!r}", needed)

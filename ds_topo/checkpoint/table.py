@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_topo.checkpoint.manifest import SavedTable, built_from, in_order
-from ds_topo.checkpoint.saved_model import starred
-from ds_topo.checkpoint.shards import Box, Slice, boxes_of_span
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -38,6 +38,225 @@ _BASE, _PADDINGS, _FRAGMENTS = "base_optimizer_state", "group_paddings", "frozen
 
 Path = tuple[str | int, ...]
 """Keys from the outside of a file's content to the inside."""
+
+# -- boxes and slices --------------------------------------------------------------------------------------------------
+# A *slice* is the part of a parameter that one tensor-parallel rank holds. A *span* is a run of elements of a flattened
+# slice; ZeRO cuts vectors into spans. A *box* is a range along every dimension of the whole parameter.
+
+
+class Box(NamedTuple):
+    """A range of elements along every dimension of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes_of_span(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the elements ``start:stop`` of a contiguous tensor as boxes, in order.
+
+    A span of a tensor of n dimensions takes at most 2 n - 1 boxes::
+
+        . . . . . .
+        . . . 1 1 1     a span of 14 elements of a tensor with 6 columns
+        2 2 2 2 2 2
+        3 3 3 3 3 .
+
+    >>> for box in boxes_of_span([4, 6], 9, 23):
+    ...     print(box)
+    Box(offsets=(1, 3), sizes=(1, 3))
+    Box(offsets=(2, 0), sizes=(1, 6))
+    Box(offsets=(3, 0), sizes=(1, 5))
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows; none if the span is inside one row
+    for low, high in pairwise([start, first * row, last * row, stop] if first <= last else [start, stop]):
+        number = low // row
+        if low % row or high % row:
+            for box in boxes_of_span(shape[1:], low - number * row, high - number * row):
+                yield Box((number, *box.offsets), (1, *box.sizes))
+        elif low < high:
+            yield Box((number, *(0 for _ in shape[1:])), ((high - low) // row, *shape[1:]))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a tensor, one of several; the whole tensor if ``dim`` is None.
+
+    The tensor has ``stride * slices`` equal pieces along ``dim``. The slice at ``place`` holds every ``slices``-th
+    piece, starting with piece ``place``.
+
+    >>> Slice((4, 3), dim=0, slices=2, place=1, stride=2).whole_shape
+    (8, 3)
+
+    Source: Megatron-LM, ``_initialize_affine_weight_cpu`` (``partition_dim`` and ``partition_stride``).
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the slice."""
+    dim: int | None = None
+    slices: int = 1
+    place: int = 0
+    stride: int = 1
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(size * self.slices if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def in_whole(self, box: Box) -> Iterator[tuple[Box, int]]:
+        """Translate a box of the slice into boxes of the whole tensor, each with its start along ``dim`` in ``box``.
+
+        >>> for box in Slice((4,), dim=0, slices=2, place=1, stride=2).in_whole(Box((1,), (3,))):
+        ...     print(box)
+        (Box(offsets=(3,), sizes=(1,)), 0)
+        (Box(offsets=(6,), sizes=(2,)), 1)
+        """
+        if self.dim is None or self.slices == 1:
+            yield box, 0
+            return
+        length, dim = self.shape[self.dim] // self.stride, self.dim
+        begin, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+        while begin < end:
+            piece, offset = divmod(begin, length)
+            until = min(end, (piece + 1) * length)
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim], sizes[dim] = (piece * self.slices + self.place) * length + offset, until - begin
+            yield Box(tuple(offsets), tuple(sizes)), begin - box.offsets[dim]
+            begin = until
+
+    def span_of(self, box: Box) -> tuple[int, int] | None:
+        """Return the span of the flattened slice around what it has of a box of the whole tensor; None if nothing.
+
+        >>> Slice((4, 3), dim=0, slices=2, place=1, stride=2).span_of(Box((3, 0), (2, 3)))
+        (3, 6)
+        """
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        if self.dim is not None and self.slices > 1:
+            length, dim = self.shape[self.dim] // self.stride, self.dim
+            begin, end = offsets[dim], min(offsets[dim] + sizes[dim], self.whole_shape[dim])
+            pieces = [one for one in range(begin // length, -(-end // length)) if one % self.slices == self.place]
+            if not pieces:
+                return None
+            first, last = pieces[0], pieces[-1]
+            offsets[dim] = first // self.slices * length + max(0, begin - first * length)
+            sizes[dim] = last // self.slices * length + min(length, end - last * length) - offsets[dim]
+        begin, end = 0, 0
+        for offset, size, width in zip(offsets, sizes, self.shape, strict=True):
+            size = min(offset + size, width) - offset
+            if size <= 0:
+                return None
+            begin, end = begin * width + offset, end * width + offset + size - 1
+        return begin, end + 1
+
+
+def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
+    """Yield the elements ``start:stop`` of a flattened slice as boxes of the whole tensor, in the order of storage.
+
+    A box of the slice that is several boxes of the whole one is cut along the dimensions before it, so that the
+    elements of each of them are adjacent.
+
+    >>> for box in boxes_of(Slice((2, 4), dim=1, slices=2, place=1, stride=2), 0, 8):
+    ...     print(box)
+    Box(offsets=(0, 2), sizes=(1, 2))
+    Box(offsets=(0, 6), sizes=(1, 2))
+    Box(offsets=(1, 2), sizes=(1, 2))
+    Box(offsets=(1, 6), sizes=(1, 2))
+    """
+    for box in boxes_of_span(own.shape, start, stop):
+        found = [one for one, _ in own.in_whole(box)]
+        if len(found) == 1 or own.dim in (None, 0):
+            yield from found
+            continue
+        outer = box.sizes[: own.dim]
+        for number in range(math.prod(outer)):
+            digits = []
+            for size in reversed(outer):
+                number, digit = divmod(number, size)
+                digits.append(digit)
+            for one in found:
+                first = [start + digit for start, digit in zip(box.offsets, reversed(digits), strict=False)]
+                yield Box((*first, *one.offsets[len(outer) :]), (*(1 for _ in outer), *one.sizes[len(outer) :]))
+
+
+def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return views of the elements ``start:stop`` of a slice, by their offsets in the whole tensor.
+
+    Args:
+        memory: the elements, ``[stop - start]``; or the whole slice, in its shape.
+        of: the slice.
+        start: first element of the flattened slice.
+        stop: end of the elements, exclusive.
+    """
+    boxes: dict[tuple[int, ...], torch.Tensor] = {}
+    begin = 0
+    for box in boxes_of_span(of.shape, start, stop):
+        end = begin + math.prod(box.sizes)
+        block = memory if memory.shape == box.sizes else memory[begin:end].view(box.sizes)
+        for whole, first in of.in_whole(box):
+            boxes[whole.offsets] = block if of.dim is None else block.narrow(of.dim, first, whole.sizes[of.dim])
+        begin = end
+    return boxes
+
+
+# -- names of experts --------------------------------------------------------------------------------------------------
+
+
+_EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")
+
+
+class ExpertName(NamedTuple):
+    """The name of a parameter of an expert.
+
+    >>> expert_of("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight").numbered(7)
+    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
+    """
+
+    head: str
+    """Prefix that all experts of the layer share."""
+    number: int
+    tail: str
+
+    def numbered(self, number: int | str) -> str:
+        """Return the name of the same parameter of another expert of the layer."""
+        return f"{self.head}.{number}.{self.tail}"
+
+
+def expert_of(name: str) -> ExpertName | None:
+    """Parse the name of a parameter; return None if it does not belong to an expert."""
+    found = _EXPERT_NAME.fullmatch(name)
+    if found is None:
+        return None
+    number = found["number"]
+    return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
+
+
+def head_of(name: str) -> str:
+    """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
+    expert = expert_of(name)
+    return expert.head if expert is not None else ""
+
+
+def starred(name: str) -> str:
+    """Return a name that all experts of a layer have in common; the same one for other parameters."""
+    expert = expert_of(name)
+    return name if expert is None else expert.numbered("*")
+
+
+def layer_of_experts(head: str) -> str:
+    """Return what identifies the layer of experts: AutoEP stacks those of a layer in several parameters.
+
+    >>> layer_of_experts("0.mlp.experts.w1"), layer_of_experts("0.deepspeed_moe.experts.deepspeed_experts")
+    ('0.mlp.experts', '0.deepspeed_moe.experts.deepspeed_experts')
+    """
+    return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,18 +349,26 @@ class Table:
                 for key, path in vector.values.items():
                     yield Stored(piece.name, key, "", (), (), vector.file, path, 0)
 
-    def described(self, path: str, names: Iterable[str]) -> SavedTable:
+    def described(self, path: str, names: Iterable[str], partition: tuple[int, int] = (0, 1)) -> SavedTable:
         """Return what the manifest says of the table.
 
         Args:
             path: its file.
             names: the names of the model rank's parameters, of which one stands for all experts of a layer.
+            partition: the number of the rank's partition of each parameter, and of all partitions: ZeRO 3.
         """
         positions = {name: at for at, name in enumerate(in_order(names))}
         held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
         rows = [positions[row] for name in held for row in {name, starred(name)} if row in positions]
         has_buffers = any(BUFFER in vector.tensors for vector in self.vectors)
-        return SavedTable.of(path, self.model_rank, set(rows), has_buffers=has_buffers)
+        found = SavedTable.of(path, self.model_rank, set(rows), has_buffers=has_buffers)
+        is_right = all(
+            start <= part.start and part.stop <= stop
+            for vector in self.vectors
+            for part in (vector.parts if BUFFER not in vector.tensors else ())
+            for start, stop in (partition_of(self.pieces[part.piece].numel, *partition),)
+        )
+        return replace(found, partition=partition[0], partitions=partition[1]) if is_right else found
 
     def to_text(self) -> str:
         """Return the text of the table's file: names once, numbers in lists."""
@@ -198,33 +425,14 @@ def _decoded(key: str) -> str | int:
     return key if not key.startswith("#") else key[1:] if key.startswith("##") else int(key[1:])
 
 
-def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements ``start:stop`` of a flattened slice as boxes of the whole tensor, in the order of storage.
+def partition_of(numel: int, partition: int, partitions: int) -> tuple[int, int]:
+    """Return the first element and the end of a partition of a flattened parameter at ZeRO 3.
 
-    A box of the slice that is several boxes of the whole one is cut along the dimensions before it, so that the
-    elements of each of them are adjacent.
-
-    >>> for box in boxes_of(Slice((2, 4), dim=1, slices=2, place=1, stride=2), 0, 8):
-    ...     print(box)
-    Box(offsets=(0, 2), sizes=(1, 2))
-    Box(offsets=(0, 6), sizes=(1, 2))
-    Box(offsets=(1, 2), sizes=(1, 2))
-    Box(offsets=(1, 6), sizes=(1, 2))
+    >>> [partition_of(7, number, 4) for number in range(4)]
+    [(0, 2), (2, 4), (4, 6), (6, 7)]
     """
-    for box in boxes_of_span(own.shape, start, stop):
-        found = [one for one, _ in own.in_whole(box)]
-        if len(found) == 1 or own.dim in (None, 0):
-            yield from found
-            continue
-        outer = box.sizes[: own.dim]
-        for number in range(math.prod(outer)):
-            digits = []
-            for size in reversed(outer):
-                number, digit = divmod(number, size)
-                digits.append(digit)
-            for one in found:
-                first = [start + digit for start, digit in zip(box.offsets, reversed(digits), strict=False)]
-                yield Box((*first, *one.offsets[len(outer) :]), (*(1 for _ in outer), *one.sizes[len(outer) :]))
+    size = -(-numel // partitions)
+    return min(numel, partition * size), min(numel, (partition + 1) * size)
 
 
 # -- describing files --------------------------------------------------------------------------------------------------
@@ -251,9 +459,7 @@ class Order:
         for number, begin in self.begins:
             size = pieces[number].numel
             if is_by_parameter:
-                part = -(-size // self.partitions)
-                start, stop = min(size, self.partition * part), min(size, (self.partition + 1) * part)
-                offset = begin
+                (start, stop), offset = partition_of(size, self.partition, self.partitions), begin
             else:
                 first = 0 if numel is None else self.partition * numel
                 start, stop = (
@@ -291,7 +497,7 @@ class FileRecorder:
         self._numbers = {name: number for number, name in enumerate(pieces)}
         self._by_whole_name = {piece.name: number for number, piece in enumerate(self.pieces)}
         self._buffers, self._stacked = set(buffers), set(stacked)
-        self.orders, self._partition = orders, partition
+        self.orders, self.partition = orders, partition
         self._vectors: list[Vector] = []
 
     def table(self) -> Table:
@@ -359,7 +565,7 @@ class FileRecorder:
 
     def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
         number = self._numbers[name]
-        partition, partitions = self._partition
+        partition, partitions = self.partition
         order = Order([(number, 0)], partition, partitions)
         for part in order.parts(self.pieces, None, is_by_parameter=True):
             self._vectors.append(Vector(file, {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}, {}, (part,)))

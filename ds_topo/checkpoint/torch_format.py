@@ -1,12 +1,8 @@
 """Save and load engines through ``torch.distributed.checkpoint``, to and from any program.
 
-Saving offers an engine in the shape of torch's ``get_state_dict``. Loading takes these steps::
-
-    all ranks   collect this rank's part of each parameter and state
-    all ranks   compare the checkpoint's metadata with the names and shapes of the engine
-    rank 0      decides from all ranks' findings, and refuses parameters that the model does not have
-    all ranks   torch reads what each rank needs into the engine's memory
-    all ranks   set numbers, hyperparameters and progress; copy master weights into the module
+Saving offers an engine in the shape of torch's ``get_state_dict``. For loading, :class:`TorchFiles` presents what any
+program has saved to the loader of all formats (``loader``); torch's reader reads what each rank needs into the engine's
+memory.
 
 torch flattens nested dictionaries and joins their keys by dots. An optimizer has one of two forms:
 
@@ -21,10 +17,13 @@ Source: torch, ``distributed/checkpoint/state_dict.py``, and the guide "Getting 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -42,27 +41,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_topo.checkpoint import engine_facts as facts
-from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.engine_state import (
     COUNTS,
     OF_LOSS_SCALE,
     SCHEDULER,
     Held,
     Named,
+    NamedBuffer,
+    PartOfTensor,
     Rename,
     loss_scaler_of,
     named_buffers,
     named_parameters,
+    part_of,
     restore_hyperparameters,
     restore_progress,
     update_weights,
 )
-from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
+from ds_topo.checkpoint.folder import check_folder, is_checkpoint, other_kind, tags_in
+from ds_topo.checkpoint.loader import Source, Wanted, load_into, model_of_whole, single_value, why_layouts_differ
+from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
-from ds_topo.checkpoint.shards import part_of
+from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, boxes_in
 from ds_topo.errors import (
     CheckpointError,
+    CheckpointLayoutError,
     CheckpointModelError,
     DamagedCheckpointError,
     MissingCheckpointError,
@@ -78,6 +82,8 @@ _STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
 """torch's own keys of an optimizer, and of the parameters of one of its groups."""
 _MODEL, _OPTIM, _PROGRESS = "model", "optim", "deepspeed"
 """Our keys; the first two are those of torch's guides."""
+_LAYOUT, _ORDER = "layout", "order"
+"""Keys of the layout that saved, in the progress, and of a digest of the optimizer's order of parameters."""
 _SUBJECT = "the engine's state for torch.distributed.checkpoint"
 _MODELS = ("app.model", "model", "")
 """Keys of weights in torch's guides, in other programs, and in torchtitan."""
@@ -129,6 +135,8 @@ class TorchState:
         """
         meeting = Meeting.begin(_SUBJECT, f"save, flatten_optimizer_state_dict={self.is_flat}")
         found = meeting.step("described", lambda: EngineState(self.engine, self.rename))
+        share, whole = facts.share_of_structure(self.engine), facts.whole_structure
+        order = meeting.decided_from("order", share, lambda posted: _order_of(whole(posted)))
         meeting.end()
         optim: dict[str, Any]
         if self.is_flat:
@@ -139,7 +147,7 @@ class TorchState:
                     optim.update((f"{_GROUPS}.{name}.{key}", group[key]) for key in group if key != PARAMS)
         else:
             optim = {_STATE: found.states, _GROUPS: _of_all_stages(self.engine, found.groups)}
-        return {_MODEL: found.weights, _OPTIM: optim, _PROGRESS: _progress_of(self.engine)}
+        return {_MODEL: found.weights, _OPTIM: optim, _PROGRESS: (*_progress_of(self.engine), (_ORDER, order))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Use the values that were loaded into the memory that :meth:`state_dict` returned. Collective."""
@@ -153,8 +161,21 @@ class TorchState:
             saved = {(name, key): value for name, one in optim[_STATE].items() for key, value in one.items()}
             groups = optim[_GROUPS]
         numbers = meeting.step("numbers", lambda: _numbers(found, saved))
+        share, whole = facts.share_of_structure(self.engine), facts.whole_structure
+        layout, progress = facts.layout_of(self.engine), dict(state_dict.get(_PROGRESS) or ())
+        meeting.decided_from("order", share, lambda posted: _require_same_training(layout, whole(posted), progress))
         meeting.end()
-        _finish_loading(self.engine, found, numbers, groups, state_dict.get(_PROGRESS))
+        inner = facts.inner_optimizer(self.engine)
+        for (master, key), value in numbers.items():
+            assert inner is not None
+            inner.state[master][key] = single_value(inner.state[master][key], torch.tensor(value))
+        for number, group in enumerate(found.groups):
+            same = next((one for one in groups if set(group[PARAMS]) & set(one.get(PARAMS, ()))), None)
+            if same is not None and inner is not None:
+                restore_hyperparameters(inner.param_groups[number], same)
+        if progress:
+            restore_progress(self.engine, progress)
+        update_weights(self.engine, found.parameters)
 
 
 def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -189,14 +210,13 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
 class EngineState:
     """The weights and optimizer states of an engine on this rank, under names that do not depend on its layout.
 
-    Optimizer states that do not exist yet are created, unless ``has_states`` is False.
+    Optimizer states that do not exist yet are created.
 
     Raises:
         CheckpointError: a state, or the memory of this kind of optimizer, cannot be described.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, rename: Rename, *, has_states: bool = True) -> None:
-        self.has_states = has_states
+    def __init__(self, engine: DeepSpeedEngine, rename: Rename) -> None:
         self.parameters = named_parameters(engine, rename)
         self.weights: dict[str, torch.Tensor] = {}
         """Parameters and buffers."""
@@ -206,16 +226,13 @@ class EngineState:
         """The tensor that the optimizer steps on, for each state that is one number, by parameter and key."""
         self.groups: list[dict[str, Any]] = []
         """Hyperparameters, with the names of this stage's parameters."""
-        self.names: list[str] = []
-        """The names of all parameters and buffers of the stage; empty on all but one rank of each stage."""
         self._grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
         is_first = facts.replica_of(engine) == 0 and facts.stage_and_slice(engine)[1] == 0
-        inner = facts.inner_optimizer(engine) if has_states else None
+        inner = facts.inner_optimizer(engine)
         if inner is not None:
             begin_states(inner, (one.held for one in self.parameters))
         names_in_groups = defaultdict[int | None, list[str]](list)
         for one in self.parameters:
-            self.names += (*one.names, *one.everywhere) if is_first else ()
             if (weight := self._of(one, one.held.master)) is not None:
                 self.weights.update(dict.fromkeys(one.names, weight))
             names_in_groups[one.held.group] += one.everywhere
@@ -224,7 +241,6 @@ class EngineState:
         for name, (buffer, own, is_expert) in named_buffers(engine, rename).items():
             is_written = is_expert or (is_first if own.dim is None else facts.replica_of(engine) == 0)
             self.weights[name] = part_of(buffer.detach(), own, 0, buffer.numel(), is_written)
-            self.names += [name] if is_written else []
         for number, group in enumerate(inner.param_groups if inner is not None else ()):
             found = {key: group[key] for key in group if key not in (PARAMS, "param_names") and _is_plain(group[key])}
             if {"betas", "eps"} <= found.keys() and not type(inner).__module__.startswith("torch."):
@@ -368,6 +384,7 @@ def load_torch(
         DamagedCheckpointError: its metadata cannot be read.
         CheckpointModelError: it is of another model. The message names the first parameter that differs; nothing was
             changed.
+        CheckpointLayoutError: its states cannot be those of this layout; nothing was changed.
         CheckpointError: a rank failed while it loaded; the engine cannot be used then. All errors are the same on
             every rank.
     """
@@ -380,48 +397,212 @@ def load_torch(
     except (TypeError, ValueError) as error:
         failure = error
     meeting = Meeting.begin(f"loading {folder}", options, failure)
-    found = meeting.step("described", lambda: EngineState(engine, rename, has_states=load_optimizer_states))
-    reader = storage_reader or FileSystemReader(folder)
+    inner = facts.inner_optimizer(engine) if load_optimizer_states else None
 
-    def read_metadata() -> tuple[Mapping[str, Any], Keys]:
-        there = _metadata(reader, folder, root, trusted=trusted)
-        keys = Keys.of(there, model, optimizer)
-        if difference := next(_differences(found, there, keys), ""):
-            raise CheckpointModelError(f"the checkpoint in {folder} is of another model: {difference}")
-        return there, keys
+    def open_source(structure: SavedStructure, named: list[Named], buffers: dict[str, NamedBuffer]) -> TorchFiles:
+        stored = Stored(storage_reader or FileSystemReader(folder), folder, root, trusted=trusted)
+        return TorchFiles(stored, Keys.of(stored.metadata, model, optimizer), named, buffers, inner)
 
-    there, keys = meeting.step("metadata", read_metadata)
-    meeting.decided_from("names", found.names, partial(_require_known, folder, there, keys))
-    keys_of_numbers = {place: keys.state(*place) for place in found.numbers}
-    names = [name for group in found.groups for name in group[PARAMS]]
-    small = [*keys_of_numbers.values(), *keys.hyperparameters(there, names), keys.progress]
-    values: dict[str, Any] = {}
-    for key in (key for key in small if found.has_states and key in there):
-        is_tensor = isinstance(there[key], TensorStorageMetadata)  # torch puts other values in the place of None
-        values[key] = torch.zeros(there[key].size, dtype=there[key].properties.dtype) if is_tensor else None
-    with reading_checkpoint(root, trusted=trusted):
-        _read(values, reader, folder)
-    numbers_there = {place: values[key] for place, key in keys_of_numbers.items()}
-    numbers = meeting.step("numbers", lambda: _numbers(found, numbers_there))
+    source, loader = load_into(engine, meeting, open_source, rename=rename, has_states=load_optimizer_states)
+
+    def copy() -> None:
+        loader.copy()
+        if source.progress:
+            restore_progress(engine, source.progress)
+
+    meeting.step("copied", copy)
+    meeting.step("weights updated", loader.finish)
     meeting.end()
-    tensors = {keys.weights + name: value for name, value in found.weights.items() if keys.weights + name in there}
-    for name, states in found.states.items():
-        own = ((key, value) for key, value in states.items() if (name, key) not in found.numbers)
-        tensors.update((keys.state(name, key), value) for key, value in own)
-    with reading_checkpoint(root, trusted=trusted):
-        _read(tensors, reader, folder)
-    groups = _grouped(values, keys.groups, is_by_group=keys.is_by_group)
-    _finish_loading(engine, found, numbers, groups, values.get(keys.progress))
 
 
-def _read(values: dict[str, Any], reader: StorageReader, folder: str | PathLike[str]) -> None:
-    try:
-        load(values, storage_reader=reader)
-    except CheckpointException as error:  # not an Exception; every rank raises it
-        for failure, _ in error.failures.values():
-            if isinstance(failure, UnsafeCheckpointError):
-                raise UnsafeCheckpointError(f"{folder}: {failure}") from error
-        raise CheckpointError(f"torch could not read {folder}: {' '.join(str(error).split())[-500:]}") from error
+class Stored:
+    """A checkpoint of torch on the disk: its metadata, and its values by key.
+
+    Args:
+        reader: torch's reader.
+        folder: where it is, for messages.
+        root: the folder; None if it is not in a folder.
+        trusted: also read types that may run code when they are built.
+
+    Raises:
+        CheckpointError: the metadata cannot be read; of the class that :func:`load_torch` documents.
+    """
+
+    def __init__(self, reader: StorageReader, folder: str | PathLike[str], root: Path | None, *, trusted: bool) -> None:
+        self._reader, self.folder, self._root, self._is_trusted = reader, folder, root, trusted
+        try:
+            if root is not None:
+                check_metadata(root, trusted=trusted)
+            self.metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingCheckpointError(
+                f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {dist.get_rank()} sees it: "
+                f"{_kind_of(Path(folder)) or error}"
+            ) from error
+        except UnsafeCheckpointError as error:
+            raise UnsafeCheckpointError(f"{folder}: {error}") from error
+        except Exception as error:  # of any class: the file may hold anything
+            raise DamagedCheckpointError(
+                f"the metadata in {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
+            ) from error
+
+    def read(self, values: dict[str, Any]) -> None:
+        """Read values into tensors, and into the places of what is no tensor. Not collective."""
+        try:
+            with reading_checkpoint(self._root, trusted=self._is_trusted), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank plans for itself
+                load(values, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:  # not an Exception
+            for failure, _ in error.failures.values():
+                if isinstance(failure, UnsafeCheckpointError):
+                    raise UnsafeCheckpointError(f"{self.folder}: {failure}") from error
+            raise CheckpointError(
+                f"torch could not read {self.folder}: {' '.join(str(error).split())[-500:]}"
+            ) from error
+
+
+class TorchFiles(Source):
+    """A checkpoint of torch, whose parameters are whole.
+
+    Args:
+        stored: the files.
+        keys: the keys in them.
+        named: this rank's parameters, by their names in the checkpoint.
+        buffers: its buffers.
+        inner: its optimizer, whose initial states are created; None to read weights alone.
+    """
+
+    in_part = ""
+
+    def __init__(
+        self,
+        stored: Stored,
+        keys: Keys,
+        named: Sequence[Named],
+        buffers: Mapping[str, NamedBuffer],
+        inner: torch.optim.Optimizer | None,
+    ) -> None:
+        there = stored.metadata
+        self._stored, self._keys, self._buffers = stored, keys, buffers
+        self._shapes = {
+            name: tuple(there[key].size)
+            for name in (*(name for one in named for name in one.names), *buffers)
+            if isinstance(there.get(key := keys.weights + name), TensorStorageMetadata)
+        }
+        shapes = {name: (size, there[keys.weights + name].properties.dtype) for name, size in self._shapes.items()}
+        super().__init__(model_of_whole(shapes, named, buffers), f"the checkpoint in {stored.folder}")
+        self._first_names: dict[str, str] = {}
+        """The name, of all names of a parameter, under which its states are kept."""
+        self._states: dict[str, dict[str, torch.dtype | None]] = {}
+        """The states that the optimizer has of each parameter: their types, or None for a single value."""
+        if inner is not None:
+            begin_states(inner, (one.held for one in named))
+            self._expect_states(named, inner)
+        numbers = [
+            keys.state(self._first_names[name], key)
+            for name, states in self._states.items()
+            for key, kind in states.items()
+            if kind is None
+        ]
+        names = {*self._first_names, *self._first_names.values()}
+        small = [*numbers, *keys.hyperparameters(there, names), keys.progress] if inner is not None else []
+        self._values: dict[str, Any] = {}
+        for key in (key for key in small if key in there):
+            is_tensor = isinstance(there[key], TensorStorageMetadata)  # torch puts other values in the place of None
+            self._values[key] = torch.zeros(there[key].size, dtype=there[key].properties.dtype) if is_tensor else None
+        stored.read(self._values)
+        groups = _grouped(self._values, keys.groups, is_by_group=keys.is_by_group)
+        self._groups = {name: group for group in groups for name in group.get(PARAMS, ())}
+        self.progress: dict[str, Any] = dict(self._values.get(keys.progress) or ())
+        """What an engine saved of itself; empty if another program saved the checkpoint."""
+
+    def _expect_states(self, named: Iterable[Named], inner: torch.optim.Optimizer) -> None:
+        with_states = {key.removeprefix(self._keys.states).rpartition(".")[0] for key in self._stored.metadata}
+        for one in named:
+            if one.held.group is None:
+                continue
+            master, states = one.held.master, inner.state.get(one.held.master, {})
+            kinds = {
+                key: value.dtype if _is_by_element(value, master) else None
+                for key, value in states.items()
+                if value is not None
+            }
+            for name in one.names:
+                first = next((name for name in (name, *one.names) if name in with_states), name)
+                self._first_names[name], self._states[name] = first, kinds
+
+    def tensors(self) -> dict[str, Sequence[int]]:
+        """Return the shape of each weight; empty if nothing tells weights from other tensors."""
+        prefix = self._keys.weights
+        return {
+            key.removeprefix(prefix): value.size
+            for key, value in self._stored.metadata.items()
+            if prefix and key.startswith(prefix) and isinstance(value, TensorStorageMetadata)
+        }
+
+    def called(self, name: str) -> str:
+        """Return how messages call a parameter."""
+        return repr(self._keys.weights + name)
+
+    def shape_of_buffer(self, name: str, place: int, slices: int) -> Sequence[int] | None:
+        """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
+        own, shape = self._buffers[name].slice, self._shapes.get(name)
+        if shape is None or own.dim is None:
+            return shape
+        return own.shape if shape == own.whole_shape else shape
+
+    def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the hyperparameters of a parameter's group, and its states: those that this optimizer keeps.
+
+        Raises:
+            CheckpointModelError: one of them is missing, or has another shape.
+        """
+        states, first, there = dict[str, Any](), self._first_names[name], self._stored.metadata
+        for key, kind in self._states[name].items():
+            place, prefix = self._keys.state(first, key), self._keys.state(first, "")
+            if place not in there:
+                has = listed(sorted(one.removeprefix(prefix) for one in there if one.startswith(prefix)))
+                raise CheckpointModelError(
+                    f"{self.where} is of another model: it has no optimizer state {place!r}; its parameter has {has}"
+                )
+            size = tuple(there[place].size) if isinstance(there[place], TensorStorageMetadata) else None
+            if kind is not None and size != self._shapes[name]:
+                raise CheckpointModelError(
+                    f"{self.where} is of another model: {place!r} is {size} there, and its parameter "
+                    f"{list(self._shapes[name])}"
+                )
+            states[key] = self._values[place] if kind is None else kind
+        return self._groups.get(first, self._groups.get(name, {})), states
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Read elements. Nothing else is read."""
+        tensors: dict[str, Any] = {}
+        for one in wanted:
+            if one.key == BUFFER:
+                own, real = self._buffers[one.name].slice, None
+                shape = own.whole_shape
+            else:
+                saved = self.model.parameters[one.name]
+                own, real, shape = saved.slice_of(one.place, one.slices), saved.real, saved.shape
+            boxes = boxes_in(one.into, own, one.start, one.start + one.into.numel())
+            if real is not None:  # other rows are padding, which is new
+                one.into.zero_()
+                boxes = {at: box[: real - at[0]] for at, box in boxes.items() if at[0] < real}
+            is_weight = one.key in (WEIGHT, MASTER, BUFFER)
+            key = self._keys.weights + one.name
+            if not is_weight:
+                key = self._keys.state(self._first_names[one.name], one.key)
+            tensors[key] = PartOfTensor(shape, boxes, one.into)
+        self._stored.read(tensors)
+
+    def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
+        """Check, on rank 0, that an optimizer of whole tensors would train alike in a layout.
+
+        Raises:
+            CheckpointLayoutError: it would not, or that is unknown.
+        """
+        if has_states:
+            _require_same_training(layout, structure, self.progress)
 
 
 @dataclass(frozen=True)
@@ -469,44 +650,8 @@ class Keys:
 
     def hyperparameters(self, found: Collection[str], names: Collection[str]) -> list[str]:
         """Return the keys of all hyperparameters of these parameters."""
-        wanted = self.groups if self.is_by_group else tuple(f"{self.groups}{name}." for name in names)
-        return [key for key in found if key.startswith(wanted)]
-
-
-def _metadata(reader: StorageReader, folder: str | PathLike[str], root: Path | None, *, trusted: bool) -> Any:
-    """Return the checkpoint's metadata by key.
-
-    Raises:
-        CheckpointError: it cannot be read; of the class that :func:`load_torch` documents.
-    """
-    try:
-        if root is not None:
-            check_metadata(root, trusted=trusted)
-        return reader.read_metadata().state_dict_metadata
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingCheckpointError(
-            f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {dist.get_rank()} sees it: "
-            f"{_kind_of(Path(folder)) or error}"
-        ) from error
-    except UnsafeCheckpointError as error:
-        raise UnsafeCheckpointError(f"{folder}: {error}") from error
-    except Exception as error:  # of any class: the file may hold anything
-        raise DamagedCheckpointError(
-            f"the metadata in {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _require_known(
-    folder: str | PathLike[str], there: Mapping[str, Any], keys: Keys, posted: Sequence[Sequence[str]]
-) -> None:
-    """Refuse a checkpoint with a weight that no rank's model has."""
-    known = {keys.weights + name for names in posted for name in names}
-    for key, value in there.items() if keys.weights else ():
-        if key.startswith(keys.weights) and key not in known and isinstance(value, TensorStorageMetadata):
-            raise CheckpointModelError(
-                f"the checkpoint in {folder} is of another model: it has {key!r} {list(value.size)}, which the model "
-                "does not have"
-            )
+        every = (key for key in found if key.startswith(self.groups))
+        return [key for key in every if self.is_by_group or key.removeprefix(self.groups).rpartition(".")[0] in names]
 
 
 def _kind_of(path: Path) -> str:
@@ -516,30 +661,6 @@ def _kind_of(path: Path) -> str:
     if tags := tags_in(path):
         return f"it has checkpoints of DeepSpeed, {listed(tags)}: load one with load(engine, {str(path)!r})"
     return other_kind(path)
-
-
-def _differences(found: EngineState, there: Mapping[str, Any], keys: Keys) -> Iterator[str]:
-    """Yield the differences between this rank's part of the model and the checkpoint."""
-    shared = {name: one.names for one in found.parameters for name in one.names}
-    for name, value in found.weights.items():
-        aliases = [keys.weights + alias for alias in shared.get(name, (name,))]
-        key = next((key for key in aliases if key in there), None)
-        if key is None:
-            yield f"it has no {keys.weights + name!r} {list(value.shape)}"
-        elif (size := _size(there[key])) != list(value.shape):
-            yield f"{key!r} is {size} there and {list(value.shape)} in the model"
-    for name, states in found.states.items():
-        for state, value in states.items():
-            key, prefix = keys.state(name, state), keys.state(name, "")
-            if key not in there:
-                has = listed(sorted(one.removeprefix(prefix) for one in there if one.startswith(prefix)))
-                yield f"it has no optimizer state {key!r}; its parameter has {has}"
-            elif (name, state) not in found.numbers and (size := _size(there[key])) != list(value.shape):
-                yield f"{key!r} is {size} there and {list(value.shape)} in the model"
-
-
-def _size(there: Any) -> list[int] | None:
-    return list(there.size) if isinstance(there, TensorStorageMetadata) else None
 
 
 # -- after tensors were loaded in place --------------------------------------------------------------------------------
@@ -567,42 +688,34 @@ def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbe
     return result
 
 
-def _finish_loading(
-    engine: DeepSpeedEngine,
-    found: EngineState,
-    numbers: _Numbers,
-    groups: Sequence[Mapping[str, Any]],
-    progress: tuple[tuple[str, Any], ...] | None,
-) -> None:
-    """Restore everything else after weights and states were loaded, and update the module's weights. Collective.
+def _order_of(structure: SavedStructure) -> str:
+    """Return a digest of what decides which elements an optimizer has beside each other; empty if that is no matter."""
+    text = json.dumps([structure.groups, asdict(structure.options)])
+    return "" if structure.is_by_element else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _require_same_training(layout: SavedLayout, structure: SavedStructure, progress: Mapping[str, Any]) -> None:
+    """Refuse states of an optimizer that would train differently in a layout.
 
     Args:
-        engine: the engine.
-        found: its state.
-        numbers: its optimizer's numbers.
-        groups: the checkpoint's hyperparameters, with names of parameters.
-        progress: the progress that an engine saved; None if another program saved the checkpoint.
+        layout: the layout.
+        structure: structure of the model there.
+        progress: what an engine saved of itself; empty if another program saved the checkpoint, with whole parameters.
+
+    Raises:
+        CheckpointLayoutError: the optimizer depends on the layout, which differs or is unknown.
     """
-    inner = facts.inner_optimizer(engine)
-    for (master, key), value in numbers.items():
-        assert inner is not None
-        state = inner.state[master]
-        if torch.is_tensor(state[key]):
-            state[key].fill_(value)
-        else:
-            state[key] = type(state[key])(value)
-    for number, group in enumerate(found.groups):
-        saved = next((one for one in groups if set(group[PARAMS]) & set(one.get(PARAMS, ()))), None)
-        if saved is not None and inner is not None:
-            restore_hyperparameters(inner.param_groups[number], saved)
-    if progress is not None:
-        restore_progress(engine, dict(progress))
-    update_weights(engine, found.parameters)
+    saved = progress.get(_LAYOUT)
+    was = built_from(SavedLayout, saved) if saved else SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
+    is_same = bool(saved) and progress.get(_ORDER) == _order_of(structure) and not why_unreachable(was, layout)
+    if not is_same and (problem := why_layouts_differ(was, layout, structure)):
+        raise CheckpointLayoutError(f"the checkpoint of {was if saved else 'an unknown layout'}: {problem}")
 
 
 def _progress_of(engine: DeepSpeedEngine) -> tuple[tuple[str, Any], ...]:
     """Return steps, loss scale and learning-rate scheduler: in a tuple, which torch's checkpoints keep in one piece."""
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in COUNTS}
+    found[_LAYOUT] = asdict(facts.layout_of(engine))
     scaler = loss_scaler_of(engine)
     found.update((name, getattr(scaler, name)) for name in OF_LOSS_SCALE if hasattr(scaler, name))
     if hasattr(engine.lr_scheduler, "state_dict"):

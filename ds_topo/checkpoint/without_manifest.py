@@ -1,23 +1,16 @@
-"""Describe checkpoints without a manifest as a manifest does: those that DeepSpeed alone saved, and plain weights.
+"""Describe checkpoints that DeepSpeed alone saved, without a manifest, as a manifest does.
 
 Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO the files have positions only, so
-that the groups are those of the job that loads, and the stages of a pipeline those whose optimizers fit the files. What
-no file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a
-pipeline are tied.
-
-Plain weights are safetensors as Hugging Face shares them, or a state dict of torch, in one file or in several with an
-index (``model.safetensors.index.json``). :class:`WeightFiles` presents them as a checkpoint of one slice without an
-optimizer, so that an engine of any layout reads its own elements.
+that the groups are those of the job that loads, and a stage of a pipeline has as many layers as fill its files. What no
+file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a pipeline
+are tied.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +18,6 @@ from typing import Any
 import torch
 
 from ds_topo.checkpoint.deepspeed_reader import (
-    DeepSpeedFiles,
     name_of_model_states,
     name_of_partition,
     opened,
@@ -41,16 +33,11 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     merged,
 )
-from ds_topo.checkpoint.safe_reading import refused_types
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel, expert_of, prefix_of_layer
-from ds_topo.checkpoint.table import BUFFER, COPIED_MASTERS, FLAT_MASTERS, WEIGHT, Part, Piece, Table, Vector
+from ds_topo.checkpoint.saved_model import prefix_of_layer
+from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
-    DamagedCheckpointError,
-    UnsafeCheckpointError,
-    abridged,
-    listed,
 )
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -165,14 +152,13 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
         groups = tuple(groups_of_partitions(path, layout, Place(first, 0), ranks[first]) for first in firsts)
-    elif ranks[0].get("optimizer") is None:
+    elif ranks[0].get("optimizer") is None or not structure.groups:  # or no job: weights need no groups
         groups = tuple(() for _ in firsts)
     else:
         saved = [ranks[first]["optimizer"] for first in firsts]
         groups = _groups_by_position(path, saved, shapes_of_slices, structure)
         if not layout.is_pipeline:
-            stepped = _with_states(saved[0], groups[0]) if not structure.groups else ()
-            trained = stepped or {name for names in groups[0] for name in names}
+            trained = {name for names in groups[0] for name in names}
             rows = [replace(row, is_trained=row.name in trained) for row in rows]
     if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
         rows = [_placed(row, groups, slices) for row in rows]
@@ -236,19 +222,13 @@ def groups_of_partitions(
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
 
-def _with_states(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> set[str]:
-    """Return the parameters with states in an optimizer without ZeRO, where no job says which are frozen."""
-    states = saved.get("optimizer_state_dict", saved).get("state", {}) if FLAT_MASTERS not in saved else {}
-    return {name for number, name in enumerate(name for names in groups for name in names) if states.get(number)}
-
-
 def _groups_by_position(
     path: Path, saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Return the names in each group of optimizers without ZeRO, by stage.
 
-    The files do not say which layers a stage of a pipeline has. Its optimizer's positions fit those of one run of
-    layers. A plain engine is like one layer.
+    The files have positions only, so the groups are those of the job that loads. A stage has as many of its layers,
+    from the end of the stage before, as fill the groups in its files. A plain engine is like one layer.
 
     Args:
         path: the checkpoint's own folder.
@@ -257,43 +237,45 @@ def _groups_by_position(
         structure: the structure of the job that loads.
 
     Raises:
-        CheckpointLayoutError: no division of the layers fits, or several do.
+        CheckpointLayoutError: the job's groups do not fill those in the files.
     """
-    prefixes = [prefix_of_layer(structure, number) for number in range(len(structure.layers))]
-    of_layers = [{name for name in shapes if name.startswith(prefix)} for prefix in prefixes] or [{*shapes}]
-    tied_first = sorted(shapes, key=lambda name: not name.startswith("tied_modules.")) if prefixes else [*shapes]
+    tied_first = sorted(shapes, key=lambda name: not (structure.layers and name.startswith("tied_modules.")))
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}
-    has_unequal_stages = len({len(stage) for stage in structure.groups}) > 1
-    # One group of all parameters has the frozen ones, too, which those of the job omit.
-    candidates = [] if has_unequal_stages else [of_job, dict.fromkeys(tied_first, 0)]
-    problems: list[str] = []
-    for group_of in candidates if of_job else candidates[1:]:
-        divisions: dict[int, set[tuple[Any, ...]]] = {0: {()}}
-        for stage, own in enumerate(saved):
-            longer: dict[int, set[tuple[Any, ...]]] = {}
-            for start, known in divisions.items():
-                last = len(of_layers) if stage == len(saved) - 1 else start + 1
-                for stop in range(max(last, start + 1), len(of_layers) + 1):
-                    names = group_of.keys() & set().union(*of_layers[start:stop])
-                    in_order = [name for name in (tied_first if prefixes else group_of) if name in names]
-                    groups = tuple(
-                        tuple(name for name in in_order if group_of[name] == number)
-                        for number in sorted({group_of[name] for name in names})
-                    )
-                    if problem := _misfit(own, groups, shapes):
-                        problems.append(problem)
-                    else:
-                        longer.setdefault(stop, set()).update((*one, groups) for one in known)
-            divisions = longer
-        if len(found := divisions.get(len(of_layers), set())) == 1:
-            return next(iter(found))
-    counts = [*map(counts_of_groups, saved)]
-    reason = f"no single division of its layers fits groups of {counts} parameters" if prefixes else problems[0]
+    problem = "the groups of this job's stages have different numbers"
+    # An optimizer of all parameters in one group has the frozen ones, too, which those of ZeRO in this job omit.
+    for group_of in (of_job, dict.fromkeys(tied_first, 0)) if len({*map(len, structure.groups)}) == 1 else ():
+        in_order = [name for name in (tied_first if structure.layers else group_of) if name in group_of]
+        found, reason = _fitted(saved, shapes, structure, {name: group_of[name] for name in in_order})
+        if not reason:
+            return found
+        problem = problem if group_of is not of_job else reason
     raise CheckpointLayoutError(
         f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizers have positions instead of "
-        f"names, and {reason}. Give the optimizer its groups and parameters as when it was saved, in the same order, "
+        f"names, and {problem}. Give the optimizer its groups and parameters as when it was saved, in the same order, "
         "or load the checkpoint in the layout that saved it"
     )
+
+
+def _fitted(
+    saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure, group_of: Mapping[str, int]
+) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], str]:
+    """Return the names in each group by stage, and why they do not fill those in the files; empty if they do."""
+    prefixes = [prefix_of_layer(structure, number) for number in range(len(structure.layers))] or [""]
+    found: list[tuple[tuple[str, ...], ...]] = []
+    problem, start, stop = "", 0, 0
+    for stage, own in enumerate(saved):
+        is_last = stage == len(saved) - 1
+        for stop in range(len(prefixes) if is_last else start + 1, len(prefixes) + 1):
+            names = [name for name in group_of if name.startswith(tuple(prefixes[start:stop]))]
+            numbers = sorted({group_of[name] for name in names})
+            groups = tuple(tuple(name for name in names if group_of[name] == number) for number in numbers)
+            if not (problem := _misfit(own, groups, shapes)):
+                break
+        if problem:
+            return (), f"in stage {stage} {problem}" if structure.layers else problem
+        found.append(groups)
+        start = stop
+    return tuple(found), ""
 
 
 def counts_of_groups(saved: Any) -> list[int] | None:
@@ -320,109 +302,3 @@ def _misfit(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: M
                     f"{list(shapes.get(name, ()))}"
                 )
     return ""
-
-
-# -- plain weights -----------------------------------------------------------------------------------------------------
-
-NAMES_OF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The files that Hugging Face's ``save_pretrained`` writes; with several, an index has their names."""
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-
-
-def files_of_weights(path: Path) -> list[Path]:
-    """Return the files of weights that a path means; an empty list if it is neither such a file nor a folder with them.
-
-    Raises:
-        DamagedCheckpointError: the index cannot be read, or names files that do not exist.
-    """
-    if path.is_file():
-        return [path] if path.suffix in _SUFFIXES else []
-    for name in NAMES_OF_WEIGHTS:
-        if (index := path / f"{name}.index.json").is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                found = [path / name for name in names if Path(name).name == name]
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise DamagedCheckpointError(
-                    f"{index} is not an index of weights ({type(error).__name__}: {abridged(str(error))}): copy it "
-                    "once more"
-                ) from None
-            if missing := [name for name in names if path / name not in found or not (path / name).is_file()]:
-                raise DamagedCheckpointError(
-                    f"{index} names files that are not in its folder, {listed(missing, 3)}: copy all files of the model"
-                )
-            return found
-        if (path / name).is_file():
-            return [path / name]
-    alone = sorted(one for one in path.glob("*.safetensors") if one.is_file()) if path.is_dir() else []
-    return alone if len(alone) == 1 else []
-
-
-def require_safetensors() -> None:
-    """Raise CheckpointError if the package that reads and writes safetensors is not installed."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise CheckpointError(
-            "safetensors files: this needs the package safetensors, which is not installed: pip install safetensors"
-        )
-
-
-def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, whose bytes are read when they are used.
-
-    Raises:
-        DamagedCheckpointError, UnsafeCheckpointError: the file cannot be read, or must not be.
-        CheckpointError: safetensors is not installed, or the file holds something else than tensors by name.
-    """
-    if path.suffix != ".safetensors":
-        if refused := refused_types([path]):
-            raise UnsafeCheckpointError(f"{path}: {refused[0]}")
-        content = opened(path)
-        if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
-            kinds = listed(list(content), 4) if isinstance(content, dict) else type(content).__name__
-            raise CheckpointError(f"{path} is not a state dict, which has tensors by name: it holds {kinds}")
-        return content
-    require_safetensors()
-    try:
-        with importlib.import_module("safetensors").safe_open(path, "pt") as file:
-            names: list[str] = file.keys()  # it is no mapping
-            return {name: file.get_tensor(name) for name in names}
-    except Exception as error:  # the package's own class, or of the file system
-        raise DamagedCheckpointError(f"{path} cannot be read as safetensors ({error}): copy it once more") from error
-
-
-class WeightFiles(DeepSpeedFiles):
-    """Plain files of weights as a checkpoint of one slice without an optimizer.
-
-    Args:
-        path: the file, or the folder.
-        structure: structure of the model that will read them; names are those of the files.
-        buffers: names of the buffers among the tensors.
-    """
-
-    def __init__(self, path: Path, structure: SavedStructure, buffers: Collection[str]) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        for file in files_of_weights(path):
-            tensors.update(_tensors_of(file))
-        names = [name for name in tensors if name not in buffers]
-        experts: dict[str, int] = {}
-        for name in names:
-            if (expert := expert_of(name)) is not None:
-                experts[expert.head] = max(experts.get(expert.head, 0), expert.number + 1)
-        parameters: dict[str, Parameter] = {}
-        for name in names:
-            expert, tensor = expert_of(name), tensors[name]
-            split = structure.splits.get(expert.numbered(0) if expert else name)
-            count = experts[expert.head] if expert else 0
-            one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, experts=count)
-            padded = split.padded if split is not None and split.padded not in (None, one.size) else None
-            parameters[name] = replace(one, padded=padded)
-        layout = SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
-        super().__init__(WholeModel(parameters, structure, layout), path)
-        pieces = tuple(Piece(name, tuple(one.shape)) for name, one in tensors.items())
-        kinds = [BUFFER if name in buffers else WEIGHT for name in tensors]
-        vectors = tuple(
-            Vector("", {kind: ((piece.name,), "")}, {}, (Part(number, 0, piece.numel, 0),))
-            for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
-        )
-        self._open[""], self._known = tensors, {""}
-        self._add(Table(0, pieces, vectors))

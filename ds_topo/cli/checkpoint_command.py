@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.folder import Checkpoint
+from ds_topo.checkpoint.folder import Checkpoint, check_folder
 from ds_topo.checkpoint.manifest import SavedParameter
 from ds_topo.cli.shared import cells, counted, say, table_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError

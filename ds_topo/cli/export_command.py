@@ -10,8 +10,15 @@ import warnings
 from pathlib import Path
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.folder import Checkpoint, candidates, look_at, other_kind, tags_in, why_passed_over
+from ds_topo.checkpoint.folder import (
+    Checkpoint,
+    candidates,
+    check_folder,
+    look_at,
+    other_kind,
+    tags_in,
+    why_passed_over,
+)
 from ds_topo.cli.shared import given_options, progress_of, refuse_without_effect
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
@@ -65,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "export") as show:
         show("planning", 0, 0)
-        from ds_topo.checkpoint.export import to_hugging_face, to_single_file
+        from ds_topo.checkpoint.plain_weights import to_hugging_face, to_single_file
 
         def progress(_: str, done: int, of: int) -> None:
             show("putting parameters together", done, of)

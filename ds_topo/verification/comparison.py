@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.saved_model import head_of
+from ds_topo.checkpoint.table import head_of
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.verification.causes import explain
 from ds_topo.verification.recorder import (

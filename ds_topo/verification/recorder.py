@@ -34,8 +34,8 @@ from torch import nn
 from torch.utils.serialization import config
 
 from ds_topo.checkpoint import engine_facts as facts
-from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
-from ds_topo.checkpoint.shards import Slice, part_of
+from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters, part_of
+from ds_topo.checkpoint.table import Slice
 from ds_topo.classes import RECORDED, Mixin, adopt
 from ds_topo.engine.batches import digest as digest_of
 from ds_topo.engine.grid import building_engines, when_built

@@ -51,7 +51,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.checkpoint.disk import flush
+from ds_topo.checkpoint.folder import flush
 from ds_topo.checkpoint.saving import deepspeeds_part
 from tests.bench.linear_layers import engine_of_layers
 from tests.bench.sides import Times, alternate, ratios, table

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.disk import digest_of
+from ds_topo.checkpoint.folder import digest_of
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedLayout, SavedParameter, SavedSplit
 
 LAYOUT = SavedLayout("pipe=2,data=2", 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import folder as folders
-from ds_topo.checkpoint.engine_filling import EngineFilling
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
+from ds_topo.checkpoint.loader import Loader
 from ds_topo.errors import CheckpointError
 from tests.checkpoint.jobs import KINDS, Job, Kind, job
 from tests.support.ranks import RankFailure, Ranks
@@ -272,12 +271,12 @@ def _slowed(seed: float) -> Any:
 
 _STEPS: Sequence[tuple[Any, str]] = (
     (TorchCheckpointEngine, "save"),
-    (disk, "flush"),
-    (disk, "digest_of"),
-    (disk, "replace_text"),
+    (folders, "flush"),
+    (folders, "digest_of"),
+    (folders, "replace_text"),
     (folders, "put_in_place"),
-    (disk, "discard"),
-    *((EngineFilling, name) for name in ("compare", "copy", "finish")),
+    (folders, "discard"),
+    *((Loader, name) for name in ("compare", "copy", "finish")),
 )
 
 
@@ -290,7 +289,7 @@ def _patched(make: Callable[[Callable[..., Any]], Callable[..., Any]], steps: An
 
 def _full_disk(rank: int, moment: float) -> Any:
     """Make the disk full from some write of a file of this rank on."""
-    steps = [(disk, "flush"), (disk, "replace_text")] if rank == 0 else [(disk, "flush")]
+    steps = [(folders, "flush"), (folders, "replace_text")] if rank == 0 else [(folders, "flush")]
     first = 0 if moment < 0.5 or rank else 1  # of the kinds of steps
     left = [int(moment * 2)]
 

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk, saving
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint import saving
 from ds_topo.checkpoint.folder import look_at, named_latest
 from ds_topo.errors import CheckpointError
 from tests.checkpoint.jobs import KINDS, Kind, job
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
     """Return the state at the start of the save, and losses after it. Files are flushed only after further steps."""
     may_write = threading.Event()
-    flush = disk.flush
+    flush = folders.flush
 
     def waiting_flush(path: Path) -> None:
         assert path.is_dir() or may_write.wait(60)
@@ -36,7 +37,7 @@ def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
         checkpoint.save_in_background(here.engine, folder, "one").finish()  # the next save reuses its memory
         here.train(range(1, 2))
         state = here.state()
-        with mock.patch.object(disk, "flush", waiting_flush):
+        with mock.patch.object(folders, "flush", waiting_flush):
             started = checkpoint.save_in_background(here.engine, folder, "two", {"step": 2})
             assert not started.is_written
             losses = here.train(range(2, 4))
@@ -79,7 +80,7 @@ def _full(folder: Path) -> str:
 
     with job(KINDS["zero1"]) as here:
         here.train(range(1))
-        with mock.patch.object(disk, "flush", full if dist.get_rank() else disk.flush):
+        with mock.patch.object(folders, "flush", full if dist.get_rank() else folders.flush):
             started = checkpoint.save_in_background(here.engine, folder, "one")
             with pytest.raises(CheckpointError) as raised:
                 started.finish()

@@ -19,8 +19,8 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.engine_filling import EngineFilling
-from ds_topo.checkpoint.export import to_single_file
+from ds_topo.checkpoint.loader import Loader
+from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.errors import CheckpointError, CheckpointModelError
 from tests.checkpoint.conversions.layouts import TAG, TOLERANCE, Layout, go_on, greatest_difference, job, save
 from tests.support.exhaustive import mark_exhaustive
@@ -290,14 +290,14 @@ def _load_undeclared(folder: Path) -> None:
 
 
 def _die_while_loading(layout: Layout, folder: Path, rank: int, name: str) -> None:
-    own = getattr(EngineFilling, name)
+    own = getattr(Loader, name)
 
-    def dying(self: EngineFilling) -> Any:
+    def dying(self: Loader) -> Any:
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         return own(self)
 
-    setattr(EngineFilling, name, dying)
+    setattr(Loader, name, dying)
     try:
         go_on(layout, folder, {})
     except Exception as error:
@@ -360,4 +360,4 @@ def test_command_refuses_damaged_and_newer_checkpoints(
 
 
 def _change_version(path: Path) -> None:
-    path.write_text(path.read_text().replace('"version": 2', '"version": 999'))
+    path.write_text(path.read_text().replace('"version": 3', '"version": 999'))

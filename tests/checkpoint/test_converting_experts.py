@@ -15,8 +15,7 @@ from torch import nn
 from ds_topo import PipelineParallelGrid, checkpoint, groups
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, DeepSpeedFiles
 from ds_topo.checkpoint.engine_facts import structure_of
-from ds_topo.checkpoint.engine_filling import require_reachable
-from ds_topo.checkpoint.export import to_single_file
+from ds_topo.checkpoint.loader import require_reachable
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,
@@ -26,6 +25,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     why_unreachable,
 )
+from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.table import FileRecorder, Piece
 from ds_topo.errors import CheckpointLayoutError

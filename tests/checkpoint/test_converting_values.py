@@ -18,8 +18,8 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint.engine_facts import is_element_by_element
-from ds_topo.checkpoint.export import to_single_file
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
+from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
 from ds_topo.mpu.differences import HAS_PARAMETER_ALIGNMENT
 from tests.support.small_engines import start
@@ -301,6 +301,46 @@ def test_optimizer_of_whole_tensors_is_refused(
         assert "Adafactor is not known to update each element" in said
         assert "or its weights alone (load_optimizer_states=False)" in said
     to_single_file(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "weights.pt")
+
+
+def _save_by_torch(folder: Path, topology: str, zero: int) -> None:
+    module = Layers()
+    with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
+        _train(engine, range(2))
+        dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder)
+
+
+def _said_by(way: Any) -> str:
+    try:
+        way()
+    except CheckpointLayoutError as error:
+        return str(error)
+    return ""
+
+
+def _load_by_torch(folder: Path, topology: str, zero: int) -> list[str]:
+    """Return the errors of both ways to load, and "" where there is none."""
+    module = Layers()
+    with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
+        ways: list[Any] = [
+            lambda: checkpoint.load_torch(engine, folder),
+            lambda: dcp.load({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder),
+            lambda: checkpoint.load_torch(engine, folder, load_optimizer_states=False),
+        ]
+        return [_said_by(way) for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("topology", "zero", "is_refused"),
+    [("data=1", 1, False), ("data=2", 1, True), ("data=1", 0, True), ("data=2", 2, True)],
+)
+def test_optimizer_of_whole_tensors_is_refused_in_the_format_of_torch(
+    world: Worlds, tmp_path: Path, topology: str, zero: int, is_refused: bool
+) -> None:
+    world(1).run(_save_by_torch, tmp_path / "saved", "data=1", 1)
+    for said in world(int(topology[-1])).run(_load_by_torch, tmp_path / "saved", topology, zero):
+        assert ["Adafactor is not known to update each element" in one for one in said] == [is_refused] * 2 + [False]
+        assert said[2] == ""
 
 
 @pytest.mark.parametrize(

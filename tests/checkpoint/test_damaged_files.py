@@ -25,9 +25,10 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk, rank_zero
-from ds_topo.checkpoint.export import readable
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint import rank_zero
 from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
+from ds_topo.checkpoint.plain_weights import readable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint
 from ds_topo.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
@@ -280,7 +281,7 @@ def _keys_after(kind: Kind, folder: Path) -> dict[str, set[int]]:
 
     def failing_save(tag: str) -> None:
         with (
-            mock.patch.object(disk, "flush", full if dist.get_rank() == last else disk.flush),
+            mock.patch.object(folders, "flush", full if dist.get_rank() == last else folders.flush),
             pytest.raises(CheckpointError),
         ):
             checkpoint.save(here.engine, folder, tag)

@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from ds_topo.checkpoint import folder as folders
-from ds_topo.checkpoint.disk import discard, exchange, replace_text
 from ds_topo.checkpoint.folder import (
     candidates,
     check_tag,
     checkpoints_in,
+    discard,
     draft_of,
+    exchange,
     look_at,
     put_in_place,
     remove_old,
+    replace_text,
     take_back_replaced,
     tidy,
     wrong_without_manifest,

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
-from ds_topo.checkpoint.engine_filling import require_reachable
+from ds_topo.checkpoint.loader import require_reachable
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,
@@ -29,6 +29,7 @@ from ds_topo.checkpoint.manifest import (
     SavedParameter,
     SavedSplit,
     SavedStructure,
+    SavedTable,
     from_text,
     merged,
     merged_structures,
@@ -111,9 +112,25 @@ def test_changed_byte_is_refused(tmp_path: Path) -> None:
             from_text(text, "manifest.json")
 
 
+def test_tables_of_version_2_may_have_any_elements() -> None:
+    layout = SavedLayout("data=2", 2, 1, 2, 3, "DeepSpeedZeroOptimizer_Stage3", "fp32")
+    tables = SavedTable("one.json", 0, (0, 1)), SavedTable("two.json", 0, (0, 1), partition=1, partitions=2)
+    text = to_text(Manifest("last", 1, "", layout, (), (), tables=tables))
+    content = json.loads(text)
+    assert from_text(text, "last").tables == tables
+    del content["sha256"], content["tables"][0]["partition"], content["tables"][0]["partitions"]
+    content["version"] = 2
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    assert from_text(json.dumps({**content, "sha256": digest}), "last").tables == tables
+    content["tables"][1]["partition"] = 2
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    with pytest.raises(DamagedCheckpointError, match="partition 2 of 2 is impossible"):
+        from_text(json.dumps({**content, "sha256": digest}), "last")
+
+
 def test_later_version_is_refused_with_its_release() -> None:
-    text = json.dumps({"format": "ds_topo checkpoint", "version": 3, "versions": {"ds_topo": "9.9"}})
-    with pytest.raises(CheckpointVersionError, match=r"last: version 3 .* reads versions up to 2: install .*\(9\.9\)"):
+    text = json.dumps({"format": "ds_topo checkpoint", "version": 4, "versions": {"ds_topo": "9.9"}})
+    with pytest.raises(CheckpointVersionError, match=r"last: version 4 .* reads versions up to 3: install .*\(9\.9\)"):
         from_text(text, "last")
 
 

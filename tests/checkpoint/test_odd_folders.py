@@ -16,17 +16,22 @@ from typing import Any
 import pytest
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk
-from ds_topo.checkpoint.disk import check_folder, entries_in, hold, is_held, open_file, replace_text
+from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import (
     candidates,
+    check_folder,
     check_tag,
     checkpoints_in,
     draft_of,
+    entries_in,
+    hold,
+    is_held,
     look_at,
     named_latest,
+    open_file,
     problem_of_latest,
     remove_old,
+    replace_text,
     tags_in,
     tidy,
 )
@@ -294,7 +299,7 @@ def test_tags_that_name_no_folder_are_problems(folder: Path, tag: str) -> None:
 _OTHER_JOB = """
 import sys
 from pathlib import Path
-from ds_topo.checkpoint.disk import hold
+from ds_topo.checkpoint.folder import hold
 held = hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -320,7 +325,7 @@ def test_draft_of_a_running_job_is_kept_until_it_ends(tmp_path: Path) -> None:
 
 
 def test_text_is_replaced_although_another_job_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = disk.flush, [2]
+    real, left = folders.flush, [2]
 
     def tidied(path: Path) -> None:
         real(path)
@@ -328,7 +333,7 @@ def test_text_is_replaced_although_another_job_tidies_up(tmp_path: Path, monkeyp
             left[0] -= 1
             tidy(tmp_path)
 
-    monkeypatch.setattr(disk, "flush", tidied)
+    monkeypatch.setattr(folders, "flush", tidied)
     replace_text(tmp_path / "latest", "step1")
     assert (tmp_path / "latest").read_text() == "step1"
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from torch import nn
@@ -63,6 +64,7 @@ def _save(topology: str, zero: int, precision: str, folder: Path) -> None:
     with _engine(topology, zero, precision) as engine:
         _train(engine)
         checkpoint.save(engine, folder, "saved")
+        dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder / "torch")
 
 
 def _states(folder: Path, slices: int, zero: int) -> dict[str, torch.Tensor]:
@@ -87,9 +89,12 @@ def _states(folder: Path, slices: int, zero: int) -> dict[str, torch.Tensor]:
     return {key: torch.cat(values) for key, values in found.items()}
 
 
-def _load_and_save(topology: str, zero: int, precision: str, folder: Path, to: Path) -> None:
+def _load_and_save(topology: str, zero: int, precision: str, folder: Path, to: Path, is_torch: bool = False) -> None:
     with _engine(topology, zero, precision) as engine:
-        checkpoint.load(engine, folder, "saved")
+        if is_torch:
+            checkpoint.load_torch(engine, folder / "torch")
+        else:
+            checkpoint.load(engine, folder, "saved")
         checkpoint.save(engine, to, "saved")
 
 
@@ -98,13 +103,15 @@ CASES = [(0, "fp32", 1, 4), (1, "bf16", 1, 2), (0, "fp32", 2, 1), (2, "fp32", 2,
 
 
 @pytest.mark.parametrize(("zero", "precision", "old", "new"), mark_exhaustive(CASES, lambda number, _: number < 3))
+@pytest.mark.parametrize("is_torch", [False, True], ids=["files", "torch"])
 def test_padding_follows_the_degree_of_model(
-    world: Worlds, tmp_path: Path, zero: int, precision: str, old: int, new: int
+    world: Worlds, tmp_path: Path, zero: int, precision: str, old: int, new: int, is_torch: bool
 ) -> None:
     world(old).run(_save, f"data=1,model={old}", zero, precision, tmp_path / "from")
     found = checkpoint.look_at(tmp_path / "from", "saved")
     before = _states(found.path, old, zero)
-    world(new).run(_load_and_save, f"data=1,model={new}", zero, precision, tmp_path / "from", tmp_path / "to")
+    folders = tmp_path / "from", tmp_path / "to"
+    world(new).run(_load_and_save, f"data=1,model={new}", zero, precision, *folders, is_torch)
     after = _states(tmp_path / "to/saved", new, zero)
     assert after.keys() == before.keys()
     for key, value in before.items():

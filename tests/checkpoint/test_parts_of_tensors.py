@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from ds_topo.checkpoint.engine_state import PartOfTensor, part_of
 from ds_topo.checkpoint.manifest import SavedSplit
-from ds_topo.checkpoint.shards import PartOfTensor, Slice, boxes_of_span, part_of
+from ds_topo.checkpoint.table import Slice, boxes_of_span
 from ds_topo.checkpoint.torch_format import Keys
 from tests.checkpoint.handmade import slice_of
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk, engine_facts
+from ds_topo.checkpoint import engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.rank_zero import Meeting
@@ -191,7 +191,7 @@ def _refused_write(kind: Kind, folder: Path, where: str) -> tuple[str, str, list
         here.train(range(1))
         checkpoint.save(here.engine, folder, "before")
         here.train(range(1, 2))
-        owner: Any = {"save": type(here.engine.checkpoint_engine), "flush": disk}[where]
+        owner: Any = {"save": type(here.engine.checkpoint_engine), "flush": folders}[where]
         real = getattr(owner, where)
 
         def full(*arguments: Any, **options: Any) -> Any:
@@ -238,7 +238,7 @@ def _two_jobs(folder: Path) -> str:
                 while not any(folder.glob(".after*/after/mp_rank_00*")) and time.monotonic() < end:
                     time.sleep(0.01)  # otherwise rank 0 would create the folder again before its first file
                 for draft in folder.glob(".after*"):
-                    disk.discard(draft)
+                    folders.discard(draft)
             return real(*arguments, **options)
 
         with mock.patch.object(owner, "save", save), pytest.raises(CheckpointError) as raised:
@@ -259,7 +259,7 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
     with job(kind) as here:
         here.train(range(1))
         with (
-            mock.patch.object(disk, "free_bytes", return_value=1000),
+            mock.patch.object(folders, "free_bytes", return_value=1000),
             pytest.raises(CheckpointSpaceError) as raised,
         ):
             checkpoint.save(here.engine, folder, "first")
@@ -270,7 +270,7 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
         assert estimate <= found.bytes, "the estimate refuses no save that fits"
         checkpoint.save(here.engine, folder, "large", {"samples": torch.zeros(estimate)})
         with (
-            mock.patch.object(disk, "free_bytes", return_value=2 * estimate),
+            mock.patch.object(folders, "free_bytes", return_value=2 * estimate),
             pytest.raises(CheckpointSpaceError, match="'third' takes about"),
         ):  # the last one of this layout took more than the estimate
             checkpoint.save(here.engine, folder, "third")

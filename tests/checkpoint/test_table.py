@@ -6,15 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_topo import checkpoint
+from ds_topo.checkpoint import deepspeed_reader
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, tables_of_files
 from ds_topo.checkpoint.manifest import SavedTable
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.shards import Box, Slice
-from ds_topo.checkpoint.table import Part, Piece, Stored, Table, Vector, boxes_of
+from ds_topo.checkpoint.table import Box, Part, Piece, Slice, Stored, Table, Vector, boxes_of
 from ds_topo.errors import DamagedCheckpointError
 from tests.checkpoint.continued_jobs import TAG, save_experts
 from tests.checkpoint.conversions.layouts import Layout, save
@@ -111,6 +112,50 @@ def test_tables_of_experts_equal_their_files(world: Worlds, tmp_path: Path, case
     _require_equal(tmp_path / TAG)
 
 
+def test_rank_opens_only_tables_at_zero_3_that_hold_its_elements(
+    world: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world(4).run(save_all, [(Side("data=2,model=2", 3), tmp_path, "live"), (Side("data=4", 3), tmp_path / "4", "live")])
+    opened: list[str] = []
+
+    def text_of(path: Path, limit: int) -> str:
+        opened.append(path.name)
+        return path.read_text()
+
+    monkeypatch.setattr(deepspeed_reader, "text_of", text_of)
+
+    def read(
+        path: Path, name: str, place: int, slices: int, *, is_older: bool = False
+    ) -> tuple[torch.Tensor, set[str]]:
+        """Read the second half of a slice."""
+        found = checkpoint.look_at(path, "saved").manifest
+        assert found is not None
+        tables = tuple(replace(one, partition=0, partitions=1) for one in found.tables)
+        source = DeepSpeedFiles(model_of(replace(found, tables=tables) if is_older else found), path / "saved")
+        numel = source.model.parameters[name].numel_of_slice(slices)
+        opened.clear()
+        half = source.elements(name, "exp_avg", place, slices, numel // 2, numel)
+        opened_here = {"_".join(one.split("_")[2:6]).removesuffix(".json") for one in opened}
+        assert torch.equal(half, source.elements(name, "exp_avg", place, slices, 0, numel)[numel // 2 :])
+        assert source.group_of(name)["lr"] == 0.01
+        return half, opened_here
+
+    of_four = {f"{replica}_mp_rank_00" for replica in range(4)}
+    whole, ranks = read(tmp_path / "4", "first.weight", 0, 1)
+    assert ranks == {"2_mp_rank_00", "3_mp_rank_00"}
+    again, ranks = read(tmp_path / "4", "first.weight", 0, 1, is_older=True)
+    assert (ranks, torch.equal(whole, again)) == (of_four, True)
+    _, ranks = read(tmp_path, "first.weight", 0, 1)
+    assert ranks == {"1_mp_rank_00"}, "slices hold equal copies"
+    whole, ranks = read(tmp_path, "blocks.0.split.expand.weight", 0, 1)
+    assert ranks == {"0_mp_rank_01", "1_mp_rank_01"}, "the second half of the rows is the second slice"
+    part, ranks = read(tmp_path, "blocks.0.split.expand.weight", 1, 2)
+    assert ranks == {"1_mp_rank_01"}
+    assert torch.equal(whole[-len(part) :], part)
+    _, ranks = read(tmp_path, "blocks.0.split.contract.weight", 0, 1)
+    assert ranks == {"1_mp_rank_00", "1_mp_rank_01"}, "the last rows are in both slices of the columns"
+
+
 # -- the text of a table ----------------------------------------------------------------------------------------------
 
 TABLE = Table(
@@ -146,8 +191,6 @@ def test_changed_text_of_a_table_is_refused(old: str, new: str) -> None:
 
 @given(st.data())
 def test_boxes_of_a_slice_have_its_elements_in_the_order_of_storage(data: st.DataObject) -> None:
-    import torch
-
     shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     dim, slices, stride = (
         data.draw(st.integers(0, len(shape) - 1)),
@@ -165,3 +208,18 @@ def test_boxes_of_a_slice_have_its_elements_in_the_order_of_storage(data: st.Dat
 
     found = [elements(box) for box in boxes_of(own, start, stop)]
     assert torch.equal(torch.cat(found) if found else part[:0], part[start:stop])
+
+
+@given(st.data())
+def test_span_around_a_box_has_its_elements(data: st.DataObject) -> None:
+    shape, stride = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))), data.draw(st.integers(1, 2))
+    dim, slices = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 3))
+    shape = tuple(size * stride if number == dim else size for number, size in enumerate(shape))
+    own = Slice(shape, dim, slices, data.draw(st.integers(0, slices - 1)), stride)
+    lows = [data.draw(st.integers(0, size - 1)) for size in own.whole_shape]
+    sizes = [data.draw(st.integers(1, size - low)) for low, size in zip(lows, own.whole_shape, strict=True)]
+    inside = torch.zeros(own.whole_shape, dtype=torch.bool)
+    inside[tuple(slice(low, low + size) for low, size in zip(lows, sizes, strict=True))] = True
+    held = torch.cat(inside.chunk(stride * slices, dim)[own.place :: slices], dim).flatten().nonzero().flatten()
+    expected = (int(held[0]), int(held[-1]) + 1) if len(held) else None
+    assert own.span_of(Box(tuple(lows), tuple(sizes))) == expected

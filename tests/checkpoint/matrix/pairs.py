@@ -430,10 +430,11 @@ class Job:
             inner = inner.optimizer
         found: Values = {}
         copies: dict[int, torch.Tensor] = {}
-        if type(optimizer).__name__ == "FP16_UnfusedOptimizer":
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # a grid gives its optimizers classes of its own
+        if "FP16_UnfusedOptimizer" in kinds:
             for own, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 copies.update((id(one), master) for one, master in zip(own, masters, strict=True))
-        if type(optimizer).__name__ == "FP16_Optimizer":
+        if "FP16_Optimizer" in kinds:
             raise AssertionError("not drawn")
         if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
             optimizer._hp_optimizer_states_linked = False
@@ -550,12 +551,13 @@ def save_all(cases: Sequence[tuple[Side, Path, str]]) -> list[Result]:
         with _job(side) as job:
             job.train(range(BEFORE))
             values = job.values(), job.place
-            if side.is_stock:
-                job.engine.save_checkpoint(str(folder), tag="saved")
-            elif route == "torch":
-                dcp.save({"app": checkpoint.TorchState(job.engine)}, checkpoint_id=folder)
-            else:
-                checkpoint.save(job.engine, folder, "saved")
+            with _destroyed_if_refused(job):
+                if side.is_stock:
+                    job.engine.save_checkpoint(str(folder), tag="saved")
+                elif route == "torch":
+                    dcp.save({"app": checkpoint.TorchState(job.engine)}, checkpoint_id=folder)
+                else:
+                    checkpoint.save(job.engine, folder, "saved")
             return values, job.train(range(BEFORE, BEFORE + AFTER))
 
     return [_guarded(lambda case=case: one(*case)) for case in cases]
@@ -702,7 +704,7 @@ def run(worlds: Worlds, pairs: Sequence[Pair], folder: Path, at_once: int = 12, 
         if pair.number in found:
             continue
         if saved[pair.number][0][0] != "done":
-            found[pair.number] = "WRONG", f"cannot be saved: {saved[pair.number][0][2]}"
+            found[pair.number] = judge(pair, saved[pair.number], saved[pair.number])
             continue
         to_load[pair.number] = folder / str(pair.number)
     loaded: dict[int, list[Result]] = {}

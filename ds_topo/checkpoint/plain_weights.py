@@ -1,16 +1,20 @@
-"""Write the weights of a checkpoint into plain files: one of torch or safetensors, or a folder of Hugging Face.
+"""Read and write plain weights: safetensors as Hugging Face shares them, or a state dict of torch.
 
-Slices are put together, and experts have their number in the whole layer. Files are mapped into memory, so that no more
-than one file of safetensors, or the largest parameter, is in the memory of the process.
+They are in one file, or in several with an index (``model.safetensors.index.json``). :class:`WeightFiles` presents them
+as a checkpoint, so that an engine of any layout reads its own elements. :func:`to_single_file` and
+:func:`to_hugging_face` write those of a checkpoint: slices are put together, and experts have their number in the whole
+layer. Files are mapped into memory, so that no more than one file of safetensors, or the largest parameter, is in the
+memory of the process.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -20,19 +24,25 @@ import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
-from ds_topo.checkpoint.disk import check_folder, failure_to_write, flush, replace_text, require_space
-from ds_topo.checkpoint.engine_state import renaming
-from ds_topo.checkpoint.folder import Checkpoint, tags_in, told, unreadable, wrong_without_manifest
-from ds_topo.checkpoint.manifest import Manifest
+from ds_topo.checkpoint.engine_state import Named, NamedBuffer, renaming
+from ds_topo.checkpoint.folder import (
+    Checkpoint,
+    check_folder,
+    failure_to_write,
+    flush,
+    replace_text,
+    require_space,
+    tags_in,
+    told,
+    unreadable,
+    wrong_without_manifest,
+)
+from ds_topo.checkpoint.loader import model_of_whole
+from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
-from ds_topo.checkpoint.table import WEIGHT
-from ds_topo.checkpoint.without_manifest import (
-    NAMES_OF_WEIGHTS,
-    manifest_of_files,
-    require_safetensors,
-    structure_of_files,
-)
+from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Table, Vector
+from ds_topo.checkpoint.without_manifest import manifest_of_files, structure_of_files
 from ds_topo.errors import (
     CheckpointError,
     CheckpointVersionError,
@@ -42,6 +52,110 @@ from ds_topo.errors import (
     abridged,
     listed,
 )
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+NAMES_OF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The files that Hugging Face's ``save_pretrained`` writes; with several, an index has their names."""
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def files_of_weights(path: Path) -> list[Path]:
+    """Return the files of weights that a path means; an empty list if it is neither such a file nor a folder with them.
+
+    Raises:
+        DamagedCheckpointError: the index cannot be read, or names files that do not exist.
+    """
+    if path.is_file():
+        return [path] if path.suffix in _SUFFIXES else []
+    for name in NAMES_OF_WEIGHTS:
+        if (index := path / f"{name}.index.json").is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                found = [path / name for name in names if Path(name).name == name]
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise DamagedCheckpointError(
+                    f"{index} is not an index of weights ({type(error).__name__}: {abridged(str(error))}): copy it "
+                    "once more"
+                ) from None
+            if missing := [name for name in names if path / name not in found or not (path / name).is_file()]:
+                raise DamagedCheckpointError(
+                    f"{index} names files that are not in its folder, {listed(missing, 3)}: copy all files of the model"
+                )
+            return found
+        if (path / name).is_file():
+            return [path / name]
+    alone = sorted(one for one in path.glob("*.safetensors") if one.is_file()) if path.is_dir() else []
+    return alone if len(alone) == 1 else []
+
+
+def require_safetensors() -> None:
+    """Raise CheckpointError if the package that reads and writes safetensors is not installed."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise CheckpointError(
+            "safetensors files: this needs the package safetensors, which is not installed: pip install safetensors"
+        )
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, whose bytes are read when they are used.
+
+    Raises:
+        DamagedCheckpointError, UnsafeCheckpointError: the file cannot be read, or must not be.
+        CheckpointError: safetensors is not installed, or the file holds something else than tensors by name.
+    """
+    if path.suffix != ".safetensors":
+        if refused := refused_types([path]):
+            raise UnsafeCheckpointError(f"{path}: {refused[0]}")
+        content = opened(path)
+        if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
+            kinds = listed(list(content), 4) if isinstance(content, dict) else type(content).__name__
+            raise CheckpointError(f"{path} is not a state dict, which has tensors by name: it holds {kinds}")
+        return content
+    require_safetensors()
+    try:
+        with importlib.import_module("safetensors").safe_open(path, "pt") as file:
+            names: list[str] = file.keys()  # it is no mapping
+            return {name: file.get_tensor(name) for name in names}
+    except Exception as error:  # the package's own class, or of the file system
+        raise DamagedCheckpointError(f"{path} cannot be read as safetensors ({error}): copy it once more") from error
+
+
+class WeightFiles(DeepSpeedFiles):
+    """Plain files of weights as a checkpoint of whole parameters without an optimizer.
+
+    Args:
+        path: the file, or the folder.
+        named: parameters of the rank that reads them, by the names of the files.
+        buffers: its buffers.
+    """
+
+    def __init__(self, path: Path, named: Iterable[Named], buffers: Mapping[str, NamedBuffer]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in files_of_weights(path):
+            tensors.update(_tensors_of(file))
+        self._shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+        shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
+        super().__init__(model_of_whole(shapes, named, buffers), path)
+        splits = self.model.structure.splits
+        pieces, vectors = list[Piece](), list[Vector]()
+        for number, (name, shape) in enumerate(self._shapes.items()):
+            split = splits.get(name)
+            pieces.append(Piece(name, shape) if split is None else Piece(name, shape, split.dim, stride=split.stride))
+            kind = BUFFER if name in buffers else WEIGHT
+            vectors.append(Vector("", {kind: ((name,), "")}, {}, (Part(number, 0, pieces[-1].numel, 0),)))
+        self._open[""], self._known = tensors, {""}
+        self._add(Table(0, tuple(pieces), tuple(vectors)))
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of the files."""
+        return self._shapes
+
+    def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
+        """No-op: every layout has the parameters, and each of them is compared."""
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 Progress = Callable[[str, int, int], None]
 """A callback: called with the name of a step, the amount that is done, and the total amount."""
