@@ -11,6 +11,7 @@ copies.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -75,7 +76,7 @@ class Wanted(NamedTuple):
     into: torch.Tensor
 
 
-class Source:
+class Source(ABC):
     """An open checkpoint, from which a :class:`Loader` reads.
 
     Args:
@@ -89,33 +90,34 @@ class Source:
     def __init__(self, model: WholeModel, where: str) -> None:
         self.model, self.where = model, where
 
+    @abstractmethod
     def tensors(self) -> Mapping[str, Sequence[int]]:
         """Return the shape of each parameter and buffer; used on rank 0."""
-        raise NotImplementedError
 
     def called(self, name: str) -> str:
         """Return how messages call a parameter."""
         return f"parameter {name!r}"
 
+    @abstractmethod
     def shape_of_buffer(self, name: str, place: int, slices: int) -> Sequence[int] | None:
         """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the hyperparameters of a parameter's group, and its states.
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        raise NotImplementedError
 
     def group_of(self, name: str) -> dict[str, Any]:
         """Return the hyperparameters of a parameter's group: one object for all parameters of the group."""
         return self.of_parameter(name)[0]
 
+    @abstractmethod
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Read elements. Nothing else is read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
         """Check, on rank 0, that a layout can be reached.
 
