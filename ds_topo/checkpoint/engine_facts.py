@@ -442,8 +442,9 @@ def universal_info_of(engine: DeepSpeedEngine, structure: manifests.SavedStructu
     _, _, slices = stage_and_slice(engine)
     found = {key: kind() for key, kind in _ITEMS.items()}
     in_groups = {name for groups in structure.groups for names in groups for name in names}
+    of_experts = experts_of(engine.module)  # which its command treats apart
     for name, parameter in engine.module.named_parameters():
-        if name not in in_groups or not parameter.requires_grad or head_of(name):
+        if name not in in_groups or not parameter.requires_grad or name in of_experts:
             continue
         pattern, split, shape = f"^{re.escape(name)}$", structure.splits.get(name), shape_of(parameter)
         if getattr(parameter, "ds_pipe_replicated", False):  # a copy of an earlier stage's
