@@ -337,7 +337,7 @@ def engines(draw: st.DrawFn, topologies: Sequence[str]) -> Engine:
         bf16,
         wide_sums=bf16 and zero == 1 and draw(st.booleans()),
         accumulation=accumulation,
-        clip=draw(st.sampled_from([0.0, 0.1])),
+        clip=0.0 if "embedding" in layers else draw(st.sampled_from([0.0, 0.1])),  # a grid refuses to clip sparse ones
         bucket_bytes=draw(st.sampled_from([300, 2000, 10**6])),
         overlap=draw(st.sampled_from([None, True, False])),
         hook_before=draw(st.sampled_from(hooks)),

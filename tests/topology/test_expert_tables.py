@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from itertools import permutations, product
 
 import pytest
@@ -140,6 +141,9 @@ def test_tensor_parallel_tables_equal_deepspeeds(world: int, tensor: int, pipe: 
 
 @pytest.mark.parametrize("data_first", [False, True])
 def test_default_order_equals_what_deepspeed_creates(monkeypatch: pytest.MonkeyPatch, data_first: bool) -> None:
+    create = deepspeed_groups._create_expert_and_data_parallel
+    if "pp_size" not in signature(create).parameters:
+        pytest.skip("this release of DeepSpeed creates no such groups for pipelines")
     topology = ProcessTopology.from_spec("pipe=2,data=4,model=2")
     for size in divisors(8):
         created: list[list[int]] = []
@@ -151,7 +155,7 @@ def test_default_order_equals_what_deepspeed_creates(monkeypatch: pytest.MonkeyP
         for name in ("", "_RANKS"):
             monkeypatch.setattr(deepspeed_groups, f"_EXPERT_PARALLEL_GROUP{name}", {})
             monkeypatch.setattr(deepspeed_groups, f"_EXPERT_DATA_PARALLEL_GROUP{name}", {})
-        deepspeed_groups._create_expert_and_data_parallel(size, 1, 2, use_data_before_expert_parallel_=data_first)
+        create(size, 1, 2, use_data_before_expert_parallel_=data_first)
         plan = ExpertPlan(topology, size, use_data_before_expert=data_first)
         assert created == plan.expert_data_tables() + plan.expert_tables()
 
