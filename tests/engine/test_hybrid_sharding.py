@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -359,9 +359,10 @@ def _live_bytes() -> int:
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = {  # torch has single values without memory
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.dim()
-    }
+    storages = {}
+    for tensor in tensors:
+        with suppress(RuntimeError):  # torch has tensors without memory, for tracing
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 
