@@ -85,9 +85,19 @@ def test_sizes_that_optimizer_files_cannot_express_are_refused() -> None:
     with fake_world(0, 6), PipelineParallelGrid("data=6") as grid:
         for size in (1, 2, 3):
             groups.create_expert_groups(grid, size)
-        engine = SimpleNamespace(mpu=grid, zero_optimization=lambda: False)
+        engine: Any = SimpleNamespace(mpu=grid, zero_optimization=lambda: False)
         with pytest.raises(ExpertGroupError, match=r"sizes \[2\] do not divide the greatest, 3.*ZeRO stage 1"):
             saving_by_slice(engine).__enter__()
+        engine._config = SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=False))
+        engine.zero_optimization = lambda: True
+        with saving_by_slice(engine):
+            pass  # each partition has a file of its own
+    with fake_world(0, 6), PipelineParallelGrid("data=6") as grid:
+        for size in (1, 3):
+            groups.create_expert_groups(grid, size)
+        engine.mpu, engine.zero_optimization = grid, lambda: False
+        with saving_by_slice(engine):
+            pass
 
 
 def test_a_rank_joins_only_its_own_groups() -> None:
