@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_topo.checkpoint.folder import text_of
-from ds_topo.checkpoint.loader import Source, Wanted, require_reachable
+from ds_topo.checkpoint.loader import ReadRequest, Source, require_reachable
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, prefix_of_layer
@@ -387,7 +387,7 @@ class DeepSpeedFiles(Source):
         found = self._buffers(place, slices).get(name)
         return None if found is None else tuple(found.shape)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read elements. Nothing else is read."""
         for one in wanted:
             if one.key == BUFFER:

@@ -264,7 +264,7 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Splits(NamedTuple):
-    """How slices split the parameters and buffers of a module, by name."""
+    """The splits of a module's parameters and buffers over slices, by name."""
 
     known: dict[str, manifests.SavedSplit]
     undeclared: list[str]

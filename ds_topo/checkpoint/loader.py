@@ -61,7 +61,7 @@ _BUILD_ALIKE = "Build the model and freeze its parameters as when it was saved"
 # -- where elements come from ------------------------------------------------------------------------------------------
 
 
-class Wanted(NamedTuple):
+class ReadRequest(NamedTuple):
     """Elements of a slice of a parameter's weight or state, or a buffer, and the memory that gets them."""
 
     name: str
@@ -114,7 +114,7 @@ class Source(ABC):
         return self.of_parameter(name)[0]
 
     @abstractmethod
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read elements. Nothing else is read."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class MatchedParameter:
     """A parameter of this rank that the checkpoint has."""
 
     saved: Parameter
@@ -205,11 +205,11 @@ class Row:
     has_states: bool
     """True if the optimizer has trained it in both jobs."""
 
-    def wanted(self, key: str, tensor: torch.Tensor) -> Iterator[Wanted]:
+    def wanted(self, key: str, tensor: torch.Tensor) -> Iterator[ReadRequest]:
         """Yield this rank's elements of a weight or state, for a tensor with the layout of the parameter's values."""
         held = self.named.held
         if held.numel:
-            yield Wanted(self.saved.name, key, self.place, self.slices, held.start, held.part_of(tensor))
+            yield ReadRequest(self.saved.name, key, self.place, self.slices, held.start, held.part_of(tensor))
 
 
 class Loader:
@@ -236,7 +236,7 @@ class Loader:
         _, self._place, self._slices = facts.stage_and_slice(engine)
         self._inner = facts.inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
-        self._rows: list[Row] = []
+        self._rows: list[MatchedParameter] = []
 
     def compare(self) -> tuple[list[str], dict[str, str]]:
         """Compare this rank's parameters, buffers and states with the checkpoint.
@@ -264,7 +264,7 @@ class Loader:
             saved, is_trained = found[0], named.held.group is not None and named.parameter.requires_grad
             own = named.slice
             place, slices = (own.place, own.slices) if saved.is_stacked else (self._place, self._slices)
-            row = Row(saved, named, place, slices, is_trained and saved.is_trained)
+            row = MatchedParameter(saved, named, place, slices, is_trained and saved.is_trained)
             self._require_equal(row, found, shape)
             self._rows.append(row)
             if self._has_states and is_trained and not saved.is_trained:
@@ -280,7 +280,7 @@ class Loader:
             self._require_states_that_fit()
         return names, added
 
-    def _require_equal(self, row: Row, found: Sequence[Parameter], shape: tuple[int, ...]) -> None:
+    def _require_equal(self, row: MatchedParameter, found: Sequence[Parameter], shape: tuple[int, ...]) -> None:
         """Raise CheckpointModelError unless a parameter has the shape of those in the checkpoint, which are equal."""
         saved = row.saved
         if row.named.experts != saved.experts:
@@ -295,7 +295,9 @@ class Loader:
             names = (saved.name, other.name)
             if saved.shape == other.shape and held.numel:
                 rows = zip(names, weights, strict=True)
-                self._source.read([Wanted(name, WEIGHT, row.place, row.slices, held.start, one) for name, one in rows])
+                self._source.read(
+                    [ReadRequest(name, WEIGHT, row.place, row.slices, held.start, one) for name, one in rows]
+                )
             if saved.shape != other.shape or not torch.equal(*weights):
                 raise self._of_another_model(
                     f"{saved.name!r} and {other.name!r} differ, and are one parameter in the model"
@@ -309,15 +311,15 @@ class Loader:
     def _of_another_model(self, problem: str) -> CheckpointModelError:
         return CheckpointModelError(f"{self._source.where} is of another model: {problem}. {_BUILD_ALIKE}")
 
-    def _vectors(self) -> list[list[Row]]:
+    def _vectors(self) -> list[list[MatchedParameter]]:
         """Return the rows that share a tensor of the optimizer."""
-        found: dict[int, list[Row]] = {}
+        found: dict[int, list[MatchedParameter]] = {}
         for row in self._rows:
             if row.named.held.group is not None:
                 found.setdefault(id(row.named.held.master), []).append(row)
         return list(found.values())
 
-    def _states_of(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def _states_of(self, rows: Sequence[MatchedParameter]) -> dict[str, Any]:
         """Return the states that one tensor of the optimizer will have: those of the parameters that it has here."""
         own = [row for row in rows if row.named.held.numel] or rows
         return self._source.states_of(row.saved.name for row in own if row.has_states)
@@ -343,7 +345,7 @@ class Loader:
                 wanted += self._prepared_states(rows)
             for name, (buffer, *_) in self._buffers.items():
                 if self._source.shape_of_buffer(name, self._place, self._slices) is not None:
-                    wanted.append(Wanted(name, BUFFER, self._place, self._slices, 0, buffer.detach()))
+                    wanted.append(ReadRequest(name, BUFFER, self._place, self._slices, 0, buffer.detach()))
             self._source.read(wanted)
         if self._has_states:
             self._restore_groups()
@@ -352,7 +354,7 @@ class Loader:
         """Copy the optimizer's weights into the module; collective over the ranks of the engine."""
         update_weights(self._engine, self._named)
 
-    def _prepared_states(self, rows: Sequence[Row]) -> Iterator[Wanted]:
+    def _prepared_states(self, rows: Sequence[MatchedParameter]) -> Iterator[ReadRequest]:
         """Give a tensor of the optimizer its single values, and memory for its other states, which are then wanted."""
         assert self._inner is not None
         master, states = rows[0].named.held.master, self._states_of(rows)

@@ -59,7 +59,7 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
 )
 from ds_topo.checkpoint.folder import check_folder, is_checkpoint, other_kind, tags_in
-from ds_topo.checkpoint.loader import Source, Wanted, load_into, model_of_whole, single_value, why_layouts_differ
+from ds_topo.checkpoint.loader import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
@@ -400,7 +400,7 @@ def load_torch(
     inner = facts.inner_optimizer(engine) if load_optimizer_states else None
 
     def open_source(structure: SavedStructure, named: list[Named], buffers: dict[str, NamedBuffer]) -> TorchFiles:
-        stored = Stored(storage_reader or FileSystemReader(folder), folder, root, trusted=trusted)
+        stored = TorchFolder(storage_reader or FileSystemReader(folder), folder, root, trusted=trusted)
         return TorchFiles(stored, Keys.of(stored.metadata, model, optimizer), named, buffers, inner)
 
     source, loader = load_into(engine, meeting, open_source, rename=rename, has_states=load_optimizer_states)
@@ -415,7 +415,7 @@ def load_torch(
     meeting.end()
 
 
-class Stored:
+class TorchFolder:
     """A checkpoint of torch on the disk: its metadata, and its values by key.
 
     Args:
@@ -476,7 +476,7 @@ class TorchFiles(Source):
 
     def __init__(
         self,
-        stored: Stored,
+        stored: TorchFolder,
         keys: Keys,
         named: Sequence[Named],
         buffers: Mapping[str, NamedBuffer],
@@ -574,7 +574,7 @@ class TorchFiles(Source):
             states[key] = self._values[place] if kind is None else kind
         return self._groups.get(first, self._groups.get(name, {})), states
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read elements. Nothing else is read."""
         tensors: dict[str, Any] = {}
         for one in wanted:
