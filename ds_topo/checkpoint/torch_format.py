@@ -511,8 +511,10 @@ class TorchFiles(Source):
             is_tensor = isinstance(there[key], TensorStorageMetadata)  # torch puts other values in the place of None
             self._values[key] = torch.zeros(there[key].size, dtype=there[key].properties.dtype) if is_tensor else None
         stored.read(self._values)
-        groups = _grouped(self._values, keys.groups, is_by_group=keys.is_by_group)
-        self._groups = {name: group for group in groups for name in group.get(PARAMS, ())}
+        self._groups: dict[str, dict[str, Any]] = {}
+        """The hyperparameters of each parameter's group: one object for all parameters of the group."""
+        for group in _grouped(self._values, keys.groups, is_by_group=keys.is_by_group):
+            self._groups.update(dict.fromkeys(group.pop(PARAMS, ()), group))
         self.progress: dict[str, Any] = dict(self._values.get(keys.progress) or ())
         """What an engine saved of itself; empty if another program saved the checkpoint."""
 

@@ -18,16 +18,19 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.domino import async_linear as domino
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_topo.checkpoint.engine_facts import inner_optimizer
+from ds_topo.checkpoint.engine_facts import inner_optimizer, is_element_by_element
 from ds_topo.classes import stock_class
 from ds_topo.engine import autoparallel
 from ds_topo.engine.config_options import (
@@ -325,6 +328,28 @@ class DirectSteps:
             "after every engine.backward(loss), and no step of the optimizer; set grid.check_weights = False if it is "
             "intended"
         )
+
+
+def warn_of_tied_weights(engine: DeepSpeedEngine) -> None:
+    """Warn that the copies of a tied weight may drift apart.
+
+    The stages sum the gradients of a tied weight, and each updates its own copy. That keeps the copies equal if the
+    optimizer updates each element by itself. Others compute norms of a whole vector, and stages have different vectors.
+    """
+    if not isinstance(engine, PipelineEngine) or not (tied := engine.module.get_tied_weights_and_groups()):
+        return
+    if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer, FP16_Optimizer)):
+        return  # the optimizer has a tensor for each parameter
+    inner, (_, group) = inner_optimizer(engine), tied[0]
+    if inner is None or is_element_by_element(inner) or dist.get_rank(group):
+        return
+    kind, wrapper = type(inner).__name__, stock_class(engine.optimizer).__name__
+    warn(
+        f"{kind} is not known to update each element by itself, and {wrapper} gives it vectors of many parameters, "
+        "which differ between stages: copies of tied weights may drift apart. Use another optimizer, or ZeRO 0 in "
+        "fp32. ds_topo.check_replicas(engine, every=100) compares the copies. If the optimizer does update each "
+        "element by itself, set is_element_by_element = True on its class"
+    )
 
 
 def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:

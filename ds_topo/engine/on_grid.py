@@ -165,6 +165,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             model_parameters = with_placeholders(self, client_optimizer, model_parameters)
         with hybrid_sharding.partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
+        checks.warn_of_tied_weights(self)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Do the same for ZeRO without an optimizer, for which DeepSpeed calls this method alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -281,3 +282,26 @@ def test_checkpointing_on_a_cpu_needs_a_release(
         pipeline._checkpoint_all_segments(module)
         assert (module.activation_checkpoint_func is function) == (function is print), "a function of the user stays"
     assert len(asked) == needed
+
+
+def _warnings_about_tied_weights(optimizer: str, zero: int) -> list[str]:
+    start()
+    with PipelineParallelGrid("pipe=2") as grid, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = PipelineModule(_tied_layers(), grid=grid, loss_fn=nn.functional.mse_loss)
+        own = getattr(torch.optim, optimizer)(module.parameters(), lr=0.01)
+        config = engine_config(1, zero_optimization={"stage": zero}, zero_allow_untested_optimizer=True)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=own, config=config)
+        destroy_engine(engine)
+    return [str(one.message) for one in caught if "tied weights" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "warns"), [("Adafactor", 1, True), ("Adafactor", 0, False), ("AdamW", 1, False)]
+)
+def test_optimizers_of_vectors_warn_of_tied_weights(world: Worlds, optimizer: str, zero: int, warns: bool) -> None:
+    """Stages have other vectors around their copies, so that an optimizer with norms updates the copies differently."""
+    first, second = world(2).run(_warnings_about_tied_weights, optimizer, zero)
+    assert second == []
+    assert len(first) == warns
+    assert all("Adafactor is not known to update each element by itself" in one for one in first)

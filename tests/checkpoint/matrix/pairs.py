@@ -242,6 +242,8 @@ def _possible(side: Side, kind: str) -> Side:
         side = replace(side, precision="fp32")
     if side.optimizer == "Adafactor":  # our reducer refuses it
         side = replace(side, options=tuple(one for one in side.options if one[0] != "reducer"))
+    if side.optimizer == "Adafactor" and side.is_pipeline:  # copies of tied weights drift apart in the first job
+        side = replace(side, tied=False)
     if side.is_stock and side.buffer == "split":
         side = replace(side, buffer="equal")
     if side.is_pipeline and side.precision == "fp16" and side.zero == 0:
