@@ -144,6 +144,15 @@ class ParameterState:
         return self.region is None or self.region.gradients.keeps
 
     @property
+    def stays_in_grad(self) -> bool:
+        """True if hooks of the program, if there are some, find the sum of all gradients in ``parameter.grad``.
+
+        The gradient then stays there until ``finish()``. Otherwise a hook that changes it would not change what was
+        moved to the partition before.
+        """
+        return self.repeats and self.is_apart and self.dtype == self.parameter.dtype
+
+    @property
     def address(self) -> int:
         """The sort key of its gradient among those of its bucket."""
         if self.region is not None:

@@ -444,17 +444,21 @@ class BucketReducer:
         way that the collector sees, so both are freed together.
         """
         at_once, layout, reference = is_copied_at_once(state), self._layout, weakref.ref(self)
+        parameter = state.parameter
 
         def on_gradient(_: object, __: object) -> None:
             reducer = reference()
             assert reducer is not None
             if reducer._state is not REDUCING and not reducer._start():
-                accumulate_gradient(state)
+                if not (parameter._post_accumulate_grad_hooks and state.stays_in_grad and state.accumulates):
+                    accumulate_gradient(state)
                 reducer._is_unreduced = True
                 return
             state.arrived += 1
             if layout.arrivals is not None:
                 layout.arrivals.append(state.index)
+            if parameter._post_accumulate_grad_hooks and state.stays_in_grad:
+                return  # finish() copies it in
             if state.arrived != state.expected:
                 reducer._take_further(state)
                 return

@@ -377,3 +377,16 @@ def test_random_engines_train_as_with_deepspeeds_reduction(
     refusals: list[str] = []
     trains_alike()
     assert sum(map(bool, refusals)) <= len(refusals) // 3, refusals
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        Engine("data=2", ("twice",), zero=1, bucket_bytes=300, hook_before="accumulated"),
+        Engine("data=2", ("plain", "large"), zero=1, accumulation=2, bucket_bytes=300, hook_before="accumulated"),
+    ],
+    ids=["further gradients", "micro-batches"],
+)
+def test_hooks_see_the_sum_of_gradients(world: Worlds, engine: Engine) -> None:
+    """A hook that halves ``parameter.grad`` halves what earlier backward passes have added, too."""
+    assert world(2).run(both_ways, engine)[0] == ""
