@@ -21,7 +21,14 @@ import torch
 
 from ds_topo.checkpoint.folder import text_of
 from ds_topo.checkpoint.loader import ReadRequest, Source, require_reachable
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, FLAT_OPTIMIZER, Place, SavedLayout, SavedOptions, SavedStructure
+from ds_topo.checkpoint.manifest import (
+    BF16_OPTIMIZER,
+    FLAT_OPTIMIZER,
+    SavedLayout,
+    SavedOptions,
+    SavedPlace,
+    SavedStructure,
+)
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, prefix_of_layer
 from ds_topo.checkpoint.table import (
@@ -67,7 +74,7 @@ def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0)
     return f"{prefix}mp_rank_{model_rank:02d}_model_states.pt"
 
 
-def name_of_partition(layout: SavedLayout, place: Place) -> str:
+def name_of_partition(layout: SavedLayout, place: SavedPlace) -> str:
     """Return the file of a rank's optimizer partition."""
     prefix = "bf16_" if layout.precision == "bf16" else ""
     return f"{prefix}zero_pp_rank_{place.replica}_mp_rank_{place.model_rank:02d}_optim_states.pt"
@@ -524,7 +531,9 @@ class DeepSpeedFiles(Source):
         """Return the state of the loss scale; empty if none was saved."""
         if not self.layout.has_partitions:
             return dict(self.model_states(0).get("optimizer") or {})
-        saved = entry_of(self.content(name_of_partition(self.layout, Place(0, 0))), self.folder, "optimizer_state_dict")
+        saved = entry_of(
+            self.content(name_of_partition(self.layout, SavedPlace(0, 0))), self.folder, "optimizer_state_dict"
+        )
         scaler = saved.get("loss_scaler")
         return vars(scaler) if scaler is not None else {}
 
@@ -541,10 +550,10 @@ def tables_of_files(source: DeepSpeedFiles) -> Iterator[Table]:
     for model_rank in range(source.layout.model_ranks):
         replicas = range(source.layout.files_of_partitions if source.layout.has_partitions else source.layout.replicas)
         for replica in replicas if source.model.experts or source.layout.has_partitions else (0,):
-            yield _table_of(source, Place(model_rank, replica))
+            yield _table_of(source, SavedPlace(model_rank, replica))
 
 
-def _table_of(source: DeepSpeedFiles, place: Place) -> Table:
+def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
     model, layout = source.model, source.layout
     of = place.model_rank % model.slices
     pieces, stacked = dict[str, Piece](), list[str]()
@@ -595,7 +604,7 @@ def head_is_here(name: str, pieces: Mapping[str, Piece]) -> bool:
     return head is None or any(piece.name.startswith(f"{head[1]}.") for piece in pieces.values())
 
 
-def _files_of(source: DeepSpeedFiles, place: Place) -> Iterator[tuple[str, str | None]]:
+def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, str | None]]:
     """Yield the files with parameters of a rank, and the prefix of the names in each that is of a layer."""
     model, layout, folder = source.model, source.layout, source.folder
     stage, of = divmod(place.model_rank, model.slices)
@@ -630,7 +639,7 @@ def _files_of(source: DeepSpeedFiles, place: Place) -> Iterator[tuple[str, str |
 
 
 def _orders_of(
-    source: DeepSpeedFiles, place: Place, states: Mapping[str, Any], pieces: Mapping[str, Piece]
+    source: DeepSpeedFiles, place: SavedPlace, states: Mapping[str, Any], pieces: Mapping[str, Piece]
 ) -> list[Order]:
     model, layout = source.model, source.layout
     numbers = {name: number for number, name in enumerate(pieces)}
@@ -642,7 +651,7 @@ def _orders_of(
     saved = entry_of(source.content(name_of_partition(layout, place)), source.folder, "optimizer_state_dict")
     vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
     if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
-        places = [Place(place.model_rank, replica) for replica in range(layout.files_of_partitions)]
+        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.files_of_partitions)]
         of_all: list[Any] = [
             entry_of(source.content(name_of_partition(layout, one)), source.folder, "optimizer_state_dict")
             for one in places

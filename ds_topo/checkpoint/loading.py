@@ -33,7 +33,7 @@ from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, name_of_model_st
 from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.loader import load_into
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, SavedStructure, why_unreachable
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
 from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
@@ -426,7 +426,7 @@ class _Choice:
                     f"has {counts} parameters in the groups of the optimizer of a stage, and this job {own_counts}, so "
                     f"that its stages have other layers or its groups other parameters. {keep} {by_name}"
                 )
-            saved_groups = groups_of_partitions(path, layout, Place(int(engine.checkpoint_mp_rank), 0), states)
+            saved_groups = groups_of_partitions(path, layout, SavedPlace(int(engine.checkpoint_mp_rank), 0), states)
             saved, own = ([name for names in one for name in names] for one in (saved_groups, groups))
             other = (name for name in own + saved if (name in own) != (name in saved))
             if layout.is_pipeline and (first := next(other, "")):

@@ -675,14 +675,14 @@ def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tup
     )
 
 
-class Place(NamedTuple):
+class SavedPlace(NamedTuple):
     """A rank as DeepSpeed's file names identify it."""
 
     model_rank: int
     replica: int
 
 
-def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[int, tuple[Place, ...]]]:
+def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[int, tuple[SavedPlace, ...]]]:
     """Yield every part of the experts of one expert parallel size, with the ranks that hold it.
 
     The ranks are those of one expert data parallel group, in its order.
@@ -697,13 +697,13 @@ def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[
         yield parts[ranks[0]], tuple(_place(topology, rank) for rank in ranks)
 
 
-def _place(topology: ProcessTopology, rank: int) -> Place:
+def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
     coordinate = topology.get_coord(rank)._asdict()
     model_rank = coordinate.get("pipe", 0) * max(1, topology.get_dim("model")) + coordinate.get("model", 0)
-    return Place(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
+    return SavedPlace(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
 
 
-def _places(layout: SavedLayout) -> list[Place]:
+def _places(layout: SavedLayout) -> list[SavedPlace]:
     """Return the place of each rank."""
     topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
     return [_place(topology, rank) for rank in range(topology.world_size())]

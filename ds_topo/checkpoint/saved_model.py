@@ -19,9 +19,9 @@ import torch
 from ds_topo.checkpoint.manifest import (
     PLACEHOLDERS,
     Manifest,
-    Place,
     SavedLayout,
     SavedParameter,
+    SavedPlace,
     SavedSplit,
     SavedStructure,
     SavedTable,
@@ -152,31 +152,31 @@ class WholeModel:
         return {stage: list(layers) for stage, layers in found.items()}
 
     @cached_property
-    def _expert_groups(self) -> dict[int, dict[Place, tuple[int, tuple[Place, ...]]]]:
+    def _expert_groups(self) -> dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]]:
         """The part of the experts that each rank holds, and all ranks that hold it, by expert parallel size.
 
         Raises:
             ExpertSizeError: an expert parallel size does not divide the ranks that can share experts.
         """
-        found: dict[int, dict[Place, tuple[int, tuple[Place, ...]]]] = {}
+        found: dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]] = {}
         for experts in self.layout.experts:
             for part, places in expert_places(self.layout, experts):
                 found.setdefault(experts.size, {}).update(dict.fromkeys(places, (part, places)))
         return found
 
     @cached_property
-    def parts(self) -> dict[int, dict[Place, int]]:
+    def parts(self) -> dict[int, dict[SavedPlace, int]]:
         """The part of the experts that each rank holds, by expert parallel size."""
         return {size: {place: part for place, (part, _) in of.items()} for size, of in self._expert_groups.items()}
 
-    def sharers(self, name: str, place: Place) -> tuple[Place, ...]:
+    def sharers(self, name: str, place: SavedPlace) -> tuple[SavedPlace, ...]:
         """Return the ranks with which a rank shares the optimizer states of a parameter, in their group's order."""
         one = self.parameters.get(name)
         if one is not None and one.experts:
             return self._expert_groups[self.structure.experts[one.head]][place][1]
-        return tuple(Place(place.model_rank, replica) for replica in self.layout.holders_of_partitions)
+        return tuple(SavedPlace(place.model_rank, replica) for replica in self.layout.holders_of_partitions)
 
-    def expert_on(self, name: str, place: Place) -> str:
+    def expert_on(self, name: str, place: SavedPlace) -> str:
         """Return the name that an expert's parameter has on a rank; empty if it does not have it, or is no expert's."""
         expert = expert_of(name)
         if expert is None or expert.head not in self.per_rank:

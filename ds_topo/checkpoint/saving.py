@@ -73,11 +73,11 @@ _memories: WeakKeyDictionary[DeepSpeedEngine, list[torch.Tensor]] = WeakKeyDicti
 """The large copies of each engine's last save in the background, flat, whose memory its next one reuses."""
 
 
-class Copies:
+class HostCopies:
     """Copies in host memory of what an engine saves, while training changes the originals.
 
     >>> weight = torch.zeros(2)
-    >>> kept = Copies().of({"weight": weight, "again": [weight], "step": 3})
+    >>> kept = HostCopies().of({"weight": weight, "again": [weight], "step": 3})
     >>> _ = weight.add_(1)
     >>> kept["weight"], kept["again"][0] is kept["weight"], kept["step"]
     (tensor([0., 0.]), True, 3)
@@ -147,9 +147,9 @@ class WrittenFiles:
     ) -> None:
         self._root = root
         self._describe = describe
-        self._copies: Copies | None = None
+        self._copies: HostCopies | None = None
         if copied_for is not None:  # its last save is finished, so nothing reads the memory of that any more
-            self._copies = Copies(_memories.get(copied_for, ()))
+            self._copies = HostCopies(_memories.get(copied_for, ()))
             _memories[copied_for] = self._copies.large
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
         self._later: dict[Path, Callable[[], object]] = {}

@@ -27,9 +27,9 @@ from ds_topo.checkpoint.engine_facts import ELEMENT_BY_ELEMENT
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     Manifest,
-    Place,
     SavedLayout,
     SavedParameter,
+    SavedPlace,
     SavedStructure,
     merged,
 )
@@ -151,7 +151,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     slices = layout.degrees().get("model", 1)
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
-        groups = tuple(groups_of_partitions(path, layout, Place(first, 0), ranks[first]) for first in firsts)
+        groups = tuple(groups_of_partitions(path, layout, SavedPlace(first, 0), ranks[first]) for first in firsts)
     elif ranks[0].get("optimizer") is None or not structure.groups:  # or no job: weights need no groups
         groups = tuple(() for _ in firsts)
     else:
@@ -195,7 +195,7 @@ def _placed(row: SavedParameter, groups: Sequence[Sequence[Sequence[str]]], slic
 
 
 def groups_of_partitions(
-    path: Path, layout: SavedLayout, place: Place, states: Mapping[str, Any]
+    path: Path, layout: SavedLayout, place: SavedPlace, states: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names in each group of an optimizer with partitions: a group has one vector, or at stage 3 several.
 
@@ -214,7 +214,7 @@ def groups_of_partitions(
     inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
     vectors = states["param_shapes"]
     if vectors is None:
-        places = [Place(place.model_rank, replica) for replica in range(layout.partitions)]
+        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.partitions)]
         parts = [opened(path / name_of_partition(layout, one))["optimizer_state_dict"] for one in places]
         mappings = zip(*(part["param_slice_mappings"] for part in parts), strict=True)
         vectors = [list(dict.fromkeys(name for mapping in of_vector for name in mapping)) for of_vector in mappings]

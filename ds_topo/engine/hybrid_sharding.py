@@ -51,7 +51,7 @@ from ds_topo.errors import listed
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import SHARD
-from ds_topo.zero.exchange import Copies, hosts_in_order
+from ds_topo.zero.exchange import PartitionHolders, hosts_in_order
 
 
 def has_shard(grid: object) -> TypeGuard[MpuGrid]:
@@ -59,12 +59,12 @@ def has_shard(grid: object) -> TypeGuard[MpuGrid]:
     return isinstance(grid, MpuGrid) and SHARD in grid.topology().axes
 
 
-def copies_of(grid: object) -> Copies | None:
+def copies_of(grid: object) -> PartitionHolders | None:
     """Return the ranks with copies of this rank's partition; None if there are no others."""
     if not has_shard(grid):
         return None
     group = grid.get_copy_group()
-    return Copies(group, grid.get_data_parallel_group()) if dist.get_world_size(group) > 1 else None
+    return PartitionHolders(group, grid.get_data_parallel_group()) if dist.get_world_size(group) > 1 else None
 
 
 # -- construction -----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def save_each_partition_once(engine: DeepSpeedEngine) -> None:
 
 
 @contextmanager
-def file_of_replica(engine: DeepSpeedEngine, copies: Copies) -> Iterator[None]:
+def file_of_replica(engine: DeepSpeedEngine, copies: PartitionHolders) -> Iterator[None]:
     """Name the file of this rank's partitions by its number among all replicas.
 
     Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
@@ -131,7 +131,7 @@ _in_own_file: WeakSet[Any] = WeakSet()
 """The engines of which each replica is saving or loading a file of its own, and their optimizers."""
 
 
-def is_later_copy(saved: object, copies: Copies) -> bool:
+def is_later_copy(saved: object, copies: PartitionHolders) -> bool:
     """Tell whether this rank saves or loads the partitions of experts alone, of an engine or its optimizer."""
     return saved in _in_own_file and dist.get_rank(copies.group) > 0
 
@@ -146,7 +146,7 @@ def states_of_experts(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_states_of_dense(
-    engine: DeepSpeedEngine, copies: Copies, states: list[dict[str, Any]], names: list[str]
+    engine: DeepSpeedEngine, copies: PartitionHolders, states: list[dict[str, Any]], names: list[str]
 ) -> None:
     """Add the partitions of dense parameters to this rank's states, from the file of their first copy.
 
@@ -196,7 +196,7 @@ def _tell_of_links(grid: MpuGrid) -> None:
 # -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
 
 
-def sum_over_copies(copies: Copies, optimizer: DeepSpeedZeroOptimizer) -> None:
+def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer) -> None:
     """Sum the gradients of this rank's partition over its copies, before the step of ZeRO 1 or 2.
 
     DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
@@ -226,7 +226,7 @@ def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: Process
         optimizer.norm_for_param_grads[number] = gradients[start : start + numel].norm()
 
 
-def overflows_anywhere(copies: Copies, optimizer: DeepSpeedZeroOptimizer, found: bool) -> bool:
+def overflows_anywhere(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, found: bool) -> bool:
     """Tell whether gradients overflow on any replica, if they do here or not: experts may do so on others alone."""
     if not optimizer.has_moe_layers:
         return found
@@ -271,7 +271,7 @@ identity of their parameter, and sums in flight."""
 
 
 def partition_and_sum(
-    copies: Copies,
+    copies: PartitionHolders,
     partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
     optimizer: DeepSpeedZeroOptimizer_Stage3,
     parameters: list[Any],
@@ -299,7 +299,7 @@ def partition_and_sum(
     return buffers
 
 
-def wait_for_sums(copies: Copies, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+def wait_for_sums(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Wait for the sums of all buckets over the copies, at the end of ZeRO 3's reduction."""
     if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
         return

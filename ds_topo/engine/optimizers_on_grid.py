@@ -27,14 +27,14 @@ from ds_topo.engine.parameter_gathers import gathering_of
 from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
 from ds_topo.mpu.differences import BF16_DISCARDS_INFINITIES
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.zero.exchange import Copies
+from ds_topo.zero.exchange import PartitionHolders
 
 
 @dataclass(frozen=True)
 class OptimizerParts:
     """Hold what the methods of an optimizer on a grid use."""
 
-    copies: Copies | None
+    copies: PartitionHolders | None
     """The ranks with copies of this rank's partition; None if there are no others."""
     compared: ComparedBuckets | None
     """The comparison of the gradients that are reduced; None if their order does not matter."""

@@ -417,7 +417,7 @@ KEPT = "_ds_topo_reducer"
 """The attribute of a module that keeps its reducer alive; see Note [Lifetime] in ``reducer.py``."""
 
 
-class Kept:
+class ReducerReference:
     """A module's reference to its reducer, which is neither copied nor pickled."""
 
     def __init__(self, reducer: object = None) -> None:
@@ -426,7 +426,7 @@ class Kept:
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)()
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ReducerReference], tuple[()]]:
         return type(self), ()
 
 

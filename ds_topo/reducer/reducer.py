@@ -53,8 +53,8 @@ from ds_topo.reducer.parameters import (
     Changes,
     CommHook,
     HasDataParallelGroup,
-    Kept,
     ParameterState,
+    ReducerReference,
     Route,
     agreed_inputs,
     check_module,
@@ -112,7 +112,7 @@ def _missing_gradients(states: Iterable[ParameterState], whose: str) -> RuntimeE
 
 
 @dataclass(eq=False)
-class Step:
+class ReductionStep:
     """The state of one step, from its last backward to the end of ``finish()``."""
 
     timing: StepTiming
@@ -234,7 +234,7 @@ class BucketReducer:
 
         # -- the step
         self._state = IDLE
-        self._step = Step(StepTiming(0, 0))
+        self._step = ReductionStep(StepTiming(0, 0))
         self._is_unreduced = False
         """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
@@ -263,7 +263,7 @@ class BucketReducer:
         remedy = self.driver.remedy_for_unfrozen()
         self._changes = Changes(module, self._states, self._nodes, self.options, remedy)
         self._stop_watching = watch(self)
-        vars(module)[KEPT] = Kept(self)
+        vars(module)[KEPT] = ReducerReference(self)
 
     # -- calls of the training loop, or of an engine -------------------------------------------------------------------
 
@@ -507,7 +507,7 @@ class BucketReducer:
     def _begin_step(self) -> None:
         overlap = self.options.overlap
         defers = self._all_prefer_to_defer if overlap is None else not overlap
-        self._step = Step(StepTiming(self.step_count, time.perf_counter_ns()), defers)
+        self._step = ReductionStep(StepTiming(self.step_count, time.perf_counter_ns()), defers)
         self._timings.append(self._step.timing)
         self._state = REDUCING
 
@@ -578,7 +578,7 @@ class BucketReducer:
             self.step_count += 1
             for bucket in self._layout.buckets:
                 bucket.reset()
-            self._step = Step(timing)
+            self._step = ReductionStep(timing)
             self._is_unreduced = False
             self._state = IDLE
 

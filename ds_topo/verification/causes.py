@@ -17,7 +17,18 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.verification.recorder import MASTER, WEIGHT, Step, at, distance, flat, places, ratio, square, whole_tensors
+from ds_topo.verification.recorder import (
+    MASTER,
+    WEIGHT,
+    RecordedStep,
+    at,
+    distance,
+    flat,
+    places,
+    ratio,
+    square,
+    whole_tensors,
+)
 
 _Key = TypeVar("_Key")
 _CLOSE = 0.02
@@ -32,7 +43,7 @@ class Cause(NamedTuple):
 
 
 def explain(
-    kind: str, name: str, rank: int, found: Step, reference: Step, wrong: Mapping[str, Collection[str]]
+    kind: str, name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Mapping[str, Collection[str]]
 ) -> list[Cause]:
     """Return likely causes of a difference on a rank, the likeliest first; ``wrong`` has all names that differ."""
     if kind in ("gradient", "reduced gradient"):
@@ -42,7 +53,7 @@ def explain(
     return list(finders.get(kind, partial(_of_update, kind))(name, rank, found, reference))
 
 
-def _of_output(name: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+def _of_output(name: str, rank: int, found: RecordedStep, reference: RecordedStep) -> Iterator[Cause]:
     run, share = found.run, found.run.share_of[rank]
     own, whole = found.ranks[rank]["outputs"][name].double(), reference.ranks[share]["outputs"][name].double()
     if own.shape == whole.shape:
@@ -77,7 +88,7 @@ def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
     return distance(whole + extra, whole) < _CLOSE
 
 
-def _of_loss(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+def _of_loss(_: str, rank: int, found: RecordedStep, reference: RecordedStep) -> Iterator[Cause]:
     own, expected = found.ranks[rank]["losses"], reference.ranks[found.run.share_of[rank]]["losses"]
     if len(own) != len(expected):
         what = "lost micro-batch" if len(own) < len(expected) else "more micro-batches"
@@ -106,14 +117,16 @@ def _of_loss(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]
         yield Cause("the loss function, or other labels: all recorded outputs are right")
 
 
-def _over_seq(rank: int, found: Step) -> list[float] | None:
+def _over_seq(rank: int, found: RecordedStep) -> list[float] | None:
     """Return the sums of the losses of ranks that differ only in ``seq``; None without that axis."""
     peers = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
     each = [found.ranks[other]["losses"] for other in peers]
     return [math.fsum(losses) for losses in zip(*each, strict=False)] if len(peers) > 1 else None
 
 
-def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
+def _of_gradient(
+    name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Collection[str]
+) -> Iterator[Cause]:
     share, part = found.run.share_of[rank], found.ranks[rank]["before"][name]
     groups = [group for group in found.peers(name) if found.run.share_of[group[0]] == share]
     ranks = next(group for group in groups if rank in group)
@@ -135,7 +148,9 @@ def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Coll
     yield Cause(f"the backward pass of the module that owns it, or of one after it{_in_words(own, whole, found)}")
 
 
-def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
+def _of_reduced(
+    name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Collection[str]
+) -> Iterator[Cause]:
     run, part = found.run, found.ranks[rank]["after"][name]
     own = flat(part) / found.clipping(rank, reference)[0]
     if not own.any():
@@ -170,7 +185,7 @@ def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Colle
     yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected, found)}")
 
 
-def _of_losses_over_seq(rank: int, factor: float | None, found: Step, reference: Step) -> Cause | None:
+def _of_losses_over_seq(rank: int, factor: float | None, found: RecordedStep, reference: RecordedStep) -> Cause | None:
     """Explain gradients that are too large or too small by a factor that the losses along ``seq`` have, too."""
     total, right = _over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
     if factor is None or not total or len(total) != len(right):
@@ -186,13 +201,13 @@ def _of_losses_over_seq(rank: int, factor: float | None, found: Step, reference:
     )
 
 
-def _size_of_reduced(found: Step, reference: Step) -> float:
+def _size_of_reduced(found: RecordedStep, reference: RecordedStep) -> float:
     """Return the norm of all gradients that the optimizers get: each element once."""
     wholes = whole_tensors(record["after"] for record in found.ranks)
     return math.sqrt(sum(square(wholes[name]) for name in reference.sums if name in wholes))
 
 
-def _is_split(found: Step, name: str) -> bool:
+def _is_split(found: RecordedStep, name: str) -> bool:
     """Tell whether slices of a parameter are at different places."""
     return len({_places(found, rank, name) for rank in found.holders("before", name)}) > 1
 
@@ -208,7 +223,7 @@ def _weights(own: torch.Tensor, basis: Sequence[torch.Tensor]) -> list[float] | 
     return [float(one) for one in solution.squeeze(1)]
 
 
-def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, found: Step) -> Iterator[Cause]:
+def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, found: RecordedStep) -> Iterator[Cause]:
     """Explain by how much the gradient of each rank counts."""
     run = found.run
     shares, coordinate = run.shares, run.coordinates[rank]
@@ -248,7 +263,7 @@ def _summed(values: Iterable[float], keys: Iterable[_Key]) -> dict[_Key, float]:
     return found
 
 
-def _of_norm(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+def _of_norm(_: str, rank: int, found: RecordedStep, reference: RecordedStep) -> Iterator[Cause]:
     """Find which tensors a norm leaves out, or counts several times: of all explanations the closest ones."""
     own = (found.clipping(rank, reference)[1] or 0.0) ** 2
     total = reference.norm**2
@@ -266,7 +281,7 @@ def _of_norm(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]
     yield Cause("the norm: all gradients are right")
 
 
-def _norms(found: Step, reference: Step, total: float) -> Iterator[tuple[float, Cause]]:
+def _norms(found: RecordedStep, reference: RecordedStep, total: float) -> Iterator[tuple[float, Cause]]:
     """Yield the squares of wrong norms and their causes, the simplest first. ``total`` is the square of the right one.
 
     Where there are no slices or tied weights, causes that need them give the right norm, and so explain nothing.
@@ -324,7 +339,7 @@ def _one_or_all_but_one(parts: Iterable[int]) -> list[list[int]]:
     return singles + [[other for other in everything if other != one] for one in everything if len(everything) > 2]
 
 
-def _of_skipped(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+def _of_skipped(_: str, rank: int, found: RecordedStep, reference: RecordedStep) -> Iterator[Cause]:
     skipped = [other for other, record in enumerate(found.ranks) if record["is_skipped"]]
     if 0 < len(skipped) < len(found.ranks):
         yield Cause(f"ranks {skipped} alone skipped the step: their overflow was not reported to the others")
@@ -334,7 +349,7 @@ def _of_skipped(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cau
         yield Cause("the layout took a step that overflows")
 
 
-def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+def _of_update(kind: str, name: str, rank: int, found: RecordedStep, reference: RecordedStep) -> Iterator[Cause]:
     rates = [found.ranks[rank]["rates"], reference.ranks[0]["rates"]]
     if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
         yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
@@ -352,7 +367,7 @@ def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) ->
 
 
 def _factor(
-    own: torch.Tensor, expected: torch.Tensor, found: Step, what: str, unused: Collection[str] = ()
+    own: torch.Tensor, expected: torch.Tensor, found: RecordedStep, what: str, unused: Collection[str] = ()
 ) -> Iterator[Cause]:
     """Explain a tensor that is the right one times a product of degrees, of axes that are not unused."""
     factor = _times(own, expected)
@@ -379,7 +394,7 @@ def _factor(
                     return
 
 
-def _is_of_degrees(factor: float, found: Step) -> bool:
+def _is_of_degrees(factor: float, found: RecordedStep) -> bool:
     """Tell whether a number is a product of degrees of the layout, or its reciprocal."""
     degrees = [found.run.degree(axis) for axis in found.run.coordinates[0]]
     products = {math.prod(some) for count in range(len(degrees) + 1) for some in combinations(degrees, count)}
@@ -398,13 +413,13 @@ def _times(own: torch.Tensor, expected: torch.Tensor) -> float | None:
     return factor
 
 
-def _in_words(own: torch.Tensor, expected: torch.Tensor, found: Step) -> str:
+def _in_words(own: torch.Tensor, expected: torch.Tensor, found: RecordedStep) -> str:
     """Return what a cause adds if a tensor is the right one times a number that is no product of degrees."""
     factor = _times(own, expected) if expected.numel() > 1 else None
     is_named = any(_factor(own, expected, found, ""))
     return "" if factor is None or is_named else f"; it is the right value times {factor:.3g}"
 
 
-def _places(found: Step, rank: int, name: str) -> tuple[tuple[int, ...], ...]:
+def _places(found: RecordedStep, rank: int, name: str) -> tuple[tuple[int, ...], ...]:
     """Return where in the whole parameter a rank's gradient is."""
     return places(found.ranks[rank]["before"].get(name, ((), [])))

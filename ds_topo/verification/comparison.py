@@ -26,8 +26,8 @@ from ds_topo.verification.recorder import (
     MASTER,
     WEIGHT,
     Part,
+    RecordedStep,
     Run,
-    Step,
     at,
     box_of,
     distance,
@@ -77,7 +77,7 @@ class Error:
     allowed: float
 
 
-class Row(NamedTuple):
+class ComparedTensor(NamedTuple):
     """One tensor that was compared, and the error on each rank that has a part of it."""
 
     kind: str
@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Deviation:
     """A difference that rounding does not explain."""
 
     step: int
@@ -122,7 +122,7 @@ class Report:
     ranks: int
     compared: int
     """The number of tensors that were compared."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Deviation, ...]
     """All differences; the first one comes first in the order of computation."""
     notes: tuple[str, ...]
     undecided: tuple[str, ...]
@@ -144,13 +144,13 @@ class Report:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(found: Step, reference: Step) -> Iterator[Row]:
+def rows_of(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTensor]:
     """Yield everything that both runs have computed in a step, in the order of the reference's computation."""
     for rows in (_outputs, _losses, _gradients, _updates):
         yield from rows(found, reference)
 
 
-def _outputs(found: Step, reference: Step) -> Iterator[Row]:
+def _outputs(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTensor]:
     for name in reference.ranks[0]["outputs"]:
         if head_of(f"{name}.weight"):
             continue
@@ -167,7 +167,7 @@ def _outputs(found: Step, reference: Step) -> Iterator[Row]:
                 errors.update(own)
                 is_partial &= partial
         if holders:
-            yield Row(OUTPUT, name, errors, is_partial)
+            yield ComparedTensor(OUTPUT, name, errors, is_partial)
 
 
 def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run: Run) -> tuple[dict[int, float], bool]:
@@ -206,7 +206,7 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
     return best, False
 
 
-def _losses(found: Step, reference: Step) -> Iterator[Row]:
+def _losses(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTensor]:
     """Yield the losses. Along ``seq`` each rank has the whole loss, or its part of a sum or of a mean."""
     errors = {}
     pieces = found.run.degree(SEQ)
@@ -223,10 +223,10 @@ def _losses(found: Step, reference: Step) -> Iterator[Row]:
                 for losses in (record["losses"], sums, [total / pieces for total in sums])
             )
     if errors and any(record["losses"] for record in found.ranks):
-        yield Row(LOSS, "", errors)
+        yield ComparedTensor(LOSS, "", errors)
 
 
-def _gradients(found: Step, reference: Step) -> Iterator[Row]:
+def _gradients(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTensor]:
     """Yield gradients before reduction, after it, and their norm."""
     expected = reference.sums  # in the order in which they arrived
     numel = sum(one.numel() for one in expected.values())
@@ -244,13 +244,13 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
                     error_of(at(part, own * factor), part, whole, least) for factor in {1, found.run.degree(SEQ)}
                 )
         if errors:
-            yield Row(GRADIENT, name, errors)
+            yield ComparedTensor(GRADIENT, name, errors)
     if any(record["is_skipped"] for record in (*found.ranks, *reference.ranks)):
         differ = {
             rank: float(record["is_skipped"] != reference.ranks[0]["is_skipped"])
             for rank, record in enumerate(found.ranks)
         }
-        yield Row(SKIPPED, "", differ)
+        yield ComparedTensor(SKIPPED, "", differ)
     clipped = [found.clipping(rank, reference) for rank in range(len(found.ranks))]
     for name in expected:
         errors = {}
@@ -258,7 +258,7 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
             part = found.ranks[rank]["after"][name]
             errors[rank] = error_of(flat(part) / clipped[rank][0], part, expected[name], least)
         if errors:
-            yield Row(REDUCED, name, errors)
+            yield ComparedTensor(REDUCED, name, errors)
     right = reference.ranks[0]["norm"] or reference.norm  # some optimizers report the norm of scaled gradients
     norms = {
         rank: ratio((norm - right) ** 2, right**2)
@@ -266,10 +266,10 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
         if norm and not found.ranks[rank]["is_skipped"]
     }
     if norms and right:
-        yield Row(NORM, "", norms)
+        yield ComparedTensor(NORM, "", norms)
 
 
-def _updates(found: Step, reference: Step) -> Iterator[Row]:
+def _updates(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTensor]:
     """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
     start = reference.run.start
     for key in dict.fromkeys(key for record in reference.ranks for key in record["states"]):
@@ -279,9 +279,11 @@ def _updates(found: Step, reference: Step) -> Iterator[Row]:
             parts = {rank: own[name] for rank, own in states.items() if name in own}
             if parts and key in (WEIGHT, MASTER):
                 unclear = reference.uncertain.get(name)
-                yield Row(key, name, change_errors(parts, wholes[name], start[name], unclear))
+                yield ComparedTensor(key, name, change_errors(parts, wholes[name], start[name], unclear))
             elif parts:
-                yield Row(key, name, {rank: error_of(flat(part), part, wholes[name]) for rank, part in parts.items()})
+                yield ComparedTensor(
+                    key, name, {rank: error_of(flat(part), part, wholes[name]) for rank, part in parts.items()}
+                )
 
 
 def change_errors(
@@ -306,7 +308,7 @@ def _with(part: Part, whole: torch.Tensor, where: torch.Tensor) -> Part:
     return part[0], boxes
 
 
-def uncertain_updates(found: Step, reference: Step, allowed: Allowed) -> dict[str, torch.Tensor]:
+def uncertain_updates(found: RecordedStep, reference: RecordedStep, allowed: Allowed) -> dict[str, torch.Tensor]:
     """Return where in each weight the sign of its gradient may be one of rounding.
 
     An optimizer that divides by the size of the gradient, such as Adam, changes such an element by a whole step in one
@@ -314,7 +316,7 @@ def uncertain_updates(found: Step, reference: Step, allowed: Allowed) -> dict[st
     """
     result = {}
     for name, right in reference.sums.items():
-        limit = allowed(Row(GRADIENT, name, {}))
+        limit = allowed(ComparedTensor(GRADIENT, name, {}))
         own, size = found.sums.get(name), right.abs()
         if own is None or own.shape != right.shape:
             continue
@@ -323,7 +325,7 @@ def uncertain_updates(found: Step, reference: Step, allowed: Allowed) -> dict[st
     return result
 
 
-def equal_samples(found: Step) -> Iterator[Finding]:
+def equal_samples(found: RecordedStep) -> Iterator[Deviation]:
     """Yield the first shares of the samples that have read the same ones in all micro-batches of a step."""
     read: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for share in range(found.run.shares):
@@ -344,7 +346,7 @@ def equal_samples(found: Step) -> Iterator[Finding]:
         "DistributedSampler(dataset, grid.get_sample_world_size(), grid.get_sample_rank()); if the program means it, "
         "give --same-samples (verify: same_samples=True)"
     )
-    yield Finding(found.number, SAMPLES, "", ranks, same, axis or (axes[0] if len(axes) == 1 else None), (cause,))
+    yield Deviation(found.number, SAMPLES, "", ranks, same, axis or (axes[0] if len(axes) == 1 else None), (cause,))
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ def compare(wanted: Path, reference: Path, rounding: Path, same_samples: bool = 
     """Compare the recordings in three folders; with ``same_samples`` replicas may train on the same samples."""
     found = Run(wanted)
     expected, noisy = Run(reference, found), Run(rounding, found)
-    findings: list[Finding] = list(_at_start(found))
+    findings: list[Deviation] = list(_at_start(found))
     errors: list[Error] = []
     missing = sorted(found.start.keys() - expected.names)
     notes = [f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"] if missing else []
@@ -388,7 +390,7 @@ def compare(wanted: Path, reference: Path, rounding: Path, same_samples: bool = 
         unlike |= dict.fromkeys(row.name for row in rows if not row.errors)
         rows = [row for row in rows if row.errors]
         right = {row.name for row in rows if row.kind == REDUCED and max(row.errors.values()) <= allowed(row)}
-        suspects: list[Finding] = []
+        suspects: list[Deviation] = []
         for row in rows:
             limit = allowed(row)
             if limit >= _USELESS or (row.kind in (WEIGHT, MASTER) and uncertain.get(row.name, _CERTAIN).all()):
@@ -403,7 +405,7 @@ def compare(wanted: Path, reference: Path, rounding: Path, same_samples: bool = 
                 continue
             where, axis = place_of(bad, row.errors, found)
             worst = max(row.errors.values())
-            suspects.append(Finding(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit))
+            suspects.append(Deviation(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit))
             if not row.is_partial_sum:
                 findings += suspects
                 suspects.clear()
@@ -440,7 +442,7 @@ def _add(found: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> No
 class Allowed:
     """The error that rounding allows for a tensor: a multiple of its measured error, or of the median of its kind."""
 
-    def __init__(self, rows: Iterable[Row], dtype: str, of_norm: float = 0.0) -> None:
+    def __init__(self, rows: Iterable[ComparedTensor], dtype: str, of_norm: float = 0.0) -> None:
         self.of_norm, self.growth = of_norm, 1.0
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
         measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
@@ -452,7 +454,7 @@ class Allowed:
             kinds[kind].append(error)
         self.medians = {kind: median(found) for kind, found in kinds.items()}
 
-    def __call__(self, row: Row) -> float:
+    def __call__(self, row: ComparedTensor) -> float:
         if row.kind == SKIPPED:
             return EXACT
         measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0)) * self.growth
@@ -483,7 +485,7 @@ def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str,
     return f"ranks {sorted(wrong)}", None
 
 
-def _at_start(found: Run) -> Iterator[Finding]:
+def _at_start(found: Run) -> Iterator[Deviation]:
     """Yield weights that no rank has, replicas that start differently, and slices that start with equal values."""
     held: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
     sizes = {}
@@ -497,7 +499,7 @@ def _at_start(found: Run) -> Iterator[Finding]:
             cause = "the ranks have the same slice or experts twice, and others not at all: a wrong group"
             holders = tuple(rank for rank, weights in enumerate(found.starts) if name in weights)
             where = f"all ranks together have {share:.3g} of it"
-            yield Finding(-1, START, name, holders, where, None, (cause,))
+            yield Deviation(-1, START, name, holders, where, None, (cause,))
             return
     yield from _unequal(found, found.replicas, -1)
     by_place: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -511,11 +513,11 @@ def _at_start(found: Run) -> Iterator[Finding]:
         is_sliced = len(ranks) > 1 and len(set(map(places, parts))) == len(parts)
         if is_sliced and all(torch.equal(values[0], one) for one in values) and values[0].unique().numel() > 1:
             cause = "different random state: ranks along 'model' drew equal values for different slices"
-            yield Finding(-1, START, name, tuple(ranks), "all slices are equal", MODEL, (cause,))
+            yield Deviation(-1, START, name, tuple(ranks), "all slices are equal", MODEL, (cause,))
             return
 
 
-def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
+def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Deviation]:
     """Yield the first tensor that must be equal on several ranks and is not."""
     values: dict[tuple[Any, ...], dict[int, tuple[Any, ...]]] = defaultdict(dict)
     for rank, rows in enumerate(replicas):
@@ -535,11 +537,11 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
                 cause = "different random state, as by other seeds, or a weight loaded or changed on some ranks only"
             else:
                 cause = "a rank skipped or repeated a step, or changed or lost an update"
-            yield Finding(number, REPLICAS, name, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,))
+            yield Deviation(number, REPLICAS, name, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,))
             return
 
 
-def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:
+def _undecided(mine: RecordedStep, theirs: RecordedStep, is_different: bool) -> Iterator[str]:
     if is_different and any(record["is_random"] for record in (*mine.ranks, *theirs.ranks)):
         yield "the model draws random numbers, such as dropout: give --no-dropout, or set it to 0"
     is_last = theirs.number == theirs.run.steps - 1
@@ -547,7 +549,7 @@ def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:
         yield "the last step was skipped because of an overflow: give a smaller initial loss scale, or more --steps"
 
 
-def _explained(findings: Sequence[Finding], mine: Step, theirs: Step) -> Finding:
+def _explained(findings: Sequence[Deviation], mine: RecordedStep, theirs: RecordedStep) -> Deviation:
     """Return the first finding with its causes."""
     first = findings[0]
     if first.causes:

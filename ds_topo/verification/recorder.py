@@ -613,9 +613,9 @@ class Run:
         """The whole first weights."""
         return whole_tensors(self.starts) if self._wanted is None else self._wanted.start
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> RecordedStep:
         """Return the records of one step."""
-        return Step(self, number, [torch.load(one / f"step_{number}.pt", mmap=True) for one in self.folders])
+        return RecordedStep(self, number, [torch.load(one / f"step_{number}.pt", mmap=True) for one in self.folders])
 
     def degree(self, axis: str) -> int:
         """Return the degree of an axis."""
@@ -627,7 +627,7 @@ class Run:
         return {axis for axis in here if here[axis] != there[axis]}
 
 
-class Step:
+class RecordedStep:
     """The records of all ranks in one step."""
 
     def __init__(self, run: Run, number: int, ranks: list[dict[str, Any]]) -> None:
@@ -688,7 +688,7 @@ class Step:
             groups[self.run.share_of[rank], self.run.coordinates[rank].get(MODEL, 0)].append(rank)
         return list(groups.values())
 
-    def clipping(self, rank: int, reference: Step) -> tuple[float, float | None]:
+    def clipping(self, rank: int, reference: RecordedStep) -> tuple[float, float | None]:
         """Return the factor by which a rank's gradients were clipped, and the norm that it reports or clips by.
 
         DeepSpeed clips by the norm of scaled or of unscaled gradients, and does not report every norm. The factor is

@@ -63,7 +63,7 @@ _KEPT = 64
 """The number of step comparisons that stay in the store, since ranks come to them at different beats."""
 
 
-class Finding(NamedTuple):
+class RankFault(NamedTuple):
     """A fault of one rank, as a rank found it."""
 
     kind: int
@@ -85,9 +85,9 @@ def headline(world_size: int) -> str:
     return f"ds_topo watch: a fault in a job of {world_size} ranks."
 
 
-def message(findings: Iterable[Finding], world_size: int) -> str:
+def message(findings: Iterable[RankFault], world_size: int) -> str:
     """Describe the cause: the findings of the most telling kind, each rank once, and the first few in full."""
-    by_rank: dict[int, Finding] = {}
+    by_rank: dict[int, RankFault] = {}
     for finding in sorted(findings, key=lambda finding: finding[:2]):
         by_rank.setdefault(finding.rank, finding)
     first = min(finding.kind for finding in by_rank.values())
@@ -243,7 +243,7 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join(seconds)
 
-    def report(self, finding: Finding, suspects: Sequence[int] = ()) -> None:
+    def report(self, finding: RankFault, suspects: Sequence[int] = ()) -> None:
         """Report a finding to the other ranks at once, and any of the suspects that has ended."""
         self._requests.put(partial(self._tell, finding, suspects))
         self._wake.set()
@@ -351,7 +351,7 @@ class Heartbeat:
             self._blamed = self._neighbor
             self._tell(finding)
 
-    def _inquire(self, is_silent: bool) -> Iterator[Finding]:
+    def _inquire(self, is_silent: bool) -> Iterator[RankFault]:
         """Ask the neighbor's witness, and if the neighbor is gone, also those behind it: their host may be gone."""
 
         def is_evidence(state: State) -> bool:  # a process other than one that is gone must have been silent for long
@@ -398,10 +398,10 @@ class Heartbeat:
             return range(self._ring.world_size)
         return wait.ranks
 
-    def _held_up(self, ranks: Sequence[int], *, are_waited_for: bool) -> list[Finding]:
+    def _held_up(self, ranks: Sequence[int], *, are_waited_for: bool) -> list[RankFault]:
         """Find out why ranks do not come; return nothing if one may still come, or another rank may be awaited."""
         asked: dict[int, Beat] = {}
-        found: list[Finding] = []
+        found: list[RankFault] = []
         ahead, may_come = sorted(ranks), False
         while ahead and len(asked) < _CLOSURE:
             new = self._beats(ahead)
@@ -420,7 +420,7 @@ class Heartbeat:
         if found or may_come:
             return found if are_waited_for or not may_come else []
         waits = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
-        return [Finding(BLOCKED, self._ring.rank, f"{self._ring.here} {waits}")]
+        return [RankFault(BLOCKED, self._ring.rank, f"{self._ring.here} {waits}")]
 
     # -- findings and the verdict --------------------------------------------------------------------------------------
 
@@ -433,7 +433,7 @@ class Heartbeat:
             self._tell(self._has_ended(rank, self._beats([rank])[rank], "has ended before the others"))
         if not self._has_reported and self._alarmed < ring.limit + 2:
             return
-        findings = [Finding(*json.loads(line)) for line in self._store.get(ring.key("found")).splitlines()]
+        findings = [RankFault(*json.loads(line)) for line in self._store.get(ring.key("found")).splitlines()]
         is_conclusive = any(finding.kind <= CONCLUSIVE for finding in findings)
         if self._alarmed >= (ring.interval if is_conclusive else ring.limit):
             blamed = {finding.rank for finding in findings if finding.kind <= CONCLUSIVE}
@@ -442,7 +442,7 @@ class Heartbeat:
             text = json.dumps(Verdict(message(findings, ring.world_size), speaker, absent))
             self.verdict = Verdict(*json.loads(self._store.compare_set(ring.key("verdict"), "", text)))
 
-    def _tell(self, finding: Finding, suspects: Sequence[int] = ()) -> None:
+    def _tell(self, finding: RankFault, suspects: Sequence[int] = ()) -> None:
         """Add a finding to the store and raise the alarm."""
         self._has_reported = True
         ring = self._ring
@@ -453,12 +453,12 @@ class Heartbeat:
             if beat.state == HAS_ENDED:
                 self._tell(self._has_ended(rank, beat))
 
-    def _has_ended(self, rank: int, beat: Beat, what: str = "has ended while others wait for it") -> Finding:
+    def _has_ended(self, rank: int, beat: Beat, what: str = "has ended while others wait for it") -> RankFault:
         return self._finding(ENDED, rank, what, beat)
 
-    def _finding(self, kind: int, rank: int, what: str, beat: Beat) -> Finding:
+    def _finding(self, kind: int, rank: int, what: str, beat: Beat) -> RankFault:
         seen = f"It was last seen {beat.doing}.\n  Noticed by {self._ring.here}, {self._look()}."
-        return Finding(kind, rank, f"{beat.named(rank)} {what}.\n  {seen}")
+        return RankFault(kind, rank, f"{beat.named(rank)} {what}.\n  {seen}")
 
     def _own(self, doing: Activity) -> Beat:
         return Beat(self._number, self.state, self._ring.host, os.environ.get(COORDINATE, ""), doing)

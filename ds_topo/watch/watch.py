@@ -50,7 +50,7 @@ from ds_topo.torch_names import (
 )
 from ds_topo.watch import heartbeat
 from ds_topo.watch.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
-from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict
+from ds_topo.watch.heartbeat import Heartbeat, RankFault, Ring, Verdict
 from ds_topo.watch.witness import State, Witness, ask
 
 DEFAULT_LIMIT = 30.0
@@ -344,7 +344,7 @@ class Watch:
         if self.verdict is None:
             kind = heartbeat.TRANSPORT if is_consequence else heartbeat.FAILED
             what = f"{'could not reach others' if is_consequence else 'has failed'}: {first_line(error)}"
-            found = Finding(kind, self._ring.rank, f"{self._ring.here} {what}.\n  It was {doing}.")
+            found = RankFault(kind, self._ring.rank, f"{self._ring.here} {what}.\n  It was {doing}.")
             self._heart.report(found, doing.wait.ranks if doing.wait and is_consequence else ())
         if not isinstance(error, KeyboardInterrupt):
             self._await_verdict(self.limit + 3 if is_consequence else 3 * self._ring.interval + 1)

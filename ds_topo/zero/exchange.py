@@ -117,7 +117,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Copies:
+class PartitionHolders:
     """The groups of a rank whose partition other ranks hold, too."""
 
     group: ProcessGroup
@@ -131,7 +131,7 @@ class Copies:
         return dist.get_world_size(self.group)
 
 
-def exchange_of(group: ProcessGroup, device: torch.device, copies: Copies | None = None) -> Exchange:
+def exchange_of(group: ProcessGroup, device: torch.device, copies: PartitionHolders | None = None) -> Exchange:
     """Return the fastest exchange for tensors on a device; the first call is collective.
 
     Args:
@@ -144,7 +144,9 @@ def exchange_of(group: ProcessGroup, device: torch.device, copies: Copies | None
         return Exchange()
     if not traits_of(everyone, device).tagged_messages:
         return CollectiveExchange(group, None if copies is None else copies.group, device)
-    place = Place(socket.gethostname(), dist.get_rank(group), 0 if copies is None else dist.get_rank(copies.group))
+    place = ExchangeMember(
+        socket.gethostname(), dist.get_rank(group), 0 if copies is None else dist.get_rank(copies.group)
+    )
     key = () if copies is None else tuple(dist.get_process_group_ranks(copies.group))
     return _peer_exchange(everyone, key, lambda: gathered(place, everyone))
 
@@ -164,7 +166,7 @@ def two_level_exchange(group: ProcessGroup, hosts: Mapping[int, str], device: to
     """
     if traits_of(group, device).tagged_messages:
         names = tuple(hosts.values())
-        return _peer_exchange(group, names, lambda: [Place(host, rank) for rank, host in enumerate(names)])
+        return _peer_exchange(group, names, lambda: [ExchangeMember(host, rank) for rank, host in enumerate(names)])
     inner, outer = two_level_ranks(list(hosts), hosts, dist.get_rank())
     groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
     table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
@@ -174,7 +176,9 @@ def two_level_exchange(group: ProcessGroup, hosts: Mapping[int, str], device: to
     return CollectiveExchange(inside, across, device, created)
 
 
-def _peer_exchange(group: ProcessGroup, key: tuple[object, ...], places: Callable[[], Sequence[Place]]) -> PeerExchange:
+def _peer_exchange(
+    group: ProcessGroup, key: tuple[object, ...], places: Callable[[], Sequence[ExchangeMember]]
+) -> PeerExchange:
     known = _by_group.setdefault(group, {})
     if key not in known:
         known[key] = PeerExchange(group, places(), lane=len(known))
@@ -252,7 +256,7 @@ class CollectiveExchange(Exchange):
 
 
 @dataclass(frozen=True)
-class Place:
+class ExchangeMember:
     """The place of one rank in an exchange."""
 
     host: str
@@ -321,7 +325,7 @@ def rounds_of(rank: int, hosts: Sequence[str], slices: Mapping[int, tuple[int, .
     ]
 
 
-def rounds_over_copies(rank: int, places: Sequence[Place]) -> tuple[Rounds, Rounds]:
+def rounds_over_copies(rank: int, places: Sequence[ExchangeMember]) -> tuple[Rounds, Rounds]:
     """Return the rounds of a reduce-scatter for one rank, among the partitions and among the copies of its own.
 
     A partition is cut into one slice per copy, and slice ``partition * copies + copy`` belongs to one rank. After the
@@ -333,11 +337,11 @@ def rounds_over_copies(rank: int, places: Sequence[Place]) -> tuple[Rounds, Roun
         rank: the rank within the group.
         places: the place of every rank of the group.
 
-    >>> places = [Place("a", 0, 0), Place("a", 1, 0), Place("b", 0, 1), Place("b", 1, 1)]
+    >>> places = [ExchangeMember(*place) for place in [("a", 0, 0), ("a", 1, 0), ("b", 0, 1), ("b", 1, 1)]]
     >>> inside, across = rounds_over_copies(0, places)
     >>> inside, across
     ([[Peer(rank=1, theirs=(2, 3), mine=(0, 1))]], [[Peer(rank=2, theirs=(1,), mine=(0,))]])
-    >>> rounds_over_copies(0, [Place("a", 0), Place("a", 1)])
+    >>> rounds_over_copies(0, [ExchangeMember("a", 0), ExchangeMember("a", 1)])
     ([[Peer(rank=1, theirs=(1,), mine=(0,))]], [])
     """
     own, hosts = places[rank], [place.host for place in places]
@@ -367,7 +371,7 @@ class PeerExchange(Exchange):
         lane: the number of other exchanges of the same group, whose messages have other tags.
     """
 
-    def __init__(self, group: ProcessGroup, places: Sequence[Place], lane: int = 0) -> None:
+    def __init__(self, group: ProcessGroup, places: Sequence[ExchangeMember], lane: int = 0) -> None:
         self.slices = dist.get_world_size(group)
         self._inside, self._across = rounds_over_copies(dist.get_rank(group), places)
         self._worker = _Worker(group, lane)

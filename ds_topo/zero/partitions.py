@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.torch_names import ReduceOp
-from ds_topo.zero.exchange import Copies, Exchange, Pending, exchange_of
+from ds_topo.zero.exchange import Exchange, PartitionHolders, Pending, exchange_of
 
 ALIGNMENT = 2
 """The number of elements that slices are a multiple of, as DeepSpeed's partitions."""
@@ -245,7 +245,7 @@ class PartitionedGradients:
         keeps: bool,
         whole: Collection[int] = (),
         memory: torch.Tensor | None = None,
-        copies: Copies | None = None,
+        copies: PartitionHolders | None = None,
         ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layout, self.group, self.keeps, self.whole = layout, group, keeps, frozenset(whole)

@@ -24,7 +24,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, us
 from ds_topo.engine import hybrid_sharding
 from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
-from ds_topo.zero.exchange import _PIECES_UNDER_WAY, Copies, _Worker
+from ds_topo.zero.exchange import _PIECES_UNDER_WAY, PartitionHolders, _Worker
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,
     SITUATIONS,
@@ -109,7 +109,7 @@ class _Zero3:
 def test_gradients_of_zero_3_are_summed_over_the_copies_once_in_a_step(rank: int, offloads: bool) -> None:
     with fake_world(rank, 4), PipelineParallelGrid("data=2,shard=2") as grid:
         group = grid.get_group("shard")
-        copies = Copies(grid.get_group("data"), grid.get_data_parallel_group())
+        copies = PartitionHolders(grid.get_group("data"), grid.get_data_parallel_group())
         optimizer: Any = _Zero3(group, offloads)
         # The second parameter has one element, which is in the first partition.
         parameters = [

@@ -13,7 +13,7 @@ import torch
 
 from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
 from ds_topo.verification.__main__ import uses_ds_topo
-from ds_topo.verification.comparison import Allowed, Report, Row, change_errors, compare, error_of_norm
+from ds_topo.verification.comparison import Allowed, ComparedTensor, Report, change_errors, compare, error_of_norm
 from ds_topo.verification.recorder import digest_of_samples, with_rounding_errors
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
@@ -368,14 +368,14 @@ def test_error_of_a_norm_grows_with_the_number_of_gradients() -> None:
     """A norm of gradients of millions of parameters in fp32 has an error that no other run of the same kind shows."""
     small, large = (error_of_norm({"weight": torch.randn(size) * 1e-3}) for size in (10_000, 4_000_000))
     assert small < 1e-6 < 1e-5 < large < 1e-3
-    assert Allowed([], "float32", large)(Row("norm", "", {})) == 5 * large
-    assert Allowed([], "float32", large)(Row("output", "layer", {})) == 1e-5
+    assert Allowed([], "float32", large)(ComparedTensor("norm", "", {})) == 5 * large
+    assert Allowed([], "float32", large)(ComparedTensor("output", "layer", {})) == 1e-5
 
 
 def test_later_steps_are_allowed_twice_the_measured_rounding() -> None:
-    allowed = Allowed([Row("output", "layer", {0: 1e-4})], "float32")
-    first, allowed.growth = allowed(Row("output", "layer", {})), 2.0
-    assert (first, allowed(Row("output", "layer", {}))) == (5e-4, 1e-3)
+    allowed = Allowed([ComparedTensor("output", "layer", {0: 1e-4})], "float32")
+    first, allowed.growth = allowed(ComparedTensor("output", "layer", {})), 2.0
+    assert (first, allowed(ComparedTensor("output", "layer", {}))) == (5e-4, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

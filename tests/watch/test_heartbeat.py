@@ -21,8 +21,8 @@ from ds_topo.watch.heartbeat import (
     GONE,
     HAS_FAILED,
     TRANSPORT,
-    Finding,
     Heartbeat,
+    RankFault,
     Ring,
     blocked,
     message,
@@ -114,8 +114,8 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield entered
 
 
-def finding(kind: int, rank: int, what: str) -> Finding:
-    return Finding(kind, rank, f"rank {rank} on node{rank} {what}.")
+def finding(kind: int, rank: int, what: str) -> RankFault:
+    return RankFault(kind, rank, f"rank {rank} on node{rank} {what}.")
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_a_failed_rank_is_not_taken_for_dead(stack: ExitStack) -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def numbered(kind: int, rank: int) -> Finding:
+def numbered(kind: int, rank: int) -> RankFault:
     who = named(rank, f"node{rank // 8}", f"data={rank}")
     seen = "It was last seen after 3 steps.\n  Noticed by rank 0 on node0, after 4 steps."
-    return Finding(kind, rank, f"{who} did {kind}.\n  {seen}")
+    return RankFault(kind, rank, f"{who} did {kind}.\n  {seen}")
 
 
 def test_a_message_describes_only_the_most_telling_cause() -> None:

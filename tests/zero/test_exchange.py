@@ -18,7 +18,14 @@ from packaging.version import Version
 
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.zero.exchange import CollectiveExchange, Copies, Exchange, PeerExchange, Place, exchange_of
+from ds_topo.zero.exchange import (
+    CollectiveExchange,
+    Exchange,
+    ExchangeMember,
+    PartitionHolders,
+    PeerExchange,
+    exchange_of,
+)
 from ds_topo.zero.partitions import PartitionLayout, moved
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
@@ -83,9 +90,9 @@ def _all_reduces(exchange: PeerExchange) -> None:
             assert torch.equal(flat, total)
 
 
-def _on_hosts(hosts: str) -> list[Place]:
+def _on_hosts(hosts: str) -> list[ExchangeMember]:
     """Return the places of ranks without copies, on hosts with names of one letter."""
-    return [Place(host, rank) for rank, host in enumerate(hosts)]
+    return [ExchangeMember(host, rank) for rank, host in enumerate(hosts)]
 
 
 WAYS: dict[str, Make] = {
@@ -110,7 +117,7 @@ def _over_copies(order: Sequence[str]) -> None:
     """Sum over partitions and copies. Some ranks know further tensors before others do."""
     with ProcessGrid(",".join(f"{axis}=2" for axis in order)) as grid:
         group = grid.get_group("shard")
-        copies = Copies(grid.get_group("data"), grid.get_data_parallel_group())
+        copies = PartitionHolders(grid.get_group("data"), grid.get_data_parallel_group())
         own, partners = dist.get_rank(group), sum(grid.get_ranks("shard"))
         for exchange in (exchange_of(group, torch.device("cpu"), copies), CollectiveExchange(group, copies.group, CPU)):
             for over_copies, expected in ((True, 6), (False, partners)):
@@ -132,7 +139,9 @@ def _over_copies(order: Sequence[str]) -> None:
 
 def _alone_in_shard() -> None:
     with ProcessGrid("data=2,shard=1") as grid:
-        exchange = exchange_of(grid.get_group("shard"), CPU, Copies(grid.get_group("data"), grid.get_group("data")))
+        exchange = exchange_of(
+            grid.get_group("shard"), CPU, PartitionHolders(grid.get_group("data"), grid.get_group("data"))
+        )
         flat = torch.ones(4)
         exchange.gather(flat).wait()
         exchange.reduce_scatter(flat, over_copies=False).wait()

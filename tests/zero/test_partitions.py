@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_topo.zero.exchange import Copies, rounds_of
+from ds_topo.zero.exchange import PartitionHolders, rounds_of
 from ds_topo.zero.partitions import ALIGNMENT, PartitionedGradients, PartitionLayout, moved
 from tests.support.fake_world import fake_world
 
@@ -202,7 +202,7 @@ def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
             world,
             torch.float32,
             keeps=keeps,
-            copies=Copies(world, world),
+            copies=PartitionHolders(world, world),
             ends_step=lambda: ends_step,
         )
         (region,) = layout.regions
