@@ -85,6 +85,10 @@ class CoordinateError(TopologyError, AssertionError):
     """A coordinate is outside its axis. DeepSpeed fails an assertion."""
 
 
+class MissingWorldSizeError(TopologyError):
+    """A degree is -1, what is left of the world, and the number of ranks was not given."""
+
+
 class WorldSizeError(TopologyError, AssertionError, RuntimeError):
     """The product of the degrees is not the number of processes. DeepSpeed fails an assertion, or raises."""
 

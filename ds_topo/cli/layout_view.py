@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ds_topo.cli.shared import counted, new_figure, save_figure, say, table_of
-from ds_topo.errors import TopologyError, UnknownAxisError
+from ds_topo.errors import MissingWorldSizeError, TopologyError, UnknownAxisError
 from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size
 from ds_topo.launch.placement import Placement
@@ -73,9 +73,7 @@ class LayoutView:
             try:
                 topology = ProcessTopology.from_spec(spec)
                 check_size(topology.world_size())
-            except TopologyError as error:
-                if "needs world_size=" not in str(error):
-                    raise
+            except MissingWorldSizeError:
                 raise TopologyError(
                     f"{text}: one degree is -1, what is left of the slots: give --hostfile FILE, "
                     "--hosts N --slots M, or --slurm"

@@ -174,7 +174,8 @@ def _ranks_of(mpu: Any, question: str) -> list[int] | None:
 def check_programs(model: nn.Module, grid: MpuGrid) -> None:
     """Compare the parallel states that a model's layers may use, such as ``megatron.mpu``, with the grid.
 
-    The function searches the packages that define the layers, and the names in the layers' own files.
+    The function searches the packages that define the layers, and the names in the layers' own files: layers call the
+    functions of a parallel state by the names of its module, and no attribute of theirs refers to it.
 
     Raises:
         TopologyError: a parallel state joins other ranks, or GPT-NeoX uses a grid with DeepSpeed's meaning of model

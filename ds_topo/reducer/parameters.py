@@ -303,6 +303,8 @@ def check_module(module: object) -> None:
 def is_held_by(module: nn.Module, kind: type, attribute: str) -> bool:
     """Return True if an existing object holds the module as its attribute or submodule ``module``.
 
+    A wrapper such as DDP leaves no mark on the module, so the garbage collector is asked which objects refer to it.
+
     Args:
         module: the module.
         kind: the class of the object.

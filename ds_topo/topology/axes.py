@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ds_topo.errors import TopologyError, UnknownAxisError, WorldSizeError, abridged, warn
+from ds_topo.errors import MissingWorldSizeError, TopologyError, UnknownAxisError, WorldSizeError, abridged, warn
 
 PIPE, DATA, MODEL, SEQ, EXPERT, SHARD = "pipe", "data", "model", "seq", "expert", "shard"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)
@@ -239,7 +239,9 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
     if left_out:
         known = [size for position, size in enumerate(sizes) if position not in left_out]
         if world_size is None:
-            raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree")
+            raise MissingWorldSizeError(
+                f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree"
+            )
         world_size = _checked_world_size(world_size)
         if world_size % prod(known):
             raise WorldSizeError(
