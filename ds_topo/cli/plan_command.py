@@ -25,14 +25,14 @@ from ds_topo.cli.shared import (
     write_file,
 )
 from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
-from ds_topo.planner import hardware
-from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
-from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
-from ds_topo.planner.model import Model, read_model, transformer
-from ds_topo.planner.published_runs import judge, read_rows
-from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
-from ds_topo.planner.stages import Costs
+from ds_topo.plan import hardware
+from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
+from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, Machine
+from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
+from ds_topo.plan.model import Model, read_model, transformer
+from ds_topo.plan.published_runs import judge, read_rows
+from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
+from ds_topo.plan.stages import Costs
 from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -349,7 +349,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
     """
     from ds_topo.launch.joining import join
     from ds_topo.launch.launchers import detect_launch
-    from ds_topo.measurement.calibrate import calibrate
+    from ds_topo.plan.calibrate import calibrate
 
     try:
         launch = detect_launch()

@@ -16,13 +16,13 @@ from rich.table import Table
 
 from ds_topo.cli.shared import new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
-from ds_topo.planner import explain
-from ds_topo.planner.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, Layout, Recompute
-from ds_topo.planner.model import transformer
-from ds_topo.planner.published_runs import Verdict
-from ds_topo.planner.search import Found, Plan, orders_of
-from ds_topo.planner.stages import BUCKET_PARAMETERS, Costs
-from ds_topo.planner.step_time import GRADIENTS, layout_spans, two_level_pays
+from ds_topo.plan import explain
+from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, Layout, Recompute
+from ds_topo.plan.model import transformer
+from ds_topo.plan.published_runs import Verdict
+from ds_topo.plan.search import Found, Plan, orders_of
+from ds_topo.plan.stages import BUCKET_PARAMETERS, Costs
+from ds_topo.plan.step_time import GRADIENTS, layout_spans, two_level_pays
 from ds_topo.topology.axes import DATA, SHARD
 
 LEARNING_RATE = 3e-3

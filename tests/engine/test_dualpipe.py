@@ -24,8 +24,8 @@ from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
 from ds_topo.ledger import find, is_absent
 from ds_topo.mpu.differences import StockDualPipeVModule as StockModule
-from ds_topo.planner.stages import chunks_in_flight
-from ds_topo.planner.step_time import mirrored_bubble
+from ds_topo.plan.stages import chunks_in_flight
+from ds_topo.plan.step_time import mirrored_bubble
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BATCH, batch, pipeline, train
 from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config, own_samples

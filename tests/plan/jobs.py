@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from ds_topo.planner.hardware import Speeds, accelerator_of, cluster_of
-from ds_topo.planner.job import BF16, DEEPSPEED, Job, Layout, Precision, Software, layout_problem
-from ds_topo.planner.model import transformer
-from ds_topo.planner.search import Wanted, orders, possible_degrees, schedules, zero_stages
+from ds_topo.plan.hardware import Speeds, accelerator_of, cluster_of
+from ds_topo.plan.job import BF16, DEEPSPEED, Job, Layout, Precision, Software, layout_problem
+from ds_topo.plan.model import transformer
+from ds_topo.plan.search import Wanted, orders, possible_degrees, schedules, zero_stages
 from ds_topo.topology.axes import DATA, SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 

@@ -2,18 +2,20 @@
 
 =====================  ==============================================================================================
 ``model``              the size of a model, from numbers by hand or from a ``config.json``
-``hardware``           accelerators, links and hosts, from tables or from measurements
+``live_module``        the size of a live module, measured on the meta device
+``hardware``           GPUs, links and hosts, from tables or from measurements
+``calibrate``          measurements of the GPUs at hand
 ``job``                a job (model, cluster, batch, precision, program), a layout of it, and the rules for layouts
-``work``               the matrix products, memory traffic, messages and kept bytes of each kind of layer, and seconds
-``stages``             the stages of a pipeline, the work of their pieces, and the bytes of a rank at its peak
+``work``               the matrix products, memory traffic and messages of each kind of layer, and their seconds
+``stages``             the stages of a pipeline, and the cost of their pieces
+``memory``             the bytes of a rank at its peak
 ``step_time``          the hosts that groups span, the seconds of their collectives, and those of a step
 ``search``             the best layouts, and the smallest cluster that fits
 ``explain``            every term in words, and the bytes between hosts
-``published_runs``     predictions of published runs
 =====================  ==============================================================================================
 
-Read ``job`` first, then ``step_time``. The package needs the standard library only. ``examples/plan.md`` lists the
-formulas and their sources.
+Read ``job`` first, then ``memory`` and ``step_time``. All but ``live_module`` and ``calibrate`` need the standard
+library only. ``examples/plan.md`` lists the formulas and their sources.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ from itertools import permutations, product
 from math import ceil, gcd, inf
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.job import AXES, Job, Layout, Recompute, degree_problems, layout_problem
-from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
-from ds_topo.planner.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
+from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.job import AXES, Job, Layout, Recompute, degree_problems, layout_problem
+from ds_topo.plan.memory import MemoryUse, largest_states, memory_use
+from ds_topo.plan.stages import Costs
+from ds_topo.plan.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 

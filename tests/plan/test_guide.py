@@ -34,5 +34,5 @@ def test_guide_has_three_examples() -> None:
 def test_guide_names_every_module_that_has_a_formula() -> None:
     text = GUIDE.read_text()
     for name in ("model", "work", "stages", "step_time"):
-        assert (ROOT / "ds_topo/planner" / f"{name}.py").exists()
+        assert (ROOT / "ds_topo/plan" / f"{name}.py").exists()
         assert f"`{name}`" in text

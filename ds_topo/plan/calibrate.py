@@ -1,27 +1,24 @@
-"""Measure the machine at hand for the planner: products, attention, memory, update, links.
+"""Measure the GPUs at hand for the planner: products, attention, memory, update, links.
 
-Under a launcher every rank takes part. All compute at the same time, so that ranks which share processors measure their
-share, and the links between hosts are measured too.
+Under a launcher every rank takes part. All measure at the same time, and the links between hosts are measured too.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from ds_topo.backends import current_device, synchronize, traits_of
-from ds_topo.planner.hardware import Link, Machine, Speeds, cluster_of
-from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
-from ds_topo.planner.model import transformer
-from ds_topo.planner.stages import Costs
+from ds_topo.backends import current_device, synchronize
+from ds_topo.plan.hardware import Link, Machine, Speeds, cluster_of
+from ds_topo.plan.job import DEEPSPEED, FP32, Job, Layout
+from ds_topo.plan.model import transformer
+from ds_topo.plan.stages import Costs
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.process_topology import ProcessTopology
@@ -29,82 +26,58 @@ from ds_topo.topology.rank_tables import RankGroup
 
 ROUNDS, MESSAGE_ROUNDS, BLOCK_ROUNDS = 15, 5, 5
 MESSAGE_BYTES = 8 << 20
-SMALL_PRODUCT, LARGE_PRODUCT = (512, 512, 64), (512, 512, 1024)
+SMALL_PRODUCT, LARGE_PRODUCT = (8192, 8192, 256), (8192, 8192, 4096)
 """Rows, columns and depth of the measured products."""
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_SHAPE = (4, 4, 256, 64)
 """Sequences, heads, positions, and features of a head."""
-SMALL_ATTENTION = 32, 16
-"""Positions, and features of a head."""
 VECTOR = 1 << 21
 UPDATED_PARAMETERS = 1 << 21
-
-
 TINY, LARGE = (1, 8, 32, 2), (16, 256, 128, 4)
-"""Sequences, positions, hidden width and heads of the measured transformer blocks.
-
-The activations of the large block exceed the caches, as those of programs do.
-"""
+"""Sequences, positions, hidden width and heads of the measured transformer blocks."""
 
 
 def calibrate() -> Machine:
-    """Measure this machine. Collective over the process group, if there is one; every rank gets the same result."""
+    """Measure the GPUs. Collective over the process group, if there is one; every rank gets the same result."""
     device = current_device()
+    speeds = _measure_speeds(device)
     if not dist.is_initialized():
-        on_gpu = device.type != "cpu"
-        slots = torch.accelerator.device_count() if on_gpu else 1
-        return Machine(1, slots, _measure_speeds(device, float(slots if on_gpu else os.cpu_count() or 1)))
+        return Machine(1, torch.accelerator.device_count(), speeds)
+    speeds, *_ = gathered(speeds)
     teams: dict[str, list[int]] = {}
     for rank, name in enumerate(gathered(socket.gethostname())):
         teams.setdefault(name, []).append(rank)
     hosts = list(teams.values())
-    step = _block_step(LARGE, device)
-    _rate(step, device, 1.0)  # the first second of a process is slow: its memory was never touched
-    together = fmean(gathered(_rate(step, device, 2.0)))
-    alone = _best_alone(lambda: _rate(step, device, 0.5))
-    ranks = dist.get_world_size()
-    processors = min(float(ranks), ranks * together / alone, _processors(device))
-    # the speeds of a rank that has a processor for itself: if ranks share processors, rank 0 measures alone
-    shared = processors <= 0.9 * ranks
-    if shared:
-        dist.barrier()
-    speeds, *_ = gathered(None if shared and dist.get_rank() else _measure_speeds(device, processors))
     inside, across = _links(device, hosts)
     return Machine(len(hosts), len(hosts[0]), speeds, inside, across, _start_seconds(device, inside, across))
 
 
-def _measure_speeds(device: torch.device, processors: float) -> Speeds:
-    """Measure this process's device."""
-    on_gpu = device.type != "cpu"
-    formats = {"fp32": torch.float32}
-    if on_gpu:
-        formats |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+def name_and_memory(device: torch.device) -> tuple[str, float]:
+    """Return the name of a GPU, and the bytes of its memory."""
+    gpus = torch.get_device_module(device)
+    return str(gpus.get_device_name(device)), float(gpus.get_device_properties(device).total_memory)
+
+
+def _measure_speeds(device: torch.device) -> Speeds:
+    """Measure this process's GPU."""
+    name, memory = name_and_memory(device)
     flops: dict[str, float] = {}
     depth = 0
-    for name, dtype in formats.items():
+    for number_format, dtype in FORMATS.items():
         small, large = (_product_rate(device, shape, dtype) for shape in (SMALL_PRODUCT, LARGE_PRODUCT))
         shallow, deep = SMALL_PRODUCT[2], LARGE_PRODUCT[2]
         depth = round(_half_at(small, large, shallow, deep))
-        flops[name] = large * (deep + depth) / deep
+        flops[number_format] = large * (deep + depth) / deep
     bandwidth = _memory_bandwidth(device)
-    attention, half = _attention(device, formats.get("bf16", torch.float32))
-    world = dist.group.WORLD
-    # jobs of a GPU that is measured without a group, so in one process, communicate by NCCL
-    uses_nccl = on_gpu and (world is None or not traits_of(world, device).uses_sockets)
-    host_memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kernels = Speeds(
-        name=str(torch.get_device_module(device).get_device_name(device)) if on_gpu else "CPU",
-        transport="nccl" if uses_nccl else "gloo",
+        name=name,
         product_flops=flops,
         depth=depth,
-        attention_flops=attention,
+        attention_flops=_attention_flops(device),
         memory_bandwidth=bandwidth,
         kernel_seconds=0.0,
         update_bytes=_update_seconds(device) * bandwidth / UPDATED_PARAMETERS,
-        memory_bytes=float(torch.get_device_module(device).get_device_properties(device).total_memory)
-        if on_gpu
-        else host_memory,
-        processors=processors,
-        attention_half=half,
+        memory_bytes=memory,
     )
     return _with_blocks_measured(kernels, device)
 
@@ -182,8 +155,6 @@ def _best(device: torch.device, work: Callable[[], object], calls: int = 1, roun
 
 def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
     rows, columns, depth = shape
-    if device.type != "cpu":  # a GPU needs larger products to be busy
-        rows, columns, depth = 16 * rows, 16 * columns, 4 * depth
     left = torch.randn(rows, depth, device=device).to(dtype)
     right = torch.randn(columns, depth, device=device).to(dtype)
     seconds = _best(device, lambda: torch.nn.functional.linear(left, right), calls=4)
@@ -201,23 +172,10 @@ def _half_at(small: float, large: float, less: int, more: int) -> float:
     return min(float(more), max(0.0, rise - 1) / curve) if curve > 0 else float(more)
 
 
-def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the FLOP/s of attention in forward and in backward, and the positions and features where they are half."""
-    ahead, back = _attention_flops(device, dtype, ATTENTION_SHAPE)
-    if device.type != "cpu":  # its table has the halves
-        return (ahead, back), (0.0, 0.0)
+def _attention_flops(device: torch.device) -> tuple[float, float]:
+    """Return the FLOP/s of attention in forward and in backward."""
     batch, heads, length, width = ATTENTION_SHAPE
-    short, narrow = SMALL_ATTENTION
-    of_short, _ = _attention_flops(device, dtype, (batch * length // short, heads, short, width))
-    of_narrow, _ = _attention_flops(device, dtype, (batch, heads, length, narrow))
-    half = _half_at(of_short, ahead, short, length), _half_at(of_narrow, ahead, narrow, width)
-    whole = (length + half[0]) / length * (width + half[1]) / width
-    return (ahead * whole, back * whole), half
-
-
-def _attention_flops(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[float, float]:
-    batch, heads, length, width = shape
-    query = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    query = torch.randn(ATTENTION_SHAPE, device=device).to(FORMATS["bf16"]).requires_grad_()
 
     def forward() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -254,27 +212,6 @@ def _update_seconds(device: torch.device) -> float:
         optimizer.step()
 
     return _best(device, update)
-
-
-def _processors(device: torch.device) -> float:
-    """Return the processors of all computers, for ranks on CPUs; collective.
-
-    Each computer counts once, even if its ranks take it for several hosts.
-    """
-    if device.type != "cpu":
-        return float("inf")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    computer = boot.read_text() if boot.exists() else socket.gethostname()
-    return float(sum(dict(gathered((computer, os.cpu_count() or 1))).values()))
-
-
-def _best_alone(measure: Callable[[], float]) -> float:
-    """Return the largest value that the first ranks measure one by one, while all others wait; collective."""
-    best = 0.0
-    for rank in range(min(2, dist.get_world_size())):
-        dist.barrier()
-        best = max(best, *gathered(measure() if dist.get_rank() == rank else 0.0))
-    return best
 
 
 def _links(device: torch.device, hosts: list[list[int]]) -> tuple[Link | None, Link | None]:

@@ -16,10 +16,10 @@ from itertools import pairwise
 from math import ceil, gcd, log2
 from typing import TypeAlias
 
-from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
-from ds_topo.planner.stages import Costs, PieceCost, Stage, Sum
-from ds_topo.planner.work import Cover, Pass, PassCost, Transfer
+from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
+from ds_topo.plan.stages import Costs, PieceCost, Stage, Sum
+from ds_topo.plan.work import Cover, Pass, PassCost, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
@@ -29,7 +29,7 @@ replicas of a parameter, the first and last stage, and the ranks that hold one p
 PASS_AXES = (MODEL, SEQ, EXPERT)
 """Axes whose messages a stage waits for within a pass."""
 TO_OWNERS, FROM_OWNERS = "sum_to_owners", "gather_from_owners"
-"""The operations of ``ds_topo.zero`` at ZeRO 1 and 2: a reduce_scatter and an all_gather, on gloo point to point."""
+"""The reduce_scatter and the all_gather of ``ds_topo.zero`` at ZeRO 1 and 2."""
 SAMPLED_HOSTS = 4
 """Irregular groups are counted on at most so many hosts; the others look like them."""
 PIPE_BARE = 0.25
@@ -173,77 +173,9 @@ def _ranks_on(host: int, world: int, slots: int) -> range:
     return range(host * slots, min((host + 1) * slots, world))
 
 
-def senders_on_one_link(spans: Spans) -> tuple[int, int]:
-    """Return how many stages send their collectives over one host's link, and how many independent replicas of each.
-
-    Both are 1 if no collective of a pass leaves a host. Replicas that exchange tokens with experts count as one.
-    """
-    crossing = [axis for axis in PASS_AXES if axis in spans and spans[axis].crosses]
-    if not crossing:
-        return 1, 1
-    replicas = 1 if EXPERT in crossing else spans[DATA].size // spans[DATA].hosts
-    return spans[PIPE].size // spans[PIPE].hosts, replicas
-
-
-def with_sends_shared(spans: Spans, share: float) -> dict[str, Span]:
-    """Return the spans with a share of the pipeline's sends to other hosts."""
-    return {**spans, PIPE: replace(spans[PIPE], forward_edges=spans[PIPE].forward_edges * share)}
-
-
-def with_link_shared(spans: Spans, share: float) -> dict[str, Span]:
-    """Return the spans with a share of the edges between hosts: those that are busy at the same time."""
-    return {
-        axis: replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
-        if axis in PASS_AXES and span.crosses
-        else span
-        for axis, span in spans.items()
-    }
-
-
-def response_of(senders: int, computing: float, sending: float) -> float:
-    """Return how much longer a message takes if several senders alternate on a link than if one has it alone.
-
-    Each sender computes for ``computing`` seconds, then sends for ``sending`` seconds if it has the link alone. This is
-    a closed queueing network (exact mean value analysis: Reiser and Lavenberg, 1980).
-
-    >>> response_of(3, computing=0.0, sending=1.0), response_of(1, 1.0, 1.0), response_of(2, 1.0, 1.0)
-    (3.0, 1.0, 1.5)
-    """
-    response = waiting = 0.0
-    for number in range(1, senders + 1):
-        response = 1 + waiting
-        waiting = number * response * sending / (computing + response * sending) if sending else 0.0
-    return response
-
-
-def shares_of_turns(stages: int, replicas: int, computing: float, sending: float, passes: int) -> tuple[float, float]:
-    """Return the shares of all senders' edges on a link that are busy while one sends.
-
-    The first share is for a stage's own passes, the second for passes of other stages that it waits for at the
-    beginning and at the end of a step.
-
-    While a stage works on m passes, one that comes d later works on m - d of them; on average over k stages d is
-    (k + 1) / 3. A link that is always busy carries k m passes in all; so k - 1 passes of waiting take (k + 1) / 3 times
-    as long as alone.
-
-    >>> shares_of_turns(2, 1, computing=0.0, sending=1.0, passes=4), shares_of_turns(2, 1, 1.0, 0.0, 8)
-    ((0.875, 0.5), (0.5, 0.5))
-    """
-    senders = stages * replicas
-    response = response_of(senders, computing, sending)
-    of_stages = max(0.0, 1 - (stages + 1) / 3 / passes), (stages - 2) / 3 / max(1, stages - 1)
-    others = ((replicas - 1 + (stages - 1) * replicas * overlap) / (senders - 1) for overlap in of_stages)
-    own, waited_for = ((1 + (response - 1) * share) / senders for share in others)
-    return own, waited_for
-
-
-def ring_passes(operation: str, cluster: Cluster) -> int:
-    """Return how often a collective sends a tensor around the ring.
-
-    torch's gloo implements a reduce_scatter as an all_reduce whose result it then takes a part of (counted at an
-    interface: as many bytes).
-    """
-    return 2 if operation == "all_reduce" or (operation == "reduce_scatter" and cluster.is_cpu) else 1
+def ring_passes(operation: str) -> int:
+    """Return how often a collective sends a tensor around the ring."""
+    return 2 if operation == "all_reduce" else 1
 
 
 def collective_seconds(operation: str, size: float, span: Span, cluster: Cluster, calls: int = 1) -> float:
@@ -259,11 +191,11 @@ def collective_seconds(operation: str, size: float, span: Span, cluster: Cluster
     ranks = span.size
     if ranks == 1 or not size:
         return 0.0
-    leaving = bytes_leaving(operation, size, span, cluster)
+    leaving = bytes_leaving(operation, size, span)
     if operation == "all_to_all":
         local = size * (ranks - 1) / ranks - leaving / cluster.slots
     else:
-        local = ring_passes(operation, cluster) * size * (ranks - 1) / ranks
+        local = ring_passes(operation) * size * (ranks - 1) / ranks
     # if no two ranks of a group are on one host, nothing travels inside
     inside = local / cluster.inside.bandwidth if span.size > span.hosts else 0.0
     moving = max(inside, leaving / cluster.across.bandwidth)
@@ -280,22 +212,18 @@ def latency_seconds(operation: str, span: Span, cluster: Cluster) -> float:
     inside = max(0, span.size - max(1, span.hosts))
     if operation == "all_to_all":
         hops = (min(inside, span.size // span.hosts - 1), min(across, 1) * ceil(log2(span.size)))
-    elif operation == "all_reduce" and not cluster.is_cpu:
+    elif operation == "all_reduce":
         hops = (2 * min(inside, span.size // span.hosts - 1), 2 * ceil(log2(max(1, across))) if across else 0)
     else:
-        passes = ring_passes(operation, cluster)
-        hops = (passes * inside, passes * across)
+        hops = (inside, across)
     return cluster.start_seconds + hops[0] * cluster.inside.latency + hops[1] * cluster.across.latency
 
 
-def bytes_leaving(operation: str, size: float, span: Span, cluster: Cluster) -> float:
+def bytes_leaving(operation: str, size: float, span: Span) -> float:
     """Return the bytes that the busiest host sends to others in one such collective of all groups."""
     if operation == "all_to_all":
         return size / span.size * span.remote_pairs
-    if operation in (TO_OWNERS, FROM_OWNERS) and cluster.is_cpu:
-        # every slice is sent to each other host once, whatever the number of ranks there
-        return size * (span.hosts - 1) / max(1, span.hosts) * span.ring_edges
-    return ring_passes(operation, cluster) * size * (span.size - 1) / span.size * span.ring_edges
+    return ring_passes(operation) * size * (span.size - 1) / span.size * span.ring_edges
 
 
 def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
@@ -304,8 +232,7 @@ def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
         return 0.0
     if not span.crosses:
         return size / cluster.inside.bandwidth + cluster.inside.latency + cluster.start_seconds
-    # ranks with adapters of their own cannot use those of others
-    edges = span.forward_edges if cluster.is_cpu else max(span.forward_edges, cluster.slots)
+    edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
     return size * edges / cluster.across.bandwidth + cluster.across.latency + cluster.start_seconds
 
 
@@ -328,8 +255,6 @@ class StepTime(Sum):
         parameters: the part of gathering sharded parameters that is not hidden.
         optimizer: the update.
         agreement: small collectives about losses, norms and overflows.
-        program: the training program's own work, on processors that also compute.
-        sharing: waiting for processors that ranks share, where that is longer than waiting for each other.
     """
 
     compute: float
@@ -343,8 +268,6 @@ class StepTime(Sum):
     parameters: float
     optimizer: float
     agreement: float
-    program: float = 0.0
-    sharing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -359,11 +282,6 @@ class PassTime:
     backward: float
 
     @property
-    def computing(self) -> float:
-        """Forward, backward and recomputation without messages."""
-        return self.compute_forward + self.compute_backward + self.recompute
-
-    @property
     def total(self) -> float:
         """Forward and backward with messages."""
         return self.forward + self.backward
@@ -376,39 +294,31 @@ def step_time(costs: Costs, layout: Layout) -> StepTime:
     virtual stages (Narayanan et al., section 2.2: a bubble of ``(p - 1) / (v m)`` if stages are equal).
     """
     job = costs.job
-    spans, spans_in_bubble = shared_spans(costs, layout)
+    spans = layout_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
     slowest = max(passes, key=lambda one: one.total)
-    place = passes.index(slowest)
+    sending = _send_seconds(costs, layout, spans)
     bubble = 0.0
     if layout.pipe > 1:
-        shared = spans_in_bubble is not spans
-        in_bubble = [stage_pass(costs, kind, layout, spans_in_bubble) for kind in kinds] if shared else passes
-        others = sum(kind.count * one.total for kind, one in zip(kinds, in_bubble, strict=True))
-        others -= in_bubble[place].total
+        others = sum(kind.count * one.total for kind, one in zip(kinds, passes, strict=True)) - slowest.total
         if job.software.mirrors:
             others *= mirrored_bubble(layout.pipe, slowest)
-        bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * _send_seconds(costs, layout, spans_in_bubble)
+        bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * sending
     reduced, gathered = _replica_seconds(costs, layout, spans, passes)
-    update = _optimizer_seconds(costs, layout)
-    program = _program_seconds(costs, kinds[place], layout, spans)
-    own = micro_batches * slowest.computing + update + program + bubble
     return StepTime(
         compute=micro_batches * (slowest.compute_forward + slowest.compute_backward),
         recompute=micro_batches * slowest.recompute,
         model=micro_batches * slowest.messages[MODEL],
         seq=micro_batches * slowest.messages[SEQ],
         expert=micro_batches * slowest.messages[EXPERT],
-        pipe=micro_batches * (_pipe_waits(layout, job.software) * _send_seconds(costs, layout, spans)),
+        pipe=micro_batches * (_pipe_waits(layout, job.software) * sending),
         bubble=bubble,
         gradients=reduced,
         parameters=gathered,
-        optimizer=update,
+        optimizer=_optimizer_seconds(costs, layout),
         agreement=_agreement_seconds(costs, spans),
-        program=program,
-        sharing=max(0.0, _shared_seconds(costs, layout, passes, update + program) - own),
     )
 
 
@@ -485,35 +395,6 @@ def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dic
     for (cover, axis), hidden in covered.items():
         seconds[axis] += max(0.0, hidden - cost.covers[cover])
     return seconds
-
-
-def shared_spans(costs: Costs, layout: Layout) -> tuple[Spans, Spans]:
-    """Return the spans of a layout's axes in a stage's own passes, and in those of others that make its bubble.
-
-    On CPUs, stages of a pipeline and replicas share a host's link: only the edges that are busy at the same time count.
-    GPUs have adapters of their own, and both spans are the layout's.
-    """
-    spans = layout_spans(costs, layout)
-    if not costs.job.cluster.is_cpu:
-        return spans, spans
-    own = waited_for = spans
-    stages, replicas = senders_on_one_link(spans)
-    if stages * replicas > 1:
-        alone = with_link_shared(spans, 1 / (stages * replicas))
-        passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
-        slowest = max(passes, key=lambda one: one.total)
-        sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
-        turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
-        shares = shares_of_turns(stages, replicas, slowest.total - sending, sending, turns)
-        own, waited_for = (with_link_shared(spans, share) for share in shares)
-    replicas = own[DATA].size // own[DATA].hosts
-    if not own[PIPE].crosses or replicas == 1:
-        return own, waited_for
-    computing = max(stage_pass(costs, kind, layout, own).total for kind in costs.stage_kinds(layout))
-    waits = _pipe_waits(layout, costs.job.software)
-    sending = waits * _send_seconds(costs, layout, with_sends_shared(own, 1 / replicas))
-    share = response_of(replicas, computing, sending) / replicas
-    return with_sends_shared(own, share), with_sends_shared(waited_for, share)
 
 
 def _pipe_waits(layout: Layout, software: Software) -> float:
@@ -687,37 +568,3 @@ def _agreement_seconds(costs: Costs, spans: Spans) -> float:
     wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
     longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in wide), default=0.0)
     return costs.job.software.agreements * longest
-
-
-def _program_seconds(costs: Costs, kind: Stage, layout: Layout, spans: Spans) -> float:
-    """Return the seconds of the program's own work in a step of one rank; 0 on GPUs, which compute meanwhile."""
-    cluster = costs.job.cluster
-    if not cluster.is_cpu:
-        return 0.0
-    in_step, in_micro_batch, in_collective = costs.job.software.own_starts
-    collectives = sum(
-        count * transfer.count
-        for count, cost, _ in costs.pieces(kind, layout)
-        for transfer in (*cost.work.forward.transfers, *cost.work.backward.transfers)
-        if spans[transfer.axis].size > 1
-    )
-    starts = in_step + layout.micro_batches(costs.job.batch) * (in_micro_batch + collectives * in_collective)
-    return starts * cluster.accelerator.efficiency.kernel_seconds
-
-
-def _shared_seconds(costs: Costs, layout: Layout, passes: list[PassTime], each: float) -> float:
-    """Return the seconds that all ranks' work takes on the processors that they share; 0 if each has its own.
-
-    The work is computing, ``each`` seconds per rank besides, and copies of what stages send. Messages inside hosts were
-    measured with all ranks at work.
-    """
-    cluster = costs.job.cluster
-    if cluster.processors >= cluster.ranks:
-        return 0.0
-    micro_batches = layout.micro_batches(costs.job.batch)
-    ranks_per_stage = cluster.ranks / layout.pipe
-    kinds = costs.stage_kinds(layout)
-    work = sum(kind.count * micro_batches * one.computing for kind, one in zip(kinds, passes, strict=True))
-    sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * layout.activation_bytes(costs.job)
-    copies = sent / cluster.inside.bandwidth / cluster.ranks
-    return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors + copies

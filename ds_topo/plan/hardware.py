@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner import read_json
+from ds_topo.plan import read_json
 
 GIGA, TERA = 1e9, 1e12
 CONTEXT_BYTES = 3e9
 """Device memory that no tensor can use: driver context, libraries' workspaces, communicators."""
 USABLE_SHARE = 0.96
 """The share of the rest that tensors can use: torch's allocator rounds blocks up and leaves gaps."""
+UNKNOWN_LINKS = 25 * GIGA, 12.5 * GIGA
+"""The links of an accelerator that is not in the table, inside a host (PCIe 4.0) and across hosts (100 Gbit/s)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class Efficiency:
         attention_forward: share of the bf16 peak for flash attention over long sequences with heads of 128 features.
         attention_backward: the same in backward.
         attention_length: positions at which flash attention reaches half of that share.
-        attention_width: features of a head at which it does; 0: by the square root if there are ``processors``.
         memory: share of the memory's bandwidth for kernels that read and write long vectors.
         kernel_seconds: from the end of a kernel to the start of the next.
         update_bytes: memory traffic of Adam's update per parameter; None for that of a fused one.
@@ -55,7 +56,6 @@ class Efficiency:
     attention_forward: float = 0.60
     attention_backward: float = 0.48
     attention_length: float = 256
-    attention_width: float = 0
     memory: float = 0.80
     kernel_seconds: float = 2e-6
     update_bytes: float | None = None
@@ -75,7 +75,6 @@ class Accelerator:
         link_across: bytes per second and direction of its network adapter.
         efficiency: the shares of these peaks that kernels reach.
         slots: devices per host in common systems.
-        transport: ``nccl`` (collectives use every link at once) or ``gloo`` (one ring over a shared interface).
     """
 
     name: str
@@ -86,7 +85,6 @@ class Accelerator:
     link_across: float
     efficiency: Efficiency
     slots: int = 8
-    transport: str = "nccl"
     aliases: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float:
@@ -178,8 +176,6 @@ class Cluster:
         slots: ranks on each host.
         inside: the link from one rank to a peer on its host.
         across: the link from one host to the others, shared by its ranks.
-        processors: the number of ranks that can compute at full speed at the same time. It is below the number of ranks
-            if they share processors (ranks on a CPU).
         memory_limit: bytes that tensors of one rank may take.
         start_seconds: from the call of a collective to its first message.
     """
@@ -189,7 +185,6 @@ class Cluster:
     slots: int
     inside: Link
     across: Link
-    processors: float
     memory_limit: float
     start_seconds: float = 10e-6
 
@@ -197,11 +192,6 @@ class Cluster:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.hosts * self.slots
-
-    @property
-    def is_cpu(self) -> bool:
-        """True if ranks compute on CPUs and send with gloo, over one interface per host."""
-        return self.accelerator.transport == "gloo"
 
 
 def cluster_of(accelerator: Accelerator, hosts: int, slots: int | None = None) -> Cluster:
@@ -223,7 +213,6 @@ def cluster_of(accelerator: Accelerator, hosts: int, slots: int | None = None) -
         slots,
         inside=Link(accelerator.link_inside * shares[0], latency=1.5e-6),
         across=Link(accelerator.link_across * slots * shares[1], latency=5e-6),
-        processors=float(hosts * slots),
         memory_limit=usable_bytes(accelerator.memory_bytes),
     )
 
@@ -233,24 +222,12 @@ def usable_bytes(memory_bytes: float) -> float:
     return USABLE_SHARE * (memory_bytes - CONTEXT_BYTES)
 
 
-def cluster_of_ranks(accelerator: Accelerator, ranks: int) -> Cluster:
-    """Return the smallest cluster with so many ranks: full hosts, or hosts on which fewer slots are used.
-
-    >>> clusters = cluster_of_ranks(accelerator_of("A100"), 280), cluster_of_ranks(accelerator_of("GB200"), 256)
-    >>> [(cluster.hosts, cluster.slots) for cluster in clusters]
-    [(35, 8), (4, 64)]
-    """
-    slots = next(slots for slots in range(min(ranks, accelerator.slots), 0, -1) if ranks % slots == 0)
-    return cluster_of(accelerator, ranks // slots, slots)
-
-
 @dataclass(frozen=True)
 class Speeds:
-    """The measured speeds of one device, with every rank at work.
+    """The measured speeds of one GPU, with every rank at work.
 
     Args:
         name: the name of the device.
-        transport: ``nccl`` or ``gloo``.
         product_flops: FLOP/s of the largest matrix products, by format.
         depth: terms of an inner product at which a product reaches half of that.
         attention_flops: FLOP/s of attention's core, forward and backward (half of a causal mask counted).
@@ -258,13 +235,10 @@ class Speeds:
         kernel_seconds: seconds of a kernel over a few values, with torch's work around it.
         update_bytes: memory traffic of Adam's update per parameter, at that bandwidth.
         memory_bytes: the memory of the device.
-        processors: the number of ranks that work at full speed at the same time.
-        attention_half: positions, and features of a head, at which attention reaches half of its FLOP/s.
         block_share: the share of the speeds above, which are those of single kernels, that a block of layers reaches.
     """
 
     name: str
-    transport: str
     product_flops: Mapping[str, float]
     depth: int
     attention_flops: tuple[float, float]
@@ -272,8 +246,6 @@ class Speeds:
     kernel_seconds: float
     update_bytes: float
     memory_bytes: float
-    processors: float
-    attention_half: tuple[float, float] = (0.0, 0.0)
     block_share: float = 1.0
 
     def accelerator(self) -> Accelerator:
@@ -286,8 +258,7 @@ class Speeds:
             product_depth=self.depth,
             attention_forward=share * self.attention_flops[0] / fastest,
             attention_backward=share * self.attention_flops[1] / fastest,
-            attention_length=self.attention_half[0],
-            attention_width=self.attention_half[1],
+            attention_length=0.0,
             memory=share,
             kernel_seconds=self.kernel_seconds,
             update_bytes=self.update_bytes * share,
@@ -298,11 +269,9 @@ class Speeds:
             products,
             self.memory_bytes,
             self.memory_bandwidth,
-            link_inside=self.memory_bandwidth / 2,
-            link_across=self.memory_bandwidth / 2,
+            *UNKNOWN_LINKS,
             efficiency=efficiency,
             slots=1,
-            transport=self.transport,
         )
 
 
@@ -327,17 +296,11 @@ class Machine:
     start_seconds: float | None = None
 
     def applied_to(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with measurements in place of the table's values."""
-        speeds, processors = self.speeds, float(cluster.ranks)
-        if speeds and speeds.processors < self.hosts * self.slots:
-            processors = speeds.processors * cluster.ranks / (self.hosts * self.slots)
+        """Return the cluster with the measured links in place of the table's."""
         return replace(
             cluster,
-            accelerator=speeds.accelerator() if speeds else cluster.accelerator,
             inside=self.inside or cluster.inside,
             across=self.across or cluster.across,
-            processors=processors,
-            memory_limit=speeds.memory_bytes if speeds else cluster.memory_limit,
             start_seconds=cluster.start_seconds if self.start_seconds is None else self.start_seconds,
         )
 
@@ -402,13 +365,12 @@ def _link(name: str, content: Mapping[str, Any] | None) -> Link | None:
 
 def _speeds(content: Mapping[str, Any]) -> Speeds:
     forward, backward = map(float, content["attention_flops"])
-    length, width = map(float, content.get("attention_half", (0.0, 0.0)))
-    speeds = Speeds(**{**content, "attention_flops": (forward, backward), "attention_half": (length, width)})
+    speeds = Speeds(**{**content, "attention_flops": (forward, backward)})
     for name, flops in speeds.product_flops.items():
         _check_positive(f"product_flops of {name}", flops)
     _check_positive("product_flops", max(speeds.product_flops.values(), default=0.0))
     _check_positive("attention_flops", min(forward, backward))
-    for name in ("memory_bandwidth", "memory_bytes", "processors", "block_share"):
+    for name in ("memory_bandwidth", "memory_bytes", "block_share"):
         _check_positive(name, getattr(speeds, name))
     for name in ("depth", "kernel_seconds", "update_bytes"):
         _check_positive(name, getattr(speeds, name), or_zero=True)

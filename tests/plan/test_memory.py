@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSche
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.planner.job import (
+from ds_topo.plan.job import (
     BF16,
     DEEPSPEED,
     FP16,
@@ -22,11 +22,11 @@ from ds_topo.planner.job import (
     Recompute,
     layout_problem,
 )
-from ds_topo.planner.model import Block
-from ds_topo.planner.stages import Costs, StageParameters, chunks_in_flight, memory_use, state_bytes
-from ds_topo.planner.work import block_work
+from ds_topo.plan.model import Block
+from ds_topo.plan.stages import Costs, StageParameters, chunks_in_flight, memory_use, state_bytes
+from ds_topo.plan.work import block_work
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.planner.jobs import job, jobs_and_layouts
+from tests.plan.jobs import job, jobs_and_layouts
 
 
 @pytest.mark.parametrize(

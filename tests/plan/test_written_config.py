@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ds_topo.cli import main
-from ds_topo.planner.hardware import Link, Machine
-from tests.planner.jobs import CPU_SPEEDS
+from ds_topo.plan.hardware import Link, Machine
+from tests.plan.jobs import CPU_SPEEDS
 from tests.support.example_jobs import record_in, run_command
 from tests.support.exhaustive import mark_exhaustive
 

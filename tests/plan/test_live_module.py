@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 from ds_topo.errors import TopologyError
-from ds_topo.measurement.live_module import model_from_module
-from ds_topo.planner.model import MeasuredLayer, transformer
-from ds_topo.planner.search import Wanted, evaluate, search
-from tests.planner.jobs import job
+from ds_topo.plan.live_module import model_from_module
+from ds_topo.plan.model import MeasuredLayer, transformer
+from ds_topo.plan.search import Wanted, evaluate, search
+from tests.plan.jobs import job
 
 HIDDEN, HEADS, POSITIONS, VOCABULARY, DEPTH = 64, 4, 32, 96, 3
 

@@ -1,6 +1,6 @@
 """Fit the planner's constants to published runs, and print how well they predict the runs.
 
-    python -m tests.bench.planner_constants tests/planner/published_runs.json [more.json ...]
+    python -m tests.bench.planner_constants tests/plan/published_runs.json [more.json ...]
 
 One number is fitted per accelerator and precision: the share of the peak that large products reach. The output has its
 best value, and predictions of each row, and of each source, by constants that were fitted to the others alone.
@@ -15,9 +15,9 @@ from dataclasses import replace
 from math import log
 from statistics import median
 
-from ds_topo.planner.hardware import Accelerator, accelerator_of
-from ds_topo.planner.job import precision_of
-from ds_topo.planner.published_runs import Row, judge, read_rows
+from ds_topo.plan.hardware import Accelerator, accelerator_of
+from ds_topo.plan.job import precision_of
+from ds_topo.plan.published_runs import Row, judge, read_rows
 
 SHARES = [share / 200 for share in range(80, 186)]
 Group = tuple[str, str]

@@ -1,7 +1,7 @@
 """Compute the size of a transformer: exact parameters and multiply-adds, of the whole model and of one rank.
 
 ``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json``, and
-``ds_topo.measurement.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor)
+``ds_topo.plan.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor)
 axis.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.planner import read_json, whole_number
+from ds_topo.plan import read_json, whole_number
 
 MOST_LAYERS = 2048
 """More than any model has, and few enough to plan in seconds."""
@@ -83,6 +83,11 @@ class Attention:
     linears: tuple[Linear, ...]
     norm_parameters: int = 0
     rotary: bool = True
+
+    def input_widths(self, tensor: int) -> tuple[float, float]:
+        """Return the features of a token's queries, and of its keys and values, on one of ``tensor`` ranks."""
+        key_values = max(self.kv_heads, tensor) / tensor * (self.key_width + self.value_width)
+        return self.heads * self.key_width / tensor, key_values
 
 
 def projections(
@@ -232,6 +237,17 @@ class MeasuredLayer:
 
 
 AnyBlock: TypeAlias = "Block | MeasuredLayer"
+
+
+class End(Enum):
+    """An end of a model."""
+
+    EMBEDDING = "the look-up of tokens and positions"
+    HEAD = "the last norm, the output layer and the cross entropy"
+
+
+Piece: TypeAlias = "AnyBlock | End"
+"""What the planner prices: a block, or an end of the model."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from ds_topo.cli import main
-from ds_topo.measurement.calibrate import calibrate
-from ds_topo.planner.hardware import Machine, machine_from_json, read_machine
-from tests.planner.jobs import CPU_SPEEDS
+from ds_topo.plan.calibrate import calibrate
+from ds_topo.plan.hardware import Machine, machine_from_json, read_machine
+from tests.plan.jobs import CPU_SPEEDS
 from tests.support.world import Worlds
 
 CHECKED: dict[str, Any] = {

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.planner.explain import host_traffic
-from ds_topo.planner.hardware import Machine
-from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
-from ds_topo.planner.stages import Costs
-from ds_topo.planner.step_time import (
+from ds_topo.plan.explain import host_traffic
+from ds_topo.plan.hardware import Machine
+from ds_topo.plan.job import DEEPSPEED, FP32, Job, Layout
+from ds_topo.plan.stages import Costs
+from ds_topo.plan.step_time import (
     factors_of,
     gradient_messages,
     layout_spans,
@@ -22,7 +22,7 @@ from ds_topo.planner.step_time import (
     span_of,
 )
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.planner.jobs import CPU_SPEEDS, job, jobs_and_layouts
+from tests.plan.jobs import CPU_SPEEDS, job, jobs_and_layouts
 
 
 @st.composite

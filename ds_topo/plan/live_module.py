@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.model import MeasuredLayer, MeasuredProduct, Model
+from ds_topo.plan.model import MeasuredLayer, MeasuredProduct, Model
 
 BEFORE, AFTER = "before the layers", "after the layers"
 _QKV = ((0, "query"), (1, "key"), (2, "value"))

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from ds_topo.errors import TopologyError
-from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.model import Model
+from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.model import Experts, MeasuredLayer, Model
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -57,22 +56,6 @@ FP8 = Precision("fp8", "fp8", "bf16", 2, 1, 4)
 PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16, FP8)}
 
 
-def precision_of(text: str) -> Precision:
-    """Return the precision that a word or a phrase names.
-
-    >>> precision_of("fp8 (per-tensor scaling)").name, precision_of("MXFP8").name, precision_of("bfloat16").name
-    ('fp8', 'fp8', 'bf16')
-
-    Raises:
-        TopologyError: if the phrase names none of them.
-    """
-    words = text.lower().replace("float", "fp").replace("bfp", "bf").replace("half", "fp16")
-    for name in ("fp8", "bf16", "fp16", "fp32"):
-        if name in words:
-            return PRECISIONS[name]
-    raise TopologyError(f"precision {text!r} is not known: choose one of {list(PRECISIONS)}")
-
-
 class Recompute(Enum):
     """The activations that backward computes again instead of keeping them."""
 
@@ -114,11 +97,8 @@ class Software:
         overlaps_model_backward: in backward these messages run beside the products for the weights' gradients.
         regathers: inputs that were split along the sequence are kept split, and gathered again for backward.
         agreements: small collectives per step, about losses, norms and overflows.
-        own_starts: the program's own work per step, per micro-batch of a stage, and per collective of its layers, in
-            kernel launches. It delays processors that also compute the model; a GPU's work hides it.
         balances_parameters: stages get layers by their parameters (DeepSpeed's default), not by their number.
         mirrors: each stage holds two parts of the model, a part and its mirror (DeepSeek-V3's DualPipeV).
-        choice: how the degrees of its published runs were chosen.
     """
 
     name: str
@@ -142,10 +122,8 @@ class Software:
     overlaps_model_backward: bool = True
     regathers: bool = True
     agreements: int = 3
-    own_starts: tuple[int, int, int] = (0, 0, 0)
     balances_parameters: bool = False
     mirrors: bool = False
-    choice: str = "the source does not say how degrees were chosen"
 
     def zero_stages(self, pipe: int, precision: Precision) -> tuple[int, ...]:
         """Return the ZeRO stages that it offers for a pipeline of this degree."""
@@ -178,11 +156,10 @@ DEEPSPEED = Software(
     overlaps_model_backward=False,
     regathers=False,
     agreements=5,
-    own_starts=(1400, 430, 25),
     balances_parameters=True,
 )
-"""DeepSpeed's engines with this package's reducer. ``own_starts`` was measured on CPUs, with tiny models. Its bf16
-pipelines shard the optimizer without ZeRO, too; stage 1 is the same with fewer oddities, and stands for both."""
+"""DeepSpeed's engines with this package's reducer. Its bf16 pipelines shard the optimizer without ZeRO, too; stage 1 is
+the same with fewer oddities, and stands for both."""
 
 DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1), (0, 1), (1,)), seq=(False, False))
 """A program whose model is a ``PipelineModule`` in every topology, as in the examples."""
@@ -204,7 +181,6 @@ MEGATRON_2022 = Software(
     reduction_bytes=2,
     overlaps_gradients=False,
     overlaps_pipe=False,
-    choice="its authors compared recomputation at a layout that they did not vary (the paper's table 3)",
 )
 """Megatron-LM of Korthikanti et al.: sequence parallelism and selective recomputation, attention with scores; the
 paper's runs have up to 3 virtual stages."""
@@ -215,7 +191,6 @@ MEGATRON_2021 = replace(
     recompute=(Recompute.NONE, Recompute.FULL),
     sequence_parallel=False,
     overlaps_model_backward=False,
-    choice="its authors did not search; they took tensor parallelism up to a host's size by rule (section 3)",
 )
 """Megatron-LM of Narayanan et al.; their runs, too, have up to 3 virtual stages (scripts of table 1)."""
 
@@ -313,6 +288,14 @@ class Layout:
     def tokens(self, job: Job) -> float:
         """Return the tokens of a micro-batch for which a rank computes (its part of) attention and other layers."""
         return self.micro_batch * job.sequence / self.seq
+
+    def expert_rows(self, experts: Experts, job: Job) -> tuple[float, float]:
+        """Return the rows of a micro-batch in a rank's experts (padded to equal load), and the number of experts."""
+        return self.tokens(job) * experts.top_k * job.expert_load, experts.count / self.expert_parallel
+
+    def sequences_of(self, layer: MeasuredLayer, job: Job) -> float:
+        """Return how much a rank computes of a measured layer in a micro-batch, in sequences of the measurement."""
+        return self.micro_batch * job.sequence / layer.positions / self.seq
 
     def activation_bytes(self, job: Job) -> float:
         """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_topo.planner import step_time
-from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.job import Layout, Recompute
-from ds_topo.planner.search import TIE, Found, Plan, Tally
-from ds_topo.planner.stages import Costs, Stage, chunks_in_flight, stage_memory
-from ds_topo.planner.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, TO_OWNERS, Span, Spans
-from ds_topo.planner.work import Transfer
+from ds_topo.plan import step_time
+from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.job import Layout, Recompute
+from ds_topo.plan.memory import chunks_in_flight, stage_memory
+from ds_topo.plan.search import TIE, Found, Plan, Tally
+from ds_topo.plan.stages import Costs, Stage
+from ds_topo.plan.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, Span, Spans
+from ds_topo.plan.work import Transfer
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
@@ -54,7 +55,7 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans, _ = step_time.shared_spans(costs, layout)
+    spans = step_time.layout_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
     passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
@@ -78,8 +79,6 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
         "agreement": f"{job.software.agreements} small collectives about losses, norms and overflows",
-        "program": f"what {job.software.name} itself does in a step and {micro_batches} x in a micro-batch",
-        "sharing": f"ranks share {job.cluster.processors:g} processors",
     }
     return [Term(name, seconds, texts[name]) for name, seconds in plan.time.parts().items() if seconds > 0]
 
@@ -91,7 +90,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Spans) -> str:
     for message in step_time.gradient_messages(costs, layout, kind):
         operation, size = message.operation, message.size
         if message.axis == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
-            leaving = step_time.bytes_leaving(operation, size, span, cluster)
+            leaving = step_time.bytes_leaving(operation, size, span)
             texts.append(
                 f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
                 + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
@@ -289,9 +288,7 @@ def _bytes_sent(message: Transfer, ranks: Sequence[int], rank: int, cluster: Clu
         return size
     if operation == "all_to_all":
         return size / len(ranks) * (len(ranks) - host_of.count(host))
-    if operation in (TO_OWNERS, FROM_OWNERS) and cluster.is_cpu:
-        return size / len(ranks) * (hosts - 1)
-    passes = step_time.ring_passes(operation, cluster)
+    passes = step_time.ring_passes(operation)
     if operation == "all_reduce" and message.axis == GRADIENTS and two_level:
         return passes * size / (len(ranks) / hosts) * (hosts - 1) / hosts
     leaves = host_of[(ranks.index(rank) + 1) % len(ranks)] != host

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner import search as search_module
-from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.planner.hardware import Cluster, Machine, accelerator_of, cluster_of
-from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, FP32, MEGATRON, Job, Layout, Software, layout_problem
-from ds_topo.planner.model import transformer
-from ds_topo.planner.search import Wanted, evaluate, fewest_axes_first, orders_of, search, smallest_cluster
-from ds_topo.planner.stages import Costs, largest_states, memory_use
-from ds_topo.planner.step_time import schedule_bound, step_time
+from ds_topo.plan import search as search_module
+from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
+from ds_topo.plan.hardware import Cluster, Machine, accelerator_of, cluster_of
+from ds_topo.plan.job import DEEPSPEED, DEEPSPEED_PIPELINE, FP32, MEGATRON, Job, Layout, Software, layout_problem
+from ds_topo.plan.model import transformer
+from ds_topo.plan.search import Wanted, evaluate, fewest_axes_first, orders_of, search, smallest_cluster
+from ds_topo.plan.stages import Costs, largest_states, memory_use
+from ds_topo.plan.step_time import schedule_bound, step_time
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.planner.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts
+from tests.plan.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts
 
 
 @pytest.mark.parametrize("software", [DEEPSPEED, MEGATRON])

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.groups import create_expert_groups
-from tests.planner.allocations import Allocations
+from tests.plan.allocations import Allocations
 from tests.support.gpt_training import PlainGPT
 from tests.support.training import destroy_engine
 

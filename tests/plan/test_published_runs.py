@@ -10,7 +10,7 @@ import pytest
 
 from ds_topo.cli import main
 from ds_topo.errors import TopologyError
-from ds_topo.planner.published_runs import AVAILABLE, Verdict, judge, read_rows
+from ds_topo.plan.published_runs import AVAILABLE, Verdict, judge, read_rows
 
 FOLDER = Path(__file__).parent
 FILES = ["published_runs.json", "more_published_runs.json"]

@@ -1,6 +1,6 @@
 """Compute the work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
 
-Work is matrix products, memory traffic, messages, and bytes kept for backward. The formulas for each kind of layer are
+Work is matrix products, memory traffic and messages; ``memory`` has the bytes. The formulas for each kind of layer are
 independent of speeds; ``pass_cost`` at the end times a pass on an accelerator. Symbols of the formulas:
 
     T = b s / c      tokens of a micro-batch on this rank: b sequences of s positions, split over c ranks of ``seq``
@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from ds_topo.planner.hardware import Accelerator
-from ds_topo.planner.job import Job, Layout, Precision, Recompute, Software
-from ds_topo.planner.model import Attention, Block, Experts, FeedForward, Linear, MeasuredLayer, Split
+from ds_topo.plan.hardware import Accelerator
+from ds_topo.plan.job import Job, Layout, Precision, Software
+from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Linear, MeasuredLayer, Piece
 
-DROPOUT_MASK_BYTES = 1
 LOGIT_BYTES = 24
 """Memory traffic of one logit in the fp32 cross entropy: cast, maximum, exponential, sum, gradient."""
 FP8_CAST_BYTES = 6
@@ -109,80 +108,46 @@ class Pass(_Addable):
 
 
 @dataclass(frozen=True)
-class Kept(_Addable):
-    """The bytes that are kept from forward to backward, by kind of recomputation."""
-
-    none: float = 0.0
-    selective: float = 0.0
-    full: float = 0.0
-
-    def under(self, recompute: Recompute) -> float:
-        """Return the bytes kept under a kind of recomputation."""
-        return float(getattr(self, recompute.value))
-
-
-@dataclass(frozen=True)
 class Work(_Addable):
-    """The passes of a piece over one micro-batch, and the bytes that it keeps between them.
+    """The passes of a piece over one micro-batch.
 
     Args:
         forward: the forward pass, as in evaluation.
         backward: the backward pass without anything computed again.
         again: what selective recomputation adds to backward; full recomputation adds ``forward``.
-        kept: bytes that are kept from forward to backward.
-        working: bytes of gradients and copies that are alive at once inside backward, beside the kept ones.
-        output: bytes of the result, which the next piece (or stage) receives.
     """
 
     forward: Pass
     backward: Pass
     again: Pass = Pass()
-    kept: Kept = Kept()
-    working: float = 0.0
-    output: float = 0.0
 
 
-def block_work(block: Block, layout: Layout, job: Job) -> Work:
-    """Return the work of a transformer layer.
+def piece_work(piece: Piece, layout: Layout, job: Job) -> Work:
+    """Return the work of a block, or of an end of the model."""
+    if isinstance(piece, MeasuredLayer):
+        return _measured_work(piece, layout, job)
+    if isinstance(piece, Block):
+        return _block_work(piece, layout, job)
+    return _embedding_work(layout, job) if piece is End.EMBEDDING else _head_work(layout, job)
 
-    Kept bytes, with half-precision activations, dropout and scores in memory, are Korthikanti et al.'s
-    ``s b h (10/r + 24/t + 5 a s / (h t))`` (their equations 2 and 4). Without scores the last term is gone. Other
-    layers count each term in the same way.
 
-    >>> from ds_topo.planner.hardware import accelerator_of, cluster_of
-    >>> from ds_topo.planner.job import FP16, MEGATRON_2022
-    >>> from ds_topo.planner.model import transformer
-    >>> from ds_topo.topology.process_topology import ProcessTopology
-    >>> model = transformer(layers=1, hidden=1024, heads=16, vocabulary=8, sequence=2048)
-    >>> job = Job(model, cluster_of(accelerator_of("A100"), 1), 4, 2048, FP16, MEGATRON_2022)
-    >>> layout = Layout(ProcessTopology.from_spec("model=8"), micro_batch=4, sequence_parallel=True)
-    >>> work = block_work(model.blocks[0], layout, job)
-    >>> work.kept.none / (4 * 2048 * 1024) == 34 / 8 + 5 * 16 * 2048 / 1024 / 8
-    True
-    """
+def _block_work(block: Block, layout: Layout, job: Job) -> Work:
+    """Return the work of a transformer layer."""
     attention = _attention_work(block.attention, layout, job)
     if isinstance(block.mlp, Experts):
         mlp = _experts_work(block.mlp, layout, job)
     else:
         mlp = _feed_forward_work(block.mlp, layout.tokens(job), layout.model, job)
-    around = _around_work(block, layout, job)
-    work = attention + mlp + around
-    output = layout.tokens(job) * block.hidden * job.precision.activation_bytes / layout.spread
-    return replace(
-        work,
-        kept=replace(work.kept, full=output),
-        working=max(attention.working, mlp.working) + around.working,
-        output=output,
-    )
+    return attention + mlp + _around_work(block, layout, job)
 
 
-def measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
+def _measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
     """Return the work of a live module's layer for a micro-batch, from the measurement of one sequence.
 
     In backward, products have twice their work and other operators twice their traffic.
     """
     precision = job.precision
-    size, count = precision.activation_bytes, layout.micro_batch * job.sequence / layer.positions / layout.seq
+    size, count = precision.activation_bytes, layout.sequences_of(layer, job)
     forward, backward = _products(
         (
             (item.rows, item.inner, item.columns, item.count * count)
@@ -194,31 +159,24 @@ def measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
         size,
     )
     core, core_back = _cores(layer.core_flops * count, layer.core_width, job)
-    traffic, output = layer.values * size * count, layer.output * size * count
-    kept = layer.kept * size * count + layer.kept_indices * count
+    traffic = layer.values * size * count
     return Work(
         forward=Pass(forward, core, traffic, layer.operators),
         backward=Pass(backward, core_back, 2 * traffic, 2 * layer.operators),
-        kept=Kept(kept, kept, output),
-        working=2 * output,
-        output=output,
     )
 
 
-def embedding_work(layout: Layout, job: Job) -> Work:
+def _embedding_work(layout: Layout, job: Job) -> Work:
     """Return the work of the vocabulary-parallel look-up of tokens (and positions)."""
     result = layout.activation_bytes(job)
     traffic = 2 * result / layout.model + (3 * result if job.model.positions else 0) / layout.spread
-    indices = layout.tokens(job) * 8
     return Work(
         forward=Pass(memory_bytes=traffic, kernels=4, transfers=_summed(layout, result)),
         backward=Pass(memory_bytes=2 * traffic, kernels=4, transfers=_gathered(layout, result)),
-        kept=Kept(indices, indices, indices),
-        output=result / layout.spread,
     )
 
 
-def head_work(layout: Layout, job: Job) -> Work:
+def _head_work(layout: Layout, job: Job) -> Work:
     """Return the work of the last norm, the output layer and the cross entropy, with logits split over ``model``."""
     model, precision = job.model, job.precision
     hidden = layout.activation_bytes(job)
@@ -227,16 +185,11 @@ def head_work(layout: Layout, job: Job) -> Work:
     product, products_back = _products([shape], precision.attention, precision.activation_bytes)
     gathers = _gathered(layout, hidden)
     sums = (Transfer("model", "all_reduce", layout.tokens(job) * 4, 3),)
-    # kept: the norm's input and output, the softmax in fp32 (and its logits, if they are another tensor)
-    kept = 2 * hidden / layout.spread + logits * 4
     traffic, traffic_back = (norm * hidden / layout.spread + logits * LOGIT_BYTES / 2 for norm in (2, 3))
     summed = _summed(layout, hidden) + (gathers if job.software.regathers else ())
     return Work(
         forward=Pass(product, (), traffic, 10, gathers + sums),
         backward=Pass(products_back, (), traffic_back, 10, summed),
-        kept=Kept(kept, kept, kept),
-        working=logits * (8 + precision.activation_bytes),
-        output=logits * precision.activation_bytes,
     )
 
 
@@ -245,25 +198,19 @@ def _attention_work(attention: Attention, layout: Layout, job: Job) -> Work:
     precision, dropout = job.precision, job.model.dropout
     tokens, tensor, size = layout.tokens(job), layout.model, precision.activation_bytes
     forward, backward, casts = _linears(attention.linears, tokens, tensor, precision)
-    queries = attention.heads * attention.key_width / tensor
-    values = attention.heads * attention.value_width / tensor
-    key_values = max(attention.kv_heads, tensor) / tensor * (attention.key_width + attention.value_width)
+    queries, key_values = attention.input_widths(tensor)
     inputs = queries + key_values
     # splitting the projection into heads, and turning queries and keys
     moved = 2 * inputs + (2 * (queries + key_values / 2) if attention.rotary else 0)
-    low_rank = sum(linear.outputs for linear in attention.linears[:-1] if linear.split is Split.WHOLE)
-    kept = tokens * size * (inputs + values + 2 * low_rank)
     scores = tokens * job.sequence * attention.heads / tensor
     forward_bytes, backward_bytes = (tokens * size * moved + cast for cast in casts)
     send, receive = _sequence_exchange(attention, layout, job)
     if job.software.flash_attention:
         flops = 2.0 * scores * (attention.key_width + attention.value_width) / 2
         core, core_back = _cores(flops, attention.key_width, job)
-        kept += tokens * attention.heads / tensor * 4
         return Work(
             forward=Pass(forward, core, forward_bytes, 6, send),
             backward=Pass(backward, core_back, backward_bytes, 10, receive),
-            kept=Kept(kept, kept),
         )
     # bytes per score: written, read and written by softmax, (by dropout, with its mask,) read
     score_forward, score_backward = (6.5 * size, 9.5 * size) if dropout else (4 * size, 7 * size)
@@ -271,15 +218,12 @@ def _attention_work(attention: Attention, layout: Layout, job: Job) -> Work:
     rows = job.sequence / layout.seq
     first = Product(rows, job.sequence, attention.key_width, precision.attention, pairs, 0.0)
     second = Product(rows, attention.value_width, job.sequence, precision.attention, pairs, 0.0)
-    kept_scores = scores * (2 * size + (DROPOUT_MASK_BYTES if dropout else -size))
     return Work(
         forward=Pass((*forward, first, second), (), forward_bytes + score_forward * scores, 10, send),
         backward=Pass(
             (*backward, first, second, first, second), (), backward_bytes + score_backward * scores, 18, receive
         ),
         again=Pass((first, second), (), score_forward * scores, 4),
-        kept=Kept(kept + kept_scores, kept),
-        working=2 * scores * size,
     )
 
 
@@ -301,14 +245,10 @@ def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job,
     before = (2 if layer.gated else 1) * width
     activation = (before + width) * size
     gradient = (2 * before + width) * size
-    kept = before * size
-    whole = kept + width * precision.input_bytes
     return Work(
         forward=Pass(forward, (), (activation + casts[0]) * count, round(3 * count)),
         backward=Pass(backward, (), (gradient + casts[1]) * count, round(6 * count)),
         again=Pass() if has_scores else Pass((), (), activation * count, round(count)),
-        kept=Kept(whole * count, (whole if has_scores else kept) * count),
-        working=before * size * count,
     )
 
 
@@ -319,19 +259,14 @@ def _experts_work(experts: Experts, layout: Layout, job: Job) -> Work:
     back, in forward and again in backward.
     """
     hidden, size = experts.expert.hidden, job.precision.activation_bytes
-    rows = layout.tokens(job) * experts.top_k * job.expert_load
-    local = experts.count / layout.expert_parallel
+    rows, local = layout.expert_rows(experts, job)
     moved = rows * hidden * size
     scores = layout.tokens(job) * experts.count * 4
     router = Product(layout.tokens(job), experts.count, hidden, job.precision.attention)
     exchange = (Transfer("expert", "all_to_all", moved, 2),)
-    # kept: rows as the experts get them, results before they are weighted, the router's scores
-    kept = moved + layout.tokens(job) * experts.top_k * hidden * size + 2 * scores
     routing = Work(
         forward=Pass((router,), (), 6 * moved + 6 * scores, 12, exchange),
         backward=Pass((router, router), (), 8 * moved + 12 * scores, 20, exchange),
-        kept=Kept(kept, kept),
-        working=moved,
     )
     work = routing + _feed_forward_work(experts.expert, rows / local, 1, job, local)
     if experts.shared:
@@ -341,22 +276,16 @@ def _experts_work(experts: Experts, layout: Layout, job: Job) -> Work:
 
 def _around_work(block: Block, layout: Layout, job: Job) -> Work:
     """Return the work of two norms, two residual sums (with dropout), and the messages of tensor parallelism."""
-    precision, software, dropout = job.precision, job.software, job.model.dropout
-    whole = layout.tokens(job) * block.hidden * precision.activation_bytes
+    software, dropout = job.software, job.model.dropout
+    whole = layout.tokens(job) * block.hidden * job.precision.activation_bytes
     part = whole / layout.spread
     forward_bytes = part * (4 + (7 if dropout else 6))
     backward_bytes = part * (6 + (11 if dropout else 6))
     forward, backward = _tensor_messages(layout, whole, software)
-    norm_outputs = layout.tokens(job) * block.hidden * precision.input_bytes
-    norm_outputs /= layout.spread if software.regathers else 1
-    masks = layout.tokens(job) * block.hidden * DROPOUT_MASK_BYTES / layout.spread if dropout else 0.0
-    kept = 2 * part + 2 * masks
     return Work(
         forward=Pass((), (), forward_bytes, 4, forward),
         backward=Pass((), (), backward_bytes, 6, backward),
         again=Pass((), (), 4 * part, 2) if software.flash_attention else Pass(),
-        kept=Kept(kept + 2 * norm_outputs, kept + (0.0 if software.flash_attention else 2 * norm_outputs)),
-        working=whole,
     )
 
 
@@ -484,7 +413,6 @@ def _core_seconds(core: Core, accelerator: Accelerator) -> float:
     efficiency = accelerator.efficiency
     share = efficiency.attention_backward if core.backward else efficiency.attention_forward
     share *= core.length / (core.length + efficiency.attention_length)
-    share *= core.width / (core.width + efficiency.attention_width)
     if efficiency.processors:
         share *= min(1.0, (core.width / 128) ** 0.5)
     return core.flops / (accelerator.peak(core.format) * share)

@@ -1,1 +1,0 @@
-"""Measure what the planner needs with torch: the machine at hand (``calibrate``), a live module (``live_module``)."""
