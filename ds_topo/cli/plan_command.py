@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ds_topo.cli.shared import (
@@ -30,7 +29,6 @@ from ds_topo.plan.explain import differences, explain_axes, explain_memory, expl
 from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.plan.model import Model, read_model, transformer
-from ds_topo.plan.published_runs import judge, read_rows
 from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.plan.stages import Costs
 from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
@@ -39,7 +37,7 @@ from ds_topo.topology.process_topology import ProcessTopology
 SUMMARY = "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds"
 DESCRIPTION = (
     "Choose degrees, their order, ZeRO stage and micro-batch for a model on a cluster, and predict the memory of a "
-    "rank and the seconds of a step. Needs no GPU."
+    "rank and the seconds of a step. It plans for the GPUs that you name, on any machine."
 )
 EXAMPLES = """examples:
   ds-topo plan --model llama-3-70b --hosts 8 --accelerator H100 --batch 128
@@ -49,7 +47,6 @@ EXAMPLES = """examples:
   ds-topo plan --layers 4 --hidden 128 --heads 4 --vocab 256 --sequence 128 \\
                --hosts 1 --slots 4 --batch 32 --calibrate \\
                --software deepspeed-pipeline --write ds_config.json
-  ds-topo plan --runs published_runs.json --within 15%
 """
 NUMBERS = ("layers", "hidden", "heads", "vocab", "sequence")
 """The numbers that a model by hand needs."""
@@ -57,11 +54,11 @@ OTHER_NUMBERS = ("kv_heads", "ffn", "experts", "top_k", "gated")
 """The numbers that it can have beside."""
 WHOLE = (*NUMBERS, "kv_heads", "ffn", "batch", "micro_batch", "virtual_stages", "expert_parallel", "top")
 """The options that are whole numbers from 1 on."""
-SHOWN_PLANS, BOUND = 10, "15%"
-"""The defaults of --top and --within."""
+SHOWN_PLANS = 10
+"""The default of --top."""
 POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
 """The options that are positive numbers."""
-NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "runs", "within", "json")
+NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "json")
 """The arguments that are no options of a plan."""
 
 
@@ -84,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gated", action=switch, default=None, help=gated)
     add_host_options(parser)
     add = parser.add_argument_group("cluster").add_argument
-    add("--accelerator", metavar="NAME", help=", ".join(hardware.ACCELERATORS))
+    add("--accelerator", metavar="NAME", help=f"the GPU of every slot: {', '.join(hardware.ACCELERATORS)}")
     peak = "TFLOP/s of matrix products, for an accelerator that is not in the table"
     add("--peak-tflops", metavar="X", type=float, help=peak)
     add("--memory-gb", metavar="X", type=float, help="memory of a device; default: the accelerator's")
@@ -96,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="FILE", help="measurements of --calibrate FILE or of ds-topo check --json FILE")
     add = parser.add_argument_group("job, and decisions that are made already (default: all are tried)").add_argument
     add("--batch", metavar="N", type=int, help="sequences per step, over all ranks; always needed")
-    add("--precision", choices=list(PRECISIONS), help="number format; default: bf16, on a CPU fp32")
+    add("--precision", choices=list(PRECISIONS), help="number format; default: bf16")
     programs = ", ".join(SOFTWARE)
     add("--software", metavar="NAME", choices=list(SOFTWARE), help=f"training program: {programs}; default: deepspeed")
     add("--expert-load", metavar="X", type=float, help="rows of the fullest expert over the mean; default: 1")
@@ -116,14 +113,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars, into FILE.png, .svg or .pdf")
     add("--write", metavar="FILE", help="write the best plan as a DeepSpeed config")
     add = parser.add_argument_group("measurements").add_argument
-    calibrate = "measure products and links of this machine first (under a launcher: of all ranks); save them in FILE"
+    calibrate = "measure the GPUs of this machine first (under a launcher: of all ranks, with links); save it in FILE"
     add("--calibrate", nargs="?", const="", metavar="FILE", help=calibrate)
-    add("--runs", metavar="FILE", help="compare predictions of published runs with their reports, row by row")
-    add("--within", metavar="SHARE", help="bound of --runs for the error of every row; default: 15%%")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, judge published runs or calibrate. Return 1 if rows are beyond the bound, else 0."""
+    """Plan or calibrate."""
     from ds_topo.cli import plan_report
 
     whole = f"give a number from 1 on, at most {MAX_DEGREE}"
@@ -133,10 +128,6 @@ def run(arguments: argparse.Namespace) -> int:
             if value is not None and not 0 < value < beyond:
                 raise TopologyError(f"{option_of(name)} {value}: {rule}")
     planning = given_options(arguments, *(name for name in vars(arguments) if name not in NOT_OF_A_PLAN))
-    if arguments.runs:
-        refuse_without_effect(planning + given_options(arguments, "calibrate"), "--runs describes every job itself")
-        return _judge(arguments)
-    refuse_without_effect(given_options(arguments, "within"), "it is the bound of --runs FILE")
     check_ending("--picture", arguments.picture, (".png", ".svg", ".pdf"))
     refuse_both(given_options(arguments, "calibrate", "machine"), "say how fast this machine is")
     machine = hardware.read_machine(arguments.machine) if arguments.machine else None
@@ -178,7 +169,7 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
     cluster = _cluster(arguments, machine)
     if arguments.batch is None:
         raise TopologyError("--batch is missing: give the number of sequences per step, over all ranks")
-    precision = PRECISIONS[arguments.precision or ("fp32" if cluster.is_cpu else "bf16")]
+    precision = PRECISIONS[arguments.precision or "bf16"]
     cluster.accelerator.peak(precision.products)  # raises if it has no such format
     load = 1.0 if arguments.expert_load is None else arguments.expert_load
     if not 1 <= load < inf:
@@ -238,8 +229,8 @@ def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Acce
         return hardware.accelerator_of(arguments.accelerator)
     if len(given_options(arguments, "peak_tflops", "memory_gb", "memory_gbps")) < 3:
         raise TopologyError(
-            f"--accelerator NAME is missing (one of {', '.join(hardware.ACCELERATORS)}); for another one give "
-            "--peak-tflops, --memory-gb and --memory-gbps, for the machine at hand --calibrate"
+            f"--accelerator NAME is missing: name the GPU to plan for, one of {', '.join(hardware.ACCELERATORS)}; for "
+            "another one give --peak-tflops, --memory-gb and --memory-gbps, for the GPUs of this machine --calibrate"
         )
     peaks = dict.fromkeys(("bf16", "fp16", "fp32"), arguments.peak_tflops * TERA)
     return Accelerator(
@@ -247,8 +238,7 @@ def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Acce
         peaks,
         arguments.memory_gb * GIGA,
         arguments.memory_gbps * GIGA,
-        (arguments.link_inside_gbps or 25.0) * GIGA,
-        (arguments.link_across_gbps or 12.5) * GIGA,
+        *hardware.UNKNOWN_LINKS,
         hardware.Efficiency(dict.fromkeys(peaks, 0.6), processors=100),
     )
 
@@ -342,11 +332,13 @@ def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
 
 
 def _calibrated(path: str) -> tuple[Machine, bool]:
-    """Measure this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan.
+    """Measure the GPUs of this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan.
 
     Raises:
         LaunchError: a launcher's variables are incomplete.
+        TopologyError: if there is no GPU, or no folder for the file.
     """
+    from ds_topo.backends import accelerator
     from ds_topo.launch.joining import join
     from ds_topo.launch.launchers import detect_launch
     from ds_topo.plan.calibrate import calibrate
@@ -360,6 +352,12 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
         rank, ranks = 0, 1
     if path and rank == 0 and not Path(path).absolute().parent.is_dir():
         raise TopologyError(f"--calibrate {path!r}: there is no folder {str(Path(path).parent)!r}")
+    if accelerator() is None:
+        raise TopologyError(
+            "--calibrate measures GPUs, and torch finds none on this machine: name the GPU to plan for with "
+            f"--accelerator (one of {', '.join(hardware.ACCELERATORS)}), or calibrate on a machine that has GPUs and "
+            "give its file with --machine FILE"
+        )
     if ranks > 1:
         join(verbose=False)
     machine = calibrate()
@@ -433,41 +431,3 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory.total,
         "memory_by_term": plan.memory.parts(),
     }
-
-
-def _judge(arguments: argparse.Namespace) -> int:
-    """Print predictions of published runs. Return 1 if a row is beyond the bound or does not fit."""
-    from ds_topo.cli import plan_report
-
-    within = share_of(arguments.within or BOUND)
-    verdicts = [judge(row) for row in read_rows(arguments.runs)]
-    beyond = [verdict for verdict in verdicts if abs(verdict.error) > within or not verdict.fits]
-    if arguments.json:
-        content = {
-            "within": within,
-            "median_error": median(abs(verdict.error) for verdict in verdicts),
-            "beyond": [verdict.row.number for verdict in beyond],
-            "rows": [verdict.as_json() for verdict in verdicts],
-        }
-        print(json.dumps(content))
-    else:
-        plan_report.print_verdicts(verdicts, beyond, within)
-    return 1 if beyond else 0
-
-
-def share_of(text: str) -> float:
-    """Return a share given as ``15%`` or ``0.15``.
-
-    >>> share_of("15%"), share_of("0.07")
-    (0.15, 0.07)
-
-    Raises:
-        TopologyError: if it is neither, or not positive.
-    """
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not share > 0:
-        raise TopologyError(f"--within {text!r}: give a positive share such as 15% or 0.15")
-    return share

@@ -1,4 +1,4 @@
-"""Print plans and judgements of published runs as tables, draw plans, and turn them into DeepSpeed configs."""
+"""Print plans as tables, draw them, and turn them into DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -18,10 +17,10 @@ from ds_topo.cli.shared import new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
 from ds_topo.plan import explain
 from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, Layout, Recompute
+from ds_topo.plan.memory import BUCKET_PARAMETERS
 from ds_topo.plan.model import transformer
-from ds_topo.plan.published_runs import Verdict
 from ds_topo.plan.search import Found, Plan, orders_of
-from ds_topo.plan.stages import BUCKET_PARAMETERS, Costs
+from ds_topo.plan.stages import Costs
 from ds_topo.plan.step_time import GRADIENTS, layout_spans, two_level_pays
 from ds_topo.topology.axes import DATA, SHARD
 
@@ -164,34 +163,6 @@ def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
             console.print(f"  {term.name:12} {1e3 * term.value:+10.2f} ms  ({term.text})")
 
 
-def print_verdicts(verdicts: Sequence[Verdict], beyond: Sequence[Verdict], within: float) -> None:
-    """Print the predicted and the published value of every row; those ``beyond`` the bound in red."""
-    console = _console()
-    table = table_of("run", "metric", ">published", ">predicted", ">error", ">GB", ">of best")
-    for verdict in verdicts:
-        table.add_row(
-            f"{verdict.row.number} {verdict.row.name}",
-            verdict.metric.replace("_per_", "/").replace("_", " "),
-            f"{verdict.published:,.4g}",
-            f"{verdict.predicted:,.4g}",
-            f"{verdict.error:+.1%}",
-            f"{verdict.plan.memory.total / 1e9:.0f}{'' if verdict.fits else ' !'}",
-            f"{verdict.plan.seconds / verdict.best.seconds:.2f}" if verdict.best else "-",
-            style="red" if verdict in beyond else None,
-        )
-    console.print(table)
-    for verdict in verdicts:
-        if not verdict.fits:
-            console.print(f"row {verdict.row.number}: {verdict.plan.layout} does not fit")
-        if verdict.note:
-            console.print(f"row {verdict.row.number}: the best is {verdict.note}")
-    errors = [abs(verdict.error) for verdict in verdicts]
-    console.print(
-        f"{len(verdicts)} rows: median error {median(errors):.1%}, largest {max(errors):.1%}; {len(beyond)} beyond "
-        f"{within:.0%}"
-    )
-
-
 def save_picture(found: Found, path: str | Path) -> None:
     """Write a PNG, SVG or PDF of the plans: a step's seconds as stacked bars, and memory against the limit.
 
@@ -270,8 +241,7 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     degrees = dict(zip(layout.topology.axes, layout.topology.dims, strict=True))
     # DeepSpeed allocates whole buckets: they should not be larger than what a rank has
     bucket = min(BUCKET_PARAMETERS, max(held.total for held in costs.all_parameters(layout)))
-    # DeepSpeed's own Adam for CPUs has to be compiled first
-    adam = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": job.cluster.is_cpu}
+    adam = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1}
     config: dict[str, Any] = {
         "topology": {axis: degree for axis, degree in degrees.items() if degree > 1} or {DATA: 1},
         "train_batch_size": job.batch,
