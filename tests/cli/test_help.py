@@ -39,7 +39,7 @@ def test_help_explains_every_option_in_80_columns(command: str) -> None:
         ("check", ["--backend", "--timeout", "--seconds", "--slow", "--expect", "--clock"]),
         ("export", ["--tag", "--largest"]),
         ("plan", ["--kv-heads", "--ffn", "--sequence", "--experts", "--gated", "--memory-gb", "--link-inside-gbps"]),
-        ("plan", ["--precision", "--software", "--expert-load", "--top", "--within"]),
+        ("plan", ["--precision", "--software", "--expert-load", "--top"]),
     ],
 )
 def test_help_states_what_is_used_without_an_option(command: str, options: list[str]) -> None:

@@ -24,7 +24,7 @@ from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
 from ds_topo.ledger import find, is_absent
 from ds_topo.mpu.differences import StockDualPipeVModule as StockModule
-from ds_topo.plan.stages import chunks_in_flight
+from ds_topo.plan.memory import chunks_in_flight
 from ds_topo.plan.step_time import mirrored_bubble
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BATCH, batch, pipeline, train

@@ -16,17 +16,15 @@ from ds_topo.plan.search import Wanted, orders, possible_degrees, schedules, zer
 from ds_topo.topology.axes import DATA, SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 
-CPU_SPEEDS = Speeds(
-    "CPU",
-    transport="gloo",
-    product_flops={"fp32": 1e11},
-    depth=0,
-    attention_flops=(1e11, 1e11),
-    memory_bandwidth=1e10,
+SPEEDS = Speeds(
+    "RTX",
+    product_flops={"fp32": 4e13, "bf16": 1.5e14, "fp16": 1.5e14},
+    depth=64,
+    attention_flops=(8e13, 6e13),
+    memory_bandwidth=9e11,
     kernel_seconds=1e-5,
     update_bytes=30.0,
-    memory_bytes=8e9,
-    processors=4.0,
+    memory_bytes=24e9,
 )
 """Speeds such as ``plan --calibrate`` measures."""
 

@@ -74,7 +74,7 @@ class Verdict:
     note: str
 
 
-def read_rows(path: str | Path) -> list[Run]:
+def read_runs(path: str | Path) -> list[Run]:
     """Return the runs of a file."""
     runs: list[Run] = json.loads(Path(path).read_text())
     return runs

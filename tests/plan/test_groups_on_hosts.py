@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from random import Random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.plan.explain import host_traffic
-from ds_topo.plan.hardware import Machine
-from ds_topo.plan.job import DEEPSPEED, FP32, Job, Layout
+from ds_topo.plan.job import FP32, Job, Layout
 from ds_topo.plan.stages import Costs
-from ds_topo.plan.step_time import (
-    factors_of,
-    gradient_messages,
-    layout_spans,
-    shared_spans,
-    shares_of_turns,
-    span_of,
-)
+from ds_topo.plan.step_time import factors_of, gradient_messages, layout_spans, span_of
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.plan.jobs import CPU_SPEEDS, job, jobs_and_layouts
+from tests.plan.jobs import job, jobs_and_layouts
 
 
 @st.composite
@@ -106,47 +95,3 @@ def test_only_axes_that_cross_hosts_have_host_traffic(made: tuple[Job, Layout]) 
         for axis, sent in host.items():
             assert sent >= 0
             assert spans[axis].crosses or (axis == "gradients" and task.model.tied)
-
-
-def test_stages_on_one_cpu_host_share_its_link() -> None:
-    topology = ProcessTopology.from_spec("model=2,pipe=4")
-    on_gpus = job(batch=32, precision=FP32, software=DEEPSPEED)
-    on_cpus = replace(on_gpus, cluster=Machine(2, 4, CPU_SPEEDS).applied_to(on_gpus.cluster))
-    edges = {}
-    for micro_batch in (32, 8, 1):
-        layout = Layout(topology, micro_batch)
-        edges[micro_batch] = shared_spans(Costs(on_cpus), layout)[0]["model"].ring_edges
-        assert shared_spans(Costs(on_gpus), layout)[0]["model"].ring_edges == 4, "each has an adapter of its own"
-    assert edges[32] == 1
-    assert edges[32] < edges[8] < edges[1] < 4
-
-
-@pytest.mark.parametrize(("computing", "sending"), [(1.0, 1.0), (3.0, 1.0), (1.0, 5.0)])
-def test_shares_of_replicas_on_one_link_match_a_simulation(computing: float, sending: float) -> None:
-    """Two replicas compute and send in turn, for times that vary as in a queueing network."""
-    random = Random(0)
-    clock, left, done = 0.0, [(False, random.expovariate(1 / computing))] * 2, 0
-    while done < 40_000:
-        users = sum(sends for sends, _ in left)
-        spans = [work * users if sends else work for sends, work in left]
-        step = min(spans)
-        clock += step
-        advanced = []
-        for (sends, work), span in zip(left, spans, strict=True):
-            if span > step:
-                advanced.append((sends, work - step / (users if sends else 1)))
-            else:
-                done += sends
-                advanced.append((not sends, random.expovariate(1 / (computing if sends else sending))))
-        left = advanced
-    share, _ = shares_of_turns(1, 2, computing, sending, passes=1)
-    assert 2 * clock / done == pytest.approx(computing + 2 * share * sending, rel=0.02)
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
-@pytest.mark.parametrize("replicas", [1, 2, 8])
-@pytest.mark.parametrize("passes", [8, 12, 100])
-def test_shares_of_a_busy_link_add_up_to_all_passes(stages: int, replicas: int, passes: int) -> None:
-    own, waited_for = shares_of_turns(stages, replicas, 0.0, 1.0, passes)
-    senders = stages * replicas
-    assert senders * (passes * own + (stages - 1) * waited_for) == pytest.approx(senders * passes)

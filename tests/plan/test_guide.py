@@ -21,18 +21,18 @@ def test_guide_commands_print_the_output_in_the_guide(
     command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", "132" if "--runs" in command else "80")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(shlex.split(command)[1:]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed == output.splitlines()
 
 
-def test_guide_has_three_examples() -> None:
-    assert len(EXAMPLES) == 3
+def test_guide_has_two_examples() -> None:
+    assert len(EXAMPLES) == 2
 
 
 def test_guide_names_every_module_that_has_a_formula() -> None:
     text = GUIDE.read_text()
-    for name in ("model", "work", "stages", "step_time"):
+    for name in ("model", "work", "memory", "step_time"):
         assert (ROOT / "ds_topo/plan" / f"{name}.py").exists()
         assert f"`{name}`" in text

@@ -7,14 +7,15 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
-import torch.distributed as dist
+import torch
 
 from ds_topo.cli import main
-from ds_topo.plan.calibrate import calibrate
-from ds_topo.plan.hardware import Machine, machine_from_json, read_machine
-from tests.plan.jobs import CPU_SPEEDS
+from ds_topo.plan import calibrate as calibrating
+from ds_topo.plan.hardware import Link, Machine, machine_from_json, read_machine, usable_bytes
+from tests.plan.jobs import SPEEDS
 from tests.support.world import Worlds
 
 CHECKED: dict[str, Any] = {
@@ -71,10 +72,10 @@ def test_machine_of_one_host_has_no_link_across() -> None:
         ),
         (json.dumps(CHECKED | {"inside": {"bandwidth": 1e9, "latency": -1}}), "latency of 'inside' is -1.0"),
         (
-            json.dumps(Machine(1, 4, replace(CPU_SPEEDS, memory_bandwidth=0.0)).as_json()),
+            json.dumps(Machine(1, 4, replace(SPEEDS, memory_bandwidth=0.0)).as_json()),
             "memory_bandwidth is 0.0; it must be a positive number",
         ),
-        (json.dumps(Machine(1, 4, replace(CPU_SPEEDS, product_flops={})).as_json()), "product_flops is 0.0"),
+        (json.dumps(Machine(1, 4, replace(SPEEDS, product_flops={})).as_json()), "product_flops is 0.0"),
         (json.dumps(CHECKED | {"start_seconds": -1}), "start_seconds is -1; it must be zero or a positive number"),
         (json.dumps(CHECKED | {"start_seconds": "soon"}), "a value is of another type"),
     ],
@@ -106,34 +107,45 @@ def test_calibrate_refuses_an_absent_folder_before_it_measures(
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_calibrate_writes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
+def test_calibrate_without_a_gpu_names_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *JOB, "--hosts", "1", "--calibrate"]) == 2
+    text = capsys.readouterr().err
+    assert "--calibrate measures GPUs, and torch finds none on this machine: name the GPU to plan for" in text
+    assert "(one of V100-16GB, " in text
+    assert "--machine FILE" in text
+
+
+def test_plan_reads_the_speeds_of_a_machine_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
-    assert main(["plan", "--calibrate", str(path)]) == 0
-    machine = read_machine(path)
-    assert machine.speeds is not None
-    assert 1e8 < machine.speeds.product_flops["fp32"] < 1e15
-    assert machine_from_json(machine.as_json()) == machine
-    content = _plan(capsys, "--machine", str(path), "--hosts", "1", "--slots", "2")
-    assert content["job"]["precision"] == "fp32"
-    assert content["plans"]
-    for option, value in (
-        ("--accelerator", "H100"),
-        ("--peak-tflops", "9"),
-        ("--memory-gb", "9"),
-        ("--memory-gbps", "9"),
-    ):
+    machine = Machine(1, 4, SPEEDS, inside=Link(1e9, 1e-4))
+    path.write_text(json.dumps(machine.as_json()))
+    assert read_machine(path) == machine
+    content = _plan(capsys, "--machine", str(path))
+    assert content["job"]["accelerator"] == SPEEDS.name
+    assert content["job"]["precision"] == "bf16"
+    assert content["job"]["memory_limit"] == usable_bytes(SPEEDS.memory_bytes)
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (1, 4)
+    for option in ("--accelerator", "--peak-tflops", "--memory-gb", "--memory-gbps"):
+        value = "H100" if option == "--accelerator" else "9"
         assert main(["plan", *JOB, "--machine", str(path), option, value]) == 2
         assert f"{option} and measured speeds both say what a rank has" in capsys.readouterr().err
 
 
-def _calibrated() -> tuple[Machine, int]:
-    return calibrate(), dist.get_rank()
+def _calibrated() -> Machine:
+    """Calibrate a CPU in place of a GPU, with small shapes."""
+    small = {"SMALL_PRODUCT": (64, 64, 16), "LARGE_PRODUCT": (64, 64, 64), "ATTENTION_SHAPE": (1, 2, 32, 16)}
+    with patch.multiple(calibrating, name_and_memory=Mock(return_value=("CPU", 8e9)), ROUNDS=2, **small):
+        return calibrating.calibrate()
 
 
 def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds) -> None:
-    (first, _), (second, _) = world(2).run(_calibrated)
+    first, second = world(2).run(_calibrated)
     assert first == second
     assert (first.hosts, first.slots) == (1, 2)
+    assert first.speeds is not None
+    assert all(1e8 < first.speeds.product_flops[name] < 1e15 for name in ("fp32", "bf16", "fp16"))
     assert first.inside is not None
     assert first.inside.bandwidth > 1e6
     assert first.across is None
+    assert machine_from_json(json.loads(json.dumps(first.as_json()))) == first

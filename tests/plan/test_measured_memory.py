@@ -9,9 +9,9 @@ import pytest
 from ds_topo.cli.plan_report import deepspeed_config
 from ds_topo.plan.hardware import accelerator_of, cluster_of
 from ds_topo.plan.job import DEEPSPEED, PRECISIONS, Job, Layout, Recompute
+from ds_topo.plan.memory import MemoryUse
 from ds_topo.plan.model import Block, Experts, FeedForward, Model, transformer
 from ds_topo.plan.search import Plan, evaluate
-from ds_topo.plan.stages import MemoryUse
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.plan.measured_memory import Case, Counted, count_memory
 from tests.support.ranks import run_ranks

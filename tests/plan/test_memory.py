@@ -22,9 +22,9 @@ from ds_topo.plan.job import (
     Recompute,
     layout_problem,
 )
+from ds_topo.plan.memory import block_bytes, chunks_in_flight, memory_use, state_bytes
 from ds_topo.plan.model import Block
-from ds_topo.plan.stages import Costs, StageParameters, chunks_in_flight, memory_use, state_bytes
-from ds_topo.plan.work import block_work
+from ds_topo.plan.stages import Costs, StageParameters
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.plan.jobs import job, jobs_and_layouts
 
@@ -106,12 +106,12 @@ def test_kept_activations_match_korthikanti_et_al(
     unit, scores = sequence * micro_batch * hidden, 5 * count * sequence / hidden
     for spread in (False, True):
         layout = Layout(ProcessTopology.from_spec(f"model={tensor}"), micro_batch, sequence_parallel=spread)
-        kept = block_work(block, layout, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
+        kept = block_bytes(block, layout, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
         whole = 34 / tensor if spread else 10 + 24 / tensor  # times s b h
-        assert kept.none == pytest.approx(unit * (whole + scores / tensor))
-        assert kept.full == pytest.approx(2 * unit / (tensor if spread else 1))
+        assert kept[Recompute.NONE] == pytest.approx(unit * (whole + scores / tensor))
+        assert kept[Recompute.FULL] == pytest.approx(2 * unit / (tensor if spread else 1))
         if spread:
-            assert kept.selective == pytest.approx(unit * whole)
+            assert kept[Recompute.SELECTIVE] == pytest.approx(unit * whole)
 
 
 @settings(deadline=None, max_examples=60)

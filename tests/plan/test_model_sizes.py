@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_topo.errors import TopologyError
 from ds_topo.plan.model import Block, FeedForward, Model, model_from_config, transformer
-from ds_topo.plan.published_runs import recomputed_flops_per_token
+from tests.plan.published_runs import recomputed_flops_per_token
 
 Config = dict[str, Any]
 

@@ -293,7 +293,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
     ("options", "text"),
     [
         ([], "a model is needed: --model FILE, or its numbers; --layers --hidden --heads --vocab --sequence missing"),
-        (GPT, "--accelerator NAME is missing"),
+        (GPT, "--accelerator NAME is missing: name the GPU to plan for, one of V100-16GB, V100-32GB, A100-40GB,"),
         ([*GPT, "--hosts", "1"], "--accelerator NAME is missing"),
         ([*GPT, "--hosts", "1", "--accelerator", "A10"], "'A10' is not in the table: choose one of ['V100-16GB'"),
         ([*GPT, "--hosts", "1", "--accelerator", "A100"], "--batch is missing"),
@@ -355,10 +355,6 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         ([*JOB, "--sequence-parallel", "--fix", "model=1"], "parallelism needs a model axis, model=2 or more\n"),
         ([*JOB, "--fix", "ep=2"], "experts are distributed with --expert-parallel N"),
         ([*JOB, "--expert-load", "2"], "--expert-load has no effect: the model has no experts"),
-        ([*JOB, "--within", "3%"], "--within has no effect: it is the bound of --runs FILE"),
-        (["--runs", "absent.json", "--batch", "8"], "--batch has no effect: --runs describes every job itself"),
-        (["--runs", "absent.json", "--calibrate"], "--calibrate has no effect: --runs describes"),
-        (["--runs", "absent.json", "--slurm"], "--slurm has no effect: --runs describes"),
         (["--calibrate", "a.json", "--machine", "b.json"], "--calibrate and --machine both say how fast"),
         ([*JOB, "--picture", "plan"], "--picture 'plan': give a file name that ends in .png or .svg or .pdf"),
         ([*JOB, "--picture", "plan.txt"], "--picture 'plan.txt': give a file name that ends in"),
@@ -368,8 +364,6 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         (["--model", "gpt2"], "model 'gpt2' does not exist: give the config.json of a downloaded model, or its folder"),
         ([*JOB, "--topology", "pipe=2"], "--topology: topology 'pipe=2' is for 2 ranks (2), but the job has 8"),
         ([*JOB, "--topology", "pipe=2"], "'pipe=2,data=4'; --fix decides the degrees of some axes only"),
-        (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
-        (["--runs", __file__], "is not JSON"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
     ],
 )
@@ -400,12 +394,6 @@ def test_plan_refuses_config_together_with_numbers_by_hand(option: str, capsys: 
     value = [] if option == "gated" else ["8"]
     text = refused(capsys, *JOB[len(GPT) :], "--model", "absent", f"--{option}", *value)
     assert f"--model and --{option} both describe the model: give one of them" in text
-
-
-@pytest.mark.parametrize("share", ["0", "-5%", "many"])
-def test_runs_refuse_a_bound_that_is_no_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Path(__file__).with_name("published_runs.json")
-    assert "give a positive share such as 15%" in refused(capsys, "--runs", str(runs), f"--within={share}")
 
 
 def test_memory_error_names_enough_hosts(capsys: pytest.CaptureFixture[str]) -> None:

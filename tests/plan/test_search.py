@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from ds_topo.errors import TopologyError
 from ds_topo.plan import search as search_module
 from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.plan.hardware import Cluster, Machine, accelerator_of, cluster_of
-from ds_topo.plan.job import DEEPSPEED, DEEPSPEED_PIPELINE, FP32, MEGATRON, Job, Layout, Software, layout_problem
-from ds_topo.plan.model import transformer
+from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.job import DEEPSPEED, MEGATRON, Job, Layout, Software, layout_problem
+from ds_topo.plan.memory import largest_states, memory_use
 from ds_topo.plan.search import Wanted, evaluate, fewest_axes_first, orders_of, search, smallest_cluster
-from ds_topo.plan.stages import Costs, largest_states, memory_use
+from ds_topo.plan.stages import Costs
 from ds_topo.plan.step_time import schedule_bound, step_time
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.plan.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts
+from tests.plan.jobs import every_layout, job, jobs_and_layouts
 
 
 @pytest.mark.parametrize("software", [DEEPSPEED, MEGATRON])
@@ -94,22 +94,6 @@ def test_explanations_add_up(made: tuple[Job, Layout]) -> None:
     for other in orders_of(task, plan):
         lost = sum(term.value for term in differences(plan, other))
         assert lost == pytest.approx(other.seconds - plan.seconds, abs=1e-12)
-
-
-def test_program_takes_time_on_cpus_only() -> None:
-    machine = Machine(2, 4, replace(CPU_SPEEDS, processors=2.0))
-    model = transformer(layers=4, hidden=32, heads=4, vocabulary=256, sequence=8)
-    gpus = cluster_of(accelerator_of("A100"), 2, 4)
-    of_cpus = Job(model, machine.applied_to(gpus), 8, 8, FP32, DEEPSPEED_PIPELINE)
-    layout = Layout(ProcessTopology(["pipe", "data", "model"], [2, 2, 2]), 4)
-    assert step_time(Costs(replace(of_cpus, cluster=gpus)), layout).program == 0.0
-    one = step_time(Costs(of_cpus), layout)
-    halves = step_time(Costs(of_cpus), replace(layout, micro_batch=2))
-    in_step, in_micro_batch, in_collective = DEEPSPEED_PIPELINE.own_starts
-    starts, starts_of_halves = (found.program / CPU_SPEEDS.kernel_seconds for found in (one, halves))
-    assert starts_of_halves - in_step == pytest.approx(2 * (starts - in_step))
-    assert starts - in_step - in_micro_batch >= 8 * in_collective, "two layers of a stage, four in each"
-    assert one.sharing + one.compute + one.bubble + one.optimizer + one.program > 8 / 2 * one.program
 
 
 def test_bubble_of_equal_stages_matches_narayanan_et_al() -> None:
