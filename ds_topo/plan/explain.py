@@ -221,7 +221,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     """Return the bytes that leave each host in a step, by axis, as its interface counts them.
 
     ``GRADIENTS`` stands for gradients and gathered parameters. Of many hosts, only the first ones and the last one are
-    counted. Rings visit the ranks of a group in order, as gloo's and NCCL's do if ranks of a host are adjacent.
+    counted. Rings visit the ranks of a group in order, as NCCL's do if ranks of a host are adjacent.
     """
     slots, world = costs.job.cluster.slots, layout.topology.world_size()
     hosts = -(-world // slots)
