@@ -20,6 +20,15 @@ from typing import Any
 
 from ds_topo.ledger import Row, name_of
 
+CALLED_BY_PROGRAMS = frozenset(
+    [
+        *("backward", "coalesce_grad_reduction", "compile", "deepspeed_io", "destroy", "eval_batch", "forward"),
+        *("load_checkpoint", "load_state_dict", "offload_states", "reset_activation_shape", "save_16bit_model"),
+        *("save_checkpoint", "set_train_batch_size", "set_train_micro_batch_size", "state_dict", "step"),
+        *("train_batch", "zero_grad"),
+    ]
+)
+"""The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
 ON_GRID, REDUCED, RECORDED, COMPARED = range(4)
 """Orders of the methods of mixins, from the innermost on: a grid's, a reducer's, a recorder's, ``check_replicas``'s."""
 
@@ -35,9 +44,9 @@ class Mixin:
     """The name of the object's attribute that these methods use; it goes with the mixin."""
 
     def __init_subclass__(cls) -> None:
-        """Let public methods work after their mixin was taken away: a program may have kept one, to wrap it."""
+        """Let these methods work after their mixin was taken away: a program may have kept one, to wrap it."""
         for name, method in list(vars(cls).items()):
-            if isinstance(method, FunctionType) and not name.startswith("_"):
+            if isinstance(method, FunctionType) and name in CALLED_BY_PROGRAMS:
                 setattr(cls, name, _while_adopted(cls, method))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -76,9 +76,8 @@ def clone(store: Store) -> Store:
     return other
 
 
-def current_backward() -> int:
-    """Return the number of the backward pass that is running on this thread; -1 if none is."""
-    return int(TORCH_C._current_graph_task_id())
+current_backward: Callable[[], int] = TORCH_C._current_graph_task_id
+"""Return the number of the backward pass that is running on this thread; -1 if none is."""
 
 
 def is_whole_backward() -> bool:

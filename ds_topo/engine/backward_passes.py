@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,38 +58,39 @@ def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
 class BackwardPasses:
     """The backward passes of an engine's step."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine = weakref.ref(engine)
-        self._are_reduced = False
-        """True if the gradients of the step are reduced, and cannot take others."""
-        self._is_penalized = False
-        """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned."""
+    def __init__(self) -> None:
+        self.are_reduced = False
+        """True if a backward pass has reduced the gradients of the step, until the end of the step."""
+        self.are_discarded = False
+        """True if the program has discarded gradients since the last backward pass."""
+        self.is_penalized = False
+        """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned in this micro-batch."""
         self.is_of_engine = False
         """True while ``engine.backward`` runs."""
-
-    def end_micro_batch(self, is_last: bool) -> None:
-        """Start another step unless more micro-batches follow."""
-        self._is_penalized = False
-        if is_last:
-            self._are_reduced = False
-
-    @property
-    def _replaces(self) -> bool:
-        """True if a backward pass after ``zero_grad`` replaces all gradients of the step."""
-        engine = self._engine()
-        return engine is not None and engine.gradient_accumulation_steps() == 1 and _replaces_gradients(engine)
 
     # -- forward
 
     def of_inputs(self, engine: DeepSpeedEngine, inputs: Any) -> Any:
-        """Return the inputs of a forward pass so that outputs of other engines among them are not divided again."""
-        if not _has_graph() or engine.gradient_accumulation_steps() == 1:
+        """Return the inputs of a forward pass so that outputs of other engines among them are not divided again.
+
+        With one micro-batch in a step nothing is divided.
+        """
+        if not torch.is_grad_enabled() or is_functorch_transforming():
             return inputs
         return _changed(inputs, partial(_restored, engine, self))
 
     def of_outputs(self, engine: DeepSpeedEngine, outputs: Any) -> Any:
         """Return the outputs of a forward pass, by which gradients enter the engine and are divided."""
-        return _with_entries(outputs, partial(self._enter, engine, [])) if _has_graph() else outputs
+        if not torch.is_grad_enabled() or is_functorch_transforming():
+            return outputs
+        enter = partial(self._enter, engine, [])
+        if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None and outputs._base is None:
+            node: Any = outputs.grad_fn
+            if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
+                node.metadata[_OUTPUT] = True
+                outputs.register_hook(enter)
+                return outputs
+        return _with_entries(outputs, enter)
 
     def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming():
@@ -100,7 +100,7 @@ class BackwardPasses:
                 self._note_penalty(engine)
             return gradient
         current = current_backward()
-        if engine.zero_optimization_partition_weights() and any(other != current for other in used_by):
+        if used_by and used_by[0] != current and engine.zero_optimization_partition_weights():
             raise RuntimeError(
                 "a second backward pass through one forward pass at ZeRO stage 3, whose parameters are partitioned "
                 "again after the first one: call engine.backward(first_loss + second_loss), or engine() for each loss"
@@ -120,7 +120,7 @@ class BackwardPasses:
                 "torch.autograd.grad(create_graph=True) of an engine's output at ZeRO stage 3: its backward pass needs "
                 "parameters a second time, which are partitioned again by then; use ZeRO stage 0, 1 or 2"
             )
-        self._is_penalized = engine.gradient_accumulation_steps() > 1
+        self.is_penalized = engine.gradient_accumulation_steps() > 1
 
     # -- backward
 
@@ -138,7 +138,8 @@ class BackwardPasses:
         if _is_prepared(optimizer):
             return False
         if not self.is_of_engine:
-            self.require_none_reduced(engine)
+            if self.are_reduced:
+                self.require_unreduced(engine)
             self._require_scaled()
         state = optimizer._backward_hook_state
         if not state.backward_active_depth and state.backward_seen_this_step:
@@ -147,45 +148,40 @@ class BackwardPasses:
 
     def end_backward(self, engine: DeepSpeedEngine) -> None:
         """Note whether the gradients of the step are reduced now."""
-        self._is_penalized = False
+        self.is_penalized = False
         if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
-            self._are_reduced = not _takes_further_gradients(engine)
+            self.are_reduced, self.are_discarded = True, False
 
     @contextmanager
     def coalesced(self, engine: DeepSpeedEngine) -> Iterator[None]:
         """Note that gradients are reduced at the end of ``coalesce_grad_reduction``, in any micro-batch."""
-        self.require_none_reduced(engine)
+        if self.are_reduced:
+            self.require_unreduced(engine)
         try:
             yield
         finally:
-            self._are_reduced = not _takes_further_gradients(engine)
+            self.are_reduced, self.are_discarded = True, False
 
-    def discard(self) -> None:
-        """Note that the program has discarded gradients, after which the step may have another backward pass."""
-        self._are_reduced = self._are_reduced and not self._replaces
-
-    def require_none_reduced(self, engine: DeepSpeedEngine) -> None:
-        """Refuse a backward pass if the gradients of the step are reduced, and cannot take others."""
-        if self._are_reduced:
-            discarding = "; to discard the first gradients, call engine.zero_grad()"
-            raise RuntimeError(
-                "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
-                f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
-                "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
-                f" at ZeRO 1 and 2, or engine.step() after each{discarding if self._replaces else ''}"
-            )
+    def require_unreduced(self, engine: DeepSpeedEngine) -> None:
+        """Refuse a backward pass after gradients were reduced, unless it can add to them or may replace them."""
+        replaces = engine.gradient_accumulation_steps() == 1 and _replaces_gradients(engine)
+        if _takes_further_gradients(engine) or (self.are_discarded and replaces):
+            return
+        discarding = "; to discard the first gradients, call engine.zero_grad()"
+        raise RuntimeError(
+            "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
+            f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
+            "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
+            f" at ZeRO 1 and 2, or engine.step() after each{discarding if replaces else ''}"
+        )
 
     def _require_scaled(self) -> None:
-        if self._is_penalized:
+        if self.is_penalized:
             raise RuntimeError(
                 "loss.backward() after torch.autograd.grad(create_graph=True) of an engine's output, with "
                 "gradient_accumulation_steps above 1: a gradient in the loss is divided by that number in engine."
                 "backward(loss) only; call that"
             )
-
-
-def _has_graph() -> bool:
-    return torch.is_grad_enabled() and not is_functorch_transforming()
 
 
 def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
@@ -240,12 +236,6 @@ class _InputOfEngine(_OverlappingOutputOfEngine):
 
 def _with_entries(outputs: Any, enter: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the outputs of a forward pass as tensors that call ``enter`` with their gradients."""
-    if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None and outputs._base is None:
-        node: Any = outputs.grad_fn
-        if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
-            node.metadata[_OUTPUT] = True
-            outputs.register_hook(enter)
-            return outputs
     found: dict[int, torch.Tensor] = {}
 
     def note(output: torch.Tensor) -> torch.Tensor:
@@ -276,10 +266,8 @@ _OUTPUT = "ds_topo: output of an engine"
 """The key in the metadata of the autograd nodes of outputs."""
 
 
-def _divided(engine: DeepSpeedEngine, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient divided by the number of micro-batches, unless ``engine.backward`` has divided the loss."""
-    divided: torch.Tensor = DeepSpeedEngine._backward_prologue_per_tensor(engine, gradient)
-    return divided
+_divided: Callable[[DeepSpeedEngine, torch.Tensor], torch.Tensor] = DeepSpeedEngine._backward_prologue_per_tensor
+"""Return the gradient divided by the number of micro-batches, unless ``engine.backward`` has divided the loss."""
 
 
 def _restored(engine: DeepSpeedEngine, passes: BackwardPasses, value: torch.Tensor) -> torch.Tensor:

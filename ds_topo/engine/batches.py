@@ -299,13 +299,14 @@ class FirstSamples:
 
     def __init__(self, grid: MpuGrid, micro_batch: int) -> None:
         self._grid, self._micro_batch = grid, micro_batch
-        self._seen = 0
-        """The number of micro-batches of a plain engine, or steps of a pipeline, that peers have compared."""
+        self.left = _COMPARED
+        """The number of micro-batches of a plain engine, or steps of a pipeline, that peers have yet to compare."""
         self._in_step: list[tuple[int, int]] | None = None
         """The digests of inputs and labels that this rank has read, in a step that peers compare."""
         self._digests: list[tuple[int, ...]] = []
         """The digests of what was read before the first step; empty tuples for what tells nothing, such as ones."""
-        self._is_over = False
+        self.are_compared = False
+        """True from the first step on, before which replicas are compared."""
 
     def look_at_inputs(self, inputs: Any) -> None:
         """Compare the inputs of a forward pass of a plain engine between slices, in the first micro-batches."""
@@ -321,7 +322,7 @@ class FirstSamples:
     def look_at_batch(self, engine: PipelineEngine, batch: Any) -> None:
         """Take digests of a micro-batch that a pipeline engine has read, in the first steps."""
         is_noted = engine.training and self._grid.check_samples and len(self._digests) < _COMPARED
-        if self._in_step is not None or (is_noted and not self._is_over):
+        if self._in_step is not None or (is_noted and not self.are_compared):
             inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
             read = digest(inputs), digest(labels)
             if self._in_step is not None:
@@ -353,14 +354,14 @@ class FirstSamples:
             _require_equal(inputs, grid, (MODEL,), everyone)
 
     def _is_due(self) -> bool:
-        if not self._grid.check_samples or self._seen == _COMPARED:
+        if not self.left or not self._grid.check_samples:
             return False
-        self._seen += 1
+        self.left -= 1
         return True
 
     def _note(self, samples: Any, read: tuple[int, ...]) -> None:
         """Keep the digests of a batch for :meth:`compare`."""
-        if self._is_over:
+        if self.are_compared:
             return
         tensors = list(_tensors(samples))
         if not self._digests and self._grid.grid_rank == 0:
@@ -380,10 +381,8 @@ class FirstSamples:
             )
 
     def compare(self) -> None:
-        """Warn if all replicas have read the same samples; collective over them, once."""
-        if self._is_over:
-            return
-        self._is_over = True
+        """Warn if all replicas have read the same samples before the first step; collective over them."""
+        self.are_compared = True
         grid = self._grid
         axes = [axis for axis in sample_axes(grid.topology()) if grid.get_axis_size(axis) > 1]
         if not grid.check_samples or not axes:

@@ -294,15 +294,14 @@ _HOOK = "_ds_topo_direct_steps"
 class DirectSteps:
     """Notice steps of an engine's optimizer that the program takes itself, without ``engine.step()``.
 
-    Those inside ``with`` are the engine's.
-
     Args:
         engine: an engine of a grid, whose ``check_weights`` switches the warning off.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._grid = engine.mpu
-        self._is_of_engine = self._has_warned = False
+        self._has_warned = self.is_of_engine = False
+        """``is_of_engine`` is True while the engine takes a step."""
         optimizer = inner_optimizer(engine)
         if isinstance(optimizer, torch.optim.Optimizer):
             hook = optimizer.register_step_pre_hook(self._before_step)
@@ -312,14 +311,8 @@ class DirectSteps:
             setattr(optimizer, _HOOK, hook)
             self._grid.on_destroy(hook.remove)
 
-    def __enter__(self) -> None:
-        self._is_of_engine = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_of_engine = False
-
     def _before_step(self, *_: object) -> None:
-        if self._is_of_engine or self._has_warned or not self._grid.check_weights:
+        if self.is_of_engine or self._has_warned or not self._grid.check_weights:
             return
         self._has_warned = True
         warn(

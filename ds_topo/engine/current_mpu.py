@@ -15,8 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.experts import slices_of_experts
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.topology.axes import MODEL
+from ds_topo.mpu.mpu import MpuGrid, registry
 
 _NAMES = (
     "mpu",
@@ -27,6 +26,7 @@ _NAMES = (
 )
 """The names of ``deepspeed.utils.groups`` that belong to one mpu."""
 _values = attrgetter(*_NAMES)
+_variables = vars(deepspeed_groups)
 
 Values: TypeAlias = tuple[Any, ...]
 """Their values, of which the first one is the mpu."""
@@ -41,40 +41,47 @@ class CurrentMpu:
         self._before_backward: Values | None = None
         """What was current before the first of them began; None while there is none."""
 
-    def set(self, mpu: Any) -> Values:
-        """Make an mpu the current one; return what was current, for :meth:`restore`."""
+    def set(self, mpu: Any, *, begins_call: bool = False) -> Values:
+        """Make an mpu the current one; return what was current, for :meth:`restore`.
+
+        Args:
+            mpu: the mpu.
+            begins_call: end interrupted backward passes first. A call of an engine ends by :meth:`end_call`.
+        """
+        if begins_call and self._before_backward is not None:
+            self.end_call(self._before_backward)
         before: Values = _values(deepspeed_groups)
-        is_grid, former = isinstance(mpu, MpuGrid), before[0]
-        if is_grid and mpu is former:  # in most calls; its experts may be new
-            deepspeed_groups.expert_tensor_parallel_world_size = slices_of_experts(mpu)
-        elif is_grid or isinstance(former, MpuGrid):
+        former = before[0]
+        if isinstance(mpu, MpuGrid):
+            experts = slices_of_experts(mpu) if registry.has_groups else 1
+            if mpu is former:  # in most calls; its experts may be new
+                deepspeed_groups.expert_tensor_parallel_world_size = experts
+                return before
             slices = data = None  # AutoTP creates groups of its own, unless it finds some
-            if is_grid and mpu.get_axis_size(MODEL) > 1:
+            if mpu.slice_parallel_size > 1:
                 slices, data = mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()
-            self.restore((mpu, slices_of_experts(mpu), slices, slices, data))
+            values: Values = mpu, experts, slices, slices, data
+        elif isinstance(former, MpuGrid):
+            values = mpu, 1, None, None, None
         else:
-            deepspeed_groups.mpu = mpu
+            values = mpu, *before[1:]
+        _variables.update(zip(_NAMES, values, strict=True))
         return before
 
     def restore(self, values: Values) -> None:
         """Make current what :meth:`set` has returned."""
-        vars(deepspeed_groups).update(zip(_NAMES, values, strict=True))
+        _variables.update(zip(_NAMES, values, strict=True))
 
     def forget(self, grid: MpuGrid) -> None:
         """Reset the current mpu if it is this grid, so that no later engine without an mpu finds it."""
         if isinstance(deepspeed_groups.mpu, MpuGrid) and grid.shares_groups_with(deepspeed_groups.mpu):
             self.set(None)
 
-    def begin_call(self, mpu: MpuGrid) -> Values:
-        """Make the mpu of an engine the current one until :meth:`end_call`, and end interrupted backward passes."""
-        self._end_all()
-        return self.set(mpu)
-
     def end_call(self, before: Values) -> None:
-        """Make current what :meth:`begin_call` has returned."""
+        """Make current what :meth:`set` has returned, and end backward passes."""
         self._in_backward.clear()
         self._before_backward = None
-        self.restore(before)
+        _variables.update(zip(_NAMES, before, strict=True))
 
     def begin_backward(self, engine: DeepSpeedEngine) -> None:
         """Make the mpu of an engine the current one until :meth:`end_backward`."""
@@ -86,18 +93,15 @@ class CurrentMpu:
 
     def end_backward(self, engine: DeepSpeedEngine) -> None:
         """Make the mpu of another engine of the same backward pass the current one, or what was current before it."""
-        self._in_backward = [each for each in self._in_backward if each() not in (None, engine)]
+        if (reference := weakref.ref(engine)) in self._in_backward:
+            self._in_backward.remove(reference)
+        while self._in_backward and self._in_backward[-1]() is None:
+            self._in_backward.pop()
         last = self._in_backward[-1]() if self._in_backward else None
         if last is not None:
             self.set(last.mpu)
-        else:
-            self._end_all()
-
-    def _end_all(self) -> None:
-        if self._before_backward is not None:
-            self.restore(self._before_backward)
-        self._in_backward.clear()
-        self._before_backward = None
+        elif self._before_backward is not None:
+            self.end_call(self._before_backward)
 
     def is_needed_by_others(self, before: Values) -> bool:
         """Tell whether there may be an engine without a grid, whose methods would find a grid that stays current.

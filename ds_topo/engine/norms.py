@@ -60,7 +60,7 @@ from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.reducer.parameters import expert_group_name, owners
-from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
 def clip_fp32_gradients(engine: DeepSpeedEngine, with_experts: bool) -> None:
     """Clip the gradients of an engine in fp32 without ZeRO, and keep their norm; collective over the grid."""
     parameters, limit, grid = engine.module.parameters(), engine.gradient_clipping(), engine.mpu
-    if with_experts or grid.get_axis_size(PIPE) > 1:
+    if with_experts or grid.pipe_parallel_size > 1:
         engine._global_grad_norm = clip_grad_norm_(parameters, limit, grid)
     else:
         mpu = grid if grid.ds_model_world_size > 1 else None  # which it would ask about each parameter

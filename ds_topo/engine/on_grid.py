@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class EngineParts:
             norms.prepare_losses(engine)
         self.micro_batches = MicroBatches(engine.gradient_accumulation_steps())
         """The number of micro-batches in a step."""
-        self.passes = BackwardPasses(engine)
+        self.passes = BackwardPasses()
         """The backward passes of a step; a pipeline runs them itself."""
         self.adds_zeros = reduction_order.adds_zeros(engine)
         self.instructions: dict[type, Any] | None = None
@@ -95,28 +95,29 @@ class EngineParts:
         )
 
 
-class _Call:
-    """A call of the program to an engine.
+def _call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method a call of the program to an engine.
 
     If one rank alone raises in it, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
     otherwise it is that of the engine that was built last.
     """
 
-    __slots__ = ("_before", "_engine", "_guarded", "_name")
-
-    def __init__(self, engine: EngineOnGrid, name: str) -> None:
-        self._engine, self._name = engine, name
-
-    def __enter__(self) -> None:
-        mpu = self._engine.mpu
-        self._before = current.begin_call(mpu)
-        self._guarded = guard.begin(self._name, mpu.members, self._engine.global_steps)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    @wraps(method)
+    def call(engine: EngineOnGrid, *arguments: Any, **options: Any) -> Any:
+        before = current.set(engine.mpu, begins_call=True)
         try:
-            guard.end(self._guarded, error)
+            guarded = guard.begin(method.__name__, engine.mpu.members, engine.global_steps)
+            try:
+                result = method(engine, *arguments, **options)
+            except BaseException as error:
+                guard.end(guarded, error)
+                raise
+            guard.end(guarded, None)
+            return result
         finally:
-            current.end_call(self._before)
+            current.end_call(before)
+
+    return call
 
 
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
@@ -206,11 +207,15 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         since the last step would be lost.
         """
         parts = self.on_grid
-        with parts.direct_steps:
-            parts.samples.compare()
+        parts.direct_steps.is_of_engine = True
+        try:
+            if not parts.samples.are_compared:
+                parts.samples.compare()
             if parts.written is not None:
                 parts.written.keep()
             super()._take_model_step(*arguments)
+        finally:
+            parts.direct_steps.is_of_engine = False
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over the grid, and keep it.
@@ -224,23 +229,23 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     # -- checkpoints
 
+    @_call
     def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
         """Save by :func:`ds_topo.checkpoint.save`.
 
         DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
         """
-        with _Call(self, "save_checkpoint"):
-            save = self._in_files_of_experts(saves=True)(super().save_checkpoint)
-            return save_as_a_whole(save, self, save_dir, *arguments, **options)
+        save = self._in_files_of_experts(saves=True)(super().save_checkpoint)
+        return save_as_a_whole(save, self, save_dir, *arguments, **options)
 
+    @_call
     def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
         """Load by :func:`ds_topo.checkpoint.load`.
 
         DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
         """
-        with _Call(self, "load_checkpoint"):
-            load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
-            return load_as_a_whole(load, self, load_dir, *arguments, **options)
+        load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
+        return load_as_a_whole(load, self, load_dir, *arguments, **options)
 
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
         """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
@@ -274,43 +279,47 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 class PlainEngineOnGrid(EngineOnGrid):
     """An engine that is no pipeline, on a grid."""
 
+    @_call
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compare the first samples of slices, and return outputs by which gradients enter the engine once."""
-        with _Call(self, "forward"):
-            parts = self.on_grid
-            given = inputs, named = parts.passes.of_inputs(self, (inputs, named))
-            if self.training:
-                parts.micro_batches.settle(self)
-                parts.samples.look_at_inputs(given)
-            outputs = super().forward(*inputs, **named)
-            return parts.passes.of_outputs(self, outputs)
+        parts = self.on_grid
+        if self.gradient_accumulation_steps() > 1:
+            inputs, named = parts.passes.of_inputs(self, (inputs, named))
+        if self.training:
+            parts.micro_batches.settle(self)
+            if parts.samples.left:
+                parts.samples.look_at_inputs((inputs, named))
+        outputs = super().forward(*inputs, **named)
+        return parts.passes.of_outputs(self, outputs)
 
+    @_call
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Refuse gradients that the step cannot take any more."""
-        with _Call(self, "backward"):
-            parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
-            parts.passes.require_none_reduced(self)
-            if self.training:
-                parts.micro_batches.settle(self)
-            parts.micro_batches.backwards += 1
-            parts.passes.is_of_engine = True
-            try:
-                return super().backward(*arguments, **options)
-            finally:
-                parts.passes.is_of_engine = outer
+        parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
+        if parts.passes.are_reduced:
+            parts.passes.require_unreduced(self)
+        if self.training:
+            parts.micro_batches.settle(self)
+        parts.micro_batches.backwards += 1
+        parts.passes.is_of_engine = True
+        try:
+            return super().backward(*arguments, **options)
+        finally:
+            parts.passes.is_of_engine = outer
 
+    @_call
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Compare the steps of replicas now and then while a watch is on."""
-        with _Call(self, "step"):
-            is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
-            result = super().step(*arguments, **options)
-            taken = self.global_steps
-            is_due = taken != before and not taken % STEPS_BETWEEN
-            if is_due and getattr(self, "gradient_reducer", None) is None:  # which compares steps itself
-                job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
-            self.on_grid.passes.end_micro_batch(is_last)
-            self.on_grid.micro_batches.backwards = 0
-            return result
+        is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
+        result = super().step(*arguments, **options)
+        taken = self.global_steps
+        is_due = taken != before and not taken % STEPS_BETWEEN
+        if is_due and getattr(self, "gradient_reducer", None) is None:  # which compares steps itself
+            job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
+        passes = self.on_grid.passes
+        passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
+        self.on_grid.micro_batches.backwards = 0
+        return result
 
     def zero_grad(self) -> None:
         """Discard the partitions of ZeRO 3, too. The step may then have another backward pass.
@@ -320,7 +329,7 @@ class PlainEngineOnGrid(EngineOnGrid):
         super().zero_grad()
         if self.zero_optimization_partition_weights():
             self.optimizer.zero_grad()
-        self.on_grid.passes.discard()
+        self.on_grid.passes.are_discarded = True
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -391,19 +400,20 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
             with shares.counting_shares(self):
                 super()._build_data_iter(dataset)
 
+    @_call
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Start on all ranks or on none, and compare the first samples of stages and slices.
 
         If one rank runs out of samples within a step, the others wait for its activations without end.
         """
-        with _Call(self, "train_batch"), self.on_grid.samples.compared(self):
+        with self.on_grid.samples.compared(self):
             accumulation.check_number(self)
             return run_with_enough(super().train_batch, self, *arguments, **options)
 
+    @_call
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:
         """Start on all ranks or on none."""
-        with _Call(self, "eval_batch"):
-            return run_with_enough(super().eval_batch, self, *arguments, **options)
+        return run_with_enough(super().eval_batch, self, *arguments, **options)
 
     def reset_activation_shape(self) -> None:
         """Forget which shapes of activations were announced to the next stage."""

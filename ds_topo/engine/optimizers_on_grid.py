@@ -168,7 +168,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Note that the step may have another backward pass: programs discard gradients by this method, too."""
         super().zero_grad(*arguments, **options)
         if self.on_grid.passes is not None:
-            self.on_grid.passes.discard()
+            self.on_grid.passes.are_discarded = True
 
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
@@ -281,7 +281,7 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         sum over the ranks that hold the same partition.
         """
         parts = self.on_grid
-        if parts.keeps_gradients:
+        if parts.keeps_gradients and self.micro_step_id > 0:
             unused_parameters.clear_earlier_partitions(self, params_to_release)
         partition = super().partition_grads
         if parts.copies is None:
@@ -317,7 +317,7 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Note that the step may have another backward pass: programs discard gradients by this method, too."""
         super().zero_grad(*arguments, **options)
         if self.on_grid.passes is not None:
-            self.on_grid.passes.discard()
+            self.on_grid.passes.are_discarded = True
 
 
 def _states_of_replica(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:

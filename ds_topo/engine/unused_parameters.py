@@ -64,10 +64,9 @@ def _clear(optimizer: DeepSpeedZeroOptimizer_Stage3, parameter: Any) -> None:
 
 def clear_earlier_partitions(optimizer: DeepSpeedZeroOptimizer_Stage3, parameters: list[Any]) -> None:
     """Clear the memory of parameters' gradients before their first ones of a step are added."""
-    if optimizer.micro_step_id > 0:
-        for parameter in parameters:
-            if parameter.ds_id not in optimizer._offload_boundary_param_ids:
-                _clear(optimizer, parameter)
+    for parameter in parameters:
+        if parameter.ds_id not in optimizer._offload_boundary_param_ids:
+            _clear(optimizer, parameter)
 
 
 def hand_over_missing_partitions(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:

@@ -15,10 +15,10 @@ All of this is local to a rank. Only elements that differ from the rounded maste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, getitem, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -38,6 +38,7 @@ from ds_topo.mpu.mpu import MpuGrid
 
 _Parts: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of the same elements, of this rank's parameters and of its master weights."""
+_version_of = attrgetter("_version")
 _SAMPLED = 1024
 """The number of elements of each partition that are compared in every step."""
 _PARTS_AT_ONCE = 4
@@ -65,12 +66,12 @@ class WrittenWeights:
 
     def __init__(self, module: nn.Module, optimizer: Any, grid: MpuGrid) -> None:
         self._grid = grid
-        self._optimizer = optimizer
+        self._optimizer, self._pairs_of = optimizer, _PARTS[stock_class(optimizer)]
         self._named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._parameters = [each for _, each in self._named]
         self._placed: list[nn.Parameter]
         self._addresses: list[int]
-        self._versions = self._current_versions()
+        self._versions = [*map(_version_of, self._parameters)]
         self._places = self._find_places()
         self._steps = 0
         self._late: tuple[torch.Event, torch.Tensor] | None = None
@@ -81,12 +82,14 @@ class WrittenWeights:
         if not self._grid.check_weights:
             return
         parts = self._parts()  # first of all, because it waits for parameters in flight
-        versions, names = self._current_versions(), []
+        versions, names, replaced = [*map(_version_of, self._parameters)], [], []
         if versions != self._versions:
             found_now = zip(self._named, self._versions, versions, strict=True)
             names = [name for (name, _), old, new in found_now if old != new]
             self._versions = versions
-        replaced = self._put_back(parts)
+        addresses = [*map(torch.Tensor.data_ptr, self._placed)]
+        if addresses != self._addresses:
+            replaced = self._put_back(parts, addresses)
         found = bool(replaced)
         if names or replaced or self._sample_differs(parts):
             for own, master in parts:
@@ -109,12 +112,9 @@ class WrittenWeights:
         is_ours = isinstance(optimizer, PartitionedOptimizer)
         return [
             (own.detach(), master.detach())
-            for own, master in (optimizer.own_parts() if is_ours else _PARTS[stock_class(optimizer)](optimizer))
+            for own, master in (optimizer.own_parts() if is_ours else self._pairs_of(optimizer))
             if own is not None and master is not None and own.shape == master.shape and own.numel()  # not on NVMe
         ]
-
-    def _current_versions(self) -> list[int]:
-        return [*map(attrgetter("_version"), self._parameters)]
 
     def _find_places(self) -> list[_Place]:
         """Return the places of the parameters that are parts of flat tensors, and keep their addresses."""
@@ -130,11 +130,8 @@ class WrittenWeights:
         self._addresses = [*map(torch.Tensor.data_ptr, self._placed)]
         return places
 
-    def _put_back(self, parts: _Parts) -> list[str]:
+    def _put_back(self, parts: _Parts, addresses: list[int]) -> list[str]:
         """Copy what a program has set as ``parameter.data`` to the flat tensors; return the names of what differs."""
-        addresses = [*map(torch.Tensor.data_ptr, self._placed)]
-        if addresses == self._addresses:
-            return []
         flats = {own.untyped_storage().data_ptr(): own for own, _ in parts}
         replaced = []
         for place, old, new in zip(self._places, self._addresses, addresses, strict=True):
@@ -159,9 +156,12 @@ class WrittenWeights:
 
     def _sample_differs(self, parts: _Parts) -> bool:
         """Compare a sample of each partition with the master weights, to within the rounding."""
-        stride = max(1, -(-len(parts) // _PARTS_AT_ONCE))
-        samples = [(_sample(own), _sample(master)) for own, master in parts[self._steps % stride :: stride]]
-        flags = [_differ(*sample) for sample in samples if not _are_equal(*sample)]
+        stride, flags = max(1, -(-len(parts) // _PARTS_AT_ONCE)), []
+        for own, master in parts[self._steps % stride :: stride]:
+            sampled = slice(None, None, -(-own.numel() // _SAMPLED))
+            ours, theirs = own.reshape(-1)[sampled], master.reshape(-1)[sampled]
+            if not _are_equal(ours, theirs):
+                flags.append(_differ(ours, theirs))
         if not flags:
             return False
         found = torch.stack(flags).any()
@@ -184,10 +184,6 @@ class _Place:
     start: int
     offset: int
     shape: torch.Size
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
 
 
 def _are_equal(own: torch.Tensor, master: torch.Tensor) -> bool:
@@ -215,25 +211,27 @@ def _copy_changed(own: torch.Tensor, master: torch.Tensor) -> bool:
 
 # -- where each optimizer keeps them ----------------------------------------------------------------------------------
 
-_Pairs: TypeAlias = Iterator[tuple[Any, Any]]
+_Pairs: TypeAlias = Iterable[tuple[Any, Any]]
 
 
-def _masters_of(optimizer: Any) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors that a wrapped optimizer steps on, by group."""
-    return (group["params"] for group in optimizer.param_groups)
+def _masters_of(optimizer: Any) -> Iterable[torch.Tensor]:
+    """Return the tensors that a wrapped optimizer steps on."""
+    return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
 
 
 def _of_zero(optimizer: DeepSpeedZeroOptimizer) -> _Pairs:
-    return _of_partitions(optimizer, optimizer.parallel_partitioned_bit16_groups)
+    return zip(
+        _own_partitions(optimizer, optimizer.parallel_partitioned_bit16_groups), _masters_of(optimizer), strict=True
+    )
 
 
 def _of_bf16(optimizer: BF16_Optimizer) -> _Pairs:
-    return _of_partitions(optimizer, optimizer.bf16_partitioned_groups)
+    return zip(_own_partitions(optimizer, optimizer.bf16_partitioned_groups), _masters_of(optimizer), strict=True)
 
 
-def _of_partitions(optimizer: Any, partitioned: Any) -> _Pairs:
-    for number, (partitions, (master,)) in enumerate(zip(partitioned, _masters_of(optimizer), strict=True)):
-        yield partitions[dist.get_rank(optimizer.real_dp_process_group[number])], master
+def _own_partitions(optimizer: Any, partitioned: list[list[torch.Tensor]]) -> Iterable[torch.Tensor]:
+    """Return this rank's partition of each group of parameters."""
+    return map(getitem, partitioned, map(dist.get_rank, optimizer.real_dp_process_group))
 
 
 def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Pairs:
@@ -241,11 +239,11 @@ def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Pairs:
 
 
 def _of_fused(optimizer: FP16_Optimizer) -> _Pairs:
-    return zip(optimizer.fp16_groups_flat, chain.from_iterable(_masters_of(optimizer)), strict=True)
+    return zip(optimizer.fp16_groups_flat, _masters_of(optimizer), strict=True)
 
 
 def _of_unfused(optimizer: FP16_UnfusedOptimizer) -> _Pairs:
-    return zip(chain.from_iterable(optimizer.fp16_groups), chain.from_iterable(_masters_of(optimizer)), strict=True)
+    return zip(chain.from_iterable(optimizer.fp16_groups), _masters_of(optimizer), strict=True)
 
 
 _PARTS: dict[type, Callable[[Any], _Pairs]] = {

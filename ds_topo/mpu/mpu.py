@@ -372,6 +372,7 @@ class ExpertRegistry:
 
     def __init__(self) -> None:
         self._by_name: dict[str, tuple[ExpertGroups, Callable[[], None]]] = {}
+        self.has_groups = False
 
     def find(self, name: str) -> ExpertGroups | None:
         """Return the groups registered under a name, if any."""
@@ -417,6 +418,7 @@ class ExpertRegistry:
         """Add groups to DeepSpeed's tables."""
         name = groups.plan.name
         self._by_name[name] = (groups, on_remove)
+        self.has_groups = True
         deepspeed_groups._EXPERT_PARALLEL_GROUP[name] = groups.expert_group
         deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS[name] = groups.expert_ranks
         deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[name] = groups.expert_data_group
@@ -429,6 +431,7 @@ class ExpertRegistry:
         if self.find(name) is not groups:
             return
         _, on_remove = self._by_name.pop(name)
+        self.has_groups = bool(self._by_name)
         for table in (
             deepspeed_groups._EXPERT_PARALLEL_GROUP,
             deepspeed_groups._EXPERT_PARALLEL_GROUP_RANKS,

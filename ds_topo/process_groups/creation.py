@@ -138,7 +138,7 @@ class ProcessGroups:
     @property
     def has_its_world(self) -> bool:
         """Return whether the world in which these groups were created still exists."""
-        return self._default_group is not None and torch_names.is_known(self._default_group)
+        return dist.group.WORLD is self._default_group
 
     @property
     def is_alive(self) -> bool:
@@ -149,7 +149,7 @@ class ProcessGroups:
         """Raise ``RuntimeError`` if the groups, or the world in which they were created, are destroyed."""
         if self._destroyed:
             raise RuntimeError("these process groups were destroyed; build a new grid")
-        if not self.has_its_world:
+        if dist.group.WORLD is not self._default_group:
             raise RuntimeError(
                 "torch.distributed was destroyed after this grid was built, and these process groups with it: join the "
                 "job again, and build a new grid"

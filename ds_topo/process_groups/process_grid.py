@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -55,6 +56,11 @@ class _Core:
     """True once an engine has been built, so that ``correct_norms`` can no longer change."""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The results of :meth:`place_along`, which programs ask for in every layer and for every parameter."""
+
+    @cached_property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which replicas of a parameter lie."""
+        return rank_tables.gradient_axes(self.topology)
 
     def place_along(self, axis: str) -> tuple[int, int]:
         """Return this rank's index along an axis, and the degree of the axis."""
@@ -165,7 +171,7 @@ class ProcessGrid:
         """The number of ranks of the topology."""
         return len(self._core.members)
 
-    @property
+    @cached_property
     def members(self) -> Sequence[int]:
         """The global rank of each rank of the topology."""
         return self._core.members
@@ -225,9 +231,8 @@ class ProcessGrid:
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
-        axes = rank_tables.gradient_axes(self._core.topology)
-        group = self._core.groups.get(axes)  # DeepSpeed asks several times in each step
-        return self.get_group(axes) if group is None else group
+        group = self._core.groups.get(self._core.replica_axes)  # DeepSpeed asks several times in each step
+        return self.get_group(self._core.replica_axes) if group is None else group
 
     def get_data_parallel_world_size(self) -> int:
         """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.

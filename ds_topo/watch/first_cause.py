@@ -358,11 +358,13 @@ class Guard:
         """Begin a call as in :meth:`over`; return what :meth:`end` needs."""
         if self.call is not None or threading.current_thread() is not threading.main_thread():
             return None
-        self._listen()
+        world = dist.group.WORLD  # None without a job
+        size = 1 if world is None else world.size()
+        if size > 1 or self._listener is not None:
+            self._listen()
         if self._listener is not None:
             self._listener.calls += 1
-        ranks = members if members is not None else range(dist.get_world_size() if dist.is_initialized() else 1)
-        self.call = GuardedCall(name, ranks, steps)
+        self.call = GuardedCall(name, range(size) if members is None else members, steps)
         return self.call
 
     def end(self, call: GuardedCall | None, error: BaseException | None) -> None:
@@ -370,10 +372,12 @@ class Guard:
         if call is None:
             return
         try:
-            self._end(call, error)
+            if error is not None or call.cause is not None:
+                self._raise_first_cause(call, error)
         finally:
             self.call = None
-            self._stop_if_unused()
+            if not self._holders:
+                self._stop()
 
     def narrow(self, name: str, members: Sequence[int]) -> None:
         """Set the ranks that take part in the call of this name, once they are known."""
@@ -396,7 +400,8 @@ class Guard:
         def release() -> None:
             if pending:
                 pending.pop()._holders -= 1
-                self._stop_if_unused()
+                if not self._holders and self.call is None:
+                    self._stop()
 
         return release
 
@@ -419,20 +424,16 @@ class Guard:
         except RuntimeError:  # the store does not answer: the call itself will say so
             self._next_attempt_at = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
 
-    def _stop_if_unused(self) -> None:
-        if self._holders or self.call is not None:
-            return
+    def _stop(self) -> None:
+        """Stop the thread, which no grid and no call needs any more."""
         self._next_attempt_at = 0.0
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
 
-    def _end(self, call: GuardedCall, error: BaseException | None) -> None:
+    def _raise_first_cause(self, call: GuardedCall, error: BaseException | None) -> None:
         """Post the error of a call, or raise the first cause in its place."""
-        cause = call.cause
-        if cause is None and error is None:
-            return
-        listener = self._heard()
+        cause, listener = call.cause, self._heard()
         if listener is None:  # the watch reports
             return
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
