@@ -1,6 +1,11 @@
-"""Let programs call ``loss.backward()``, call backward several times in a step, and call engines several times.
+"""Keep the gradients of a step right: count its micro-batches, and let programs run backward passes as they like.
 
-Hooks of an engine's outputs prepare a backward pass, and with ``loss.backward()`` divide gradients by the number of
+*Counting.* DeepSpeed ends a step where its count of all micro-batches is a multiple of ``gradient_accumulation_steps``.
+If that number changes, by ``set_train_batch_size`` or by an assignment, the next step would be too short or too long.
+So the count moves to a multiple of the new number. A change within a step is refused.
+
+Programs may call ``loss.backward()``, call backward several times in a step, and call engines several times. Hooks of
+an engine's outputs prepare a backward pass, and with ``loss.backward()`` divide gradients by the number of
 micro-batches. DeepSpeed's hooks do this wrongly if a program does more than one pass through one output of one engine:
 
 *Preparing.* DeepSpeed prepares once for each forward pass, and resets its counts in ``forward``. So it never prepares
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,12 +38,103 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16
+from ds_topo.errors import EngineOptionError, abridged
 from ds_topo.mpu.differences import is_functorch_transforming
 from ds_topo.torch_names import current_backward, is_whole_backward
+
+# -- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def _is_count(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) > 0  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+class MicroBatches:
+    """The number of micro-batches in a step of one engine.
+
+    Args:
+        number: the number now.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.backwards = 0
+        """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
+
+    def _in_this_step(self, engine: DeepSpeedEngine) -> int:
+        """Return how many micro-batches of the current step have gradients already."""
+        if not engine.managed_gradient_accumulation():
+            return self.backwards  # micro_steps counts steps
+        if engine._is_gradient_accumulation_boundary is not None or isinstance(engine, PipelineEngine):
+            return 0  # the program says which micro-batch is the last; a pipeline takes whole steps
+        return int(engine.micro_steps % self._number)
+
+    def settle(self, engine: DeepSpeedEngine) -> None:
+        """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
+        number, former = engine.gradient_accumulation_steps(), self._number
+        if number == former:
+            return
+        done = self._in_this_step(engine)
+        if done:
+            raise EngineOptionError(
+                f"gradient_accumulation_steps has become {number} after {done} of the {former} micro-batches of a "
+                f"step, whose gradients are divided by {former}: change it after "
+                "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
+            )
+        if engine.managed_gradient_accumulation():
+            engine.micro_steps = engine.micro_steps // former * number
+        self._number = number
+
+    def check_batch_size(self, engine: DeepSpeedEngine, train_batch_size: int) -> None:
+        """Refuse an argument of ``set_train_batch_size``, or a call within a step."""
+        micro, samples, number = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, self._number
+        if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
+            raise EngineOptionError(
+                f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples "
+                f"in a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * number}"
+            )
+        done = self._in_this_step(engine)
+        if done and train_batch_size != engine.train_batch_size():
+            raise EngineOptionError(
+                f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "
+                f"gradients are divided by {number}: call it after engine.step() has ended the step"
+            )
+
+
+def check_micro_batch_size(engine: DeepSpeedEngine, micro_batch_size: int) -> None:
+    """Refuse an argument of ``set_train_micro_batch_size`` that the loader of ``training_data`` does not follow."""
+    if not _is_count(micro_batch_size):
+        raise EngineOptionError(
+            f"set_train_micro_batch_size({abridged(micro_batch_size)}): give a number of samples, at least 1"
+        )
+    has_loader = engine.training_data is not None  # training_dataloader is None on some stages of a pipeline
+    if has_loader and micro_batch_size != engine.train_micro_batch_size_per_gpu():
+        raise EngineOptionError(
+            f"set_train_micro_batch_size({micro_batch_size}): the data loader of training_data= goes on with batches "
+            f"of {engine.train_micro_batch_size_per_gpu()} samples. Omit training_data= and read batches of the new "
+            f"size from a loader of your own, such as engine.deepspeed_io(dataset, batch_size={micro_batch_size})"
+        )
+
+
+def check_number(engine: PipelineEngine) -> None:
+    """Refuse a step of a pipeline whose numbers of micro-batches to run and to divide by differ."""
+    if engine.micro_batches != engine.gradient_accumulation_steps():
+        raise EngineOptionError(
+            f"the pipeline runs {engine.micro_batches} micro-batches in a step, but gradient_accumulation_steps is "
+            f"{engine.gradient_accumulation_steps()}, by which gradients are divided: call "
+            "engine.set_train_batch_size(samples), which sets both"
+        )
+
+
+# -- backward passes --------------------------------------------------------------------------------------------------
 
 
 def _is_prepared(optimizer: ZeROOptimizer) -> bool:

@@ -19,9 +19,6 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              stages have experts of different sizes. ``bf16_gradient_norm`` replaces it with experts,
                              ``partition_norm`` with a reducer. It fails on a slice without any parameter to count;
                              without experts we add a zero there.
-    fp16 without ZeRO        The optimizers divide gradients by the loss scale, but ``engine.backward`` never multiplies
-                             the loss by it: updates are too small by up to that factor, and nothing is clipped.
-                             ``_scale_losses`` multiplies.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import clip_grad_norm_ as clip_as_deepspeed
@@ -312,13 +308,6 @@ def clip_fp32_gradients(engine: DeepSpeedEngine, with_experts: bool) -> None:
         engine._global_grad_norm = clip_as_deepspeed(parameters, limit, mpu=mpu)
 
 
-def prepare_losses(engine: DeepSpeedEngine) -> None:
-    """Let an engine multiply losses by the loss scale where its optimizer divides by it; log the effects on losses."""
-    _scale_losses(engine)
-    if isinstance(engine, PipelineEngine):
-        _log_clipping(engine)
-
-
 def stages_differ(engine: DeepSpeedEngine) -> bool:
     """Tell whether the stages of a pipeline have different numbers of parameter groups; collective.
 
@@ -337,47 +326,7 @@ def stages_differ(engine: DeepSpeedEngine) -> bool:
     return are_different
 
 
-class _LossScaler:
-    """Scales the losses of an engine in fp16 without ZeRO; it has the methods of torch's ``GradScaler``.
-
-    DeepSpeed's optimizers of fp16 divide gradients by the loss scale themselves.
-    """
-
-    def __init__(self, state: LossScaleConfig) -> None:
-        self._state = state
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = loss.float() * self._state.cur_scale
-        return scaled
-
-    def unscale_(self, optimizer: object) -> None:
-        """No-op: the optimizer does this in its step."""
-
-    def step(self, optimizer: Any) -> None:
-        """Take a step, and let an optimizer that reports the norm of scaled gradients report that of gradients."""
-        scale = self._state.cur_scale
-        optimizer.step()
-        if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow:  # a skipped step may keep the norm
-            optimizer._global_grad_norm /= scale
-
-    def update(self) -> None:
-        """No-op: the optimizer does this in its step."""
-
-
-def _scale_losses(engine: DeepSpeedEngine) -> None:
-    """Let an engine in fp16 without ZeRO multiply losses by the loss scale, and log that DeepSpeed's own does not."""
-    if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
-        return
-    log_dist(
-        "ds_topo: losses are multiplied by the loss scale, which DeepSpeed's own engine omits in fp16 without ZeRO: "
-        "its updates are smaller, and it clips nothing. To compare runs, set grid.correct_norms = False",
-        ranks=[0],
-        level=logging.WARNING,
-    )
-    engine.torch_autocast_z0_gradscaler = _LossScaler(engine.optimizer.loss_scale_config)
-
-
-def _log_clipping(engine: DeepSpeedEngine) -> None:
+def log_clipping(engine: PipelineEngine) -> None:
     """Log on rank 0 that a pipeline in fp32 without ZeRO clips by another norm than DeepSpeed's own pipeline does."""
     limit, stages = engine.gradient_clipping(), engine.mpu.get_pipe_parallel_world_size()
     is_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())

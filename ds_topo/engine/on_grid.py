@@ -26,19 +26,18 @@ from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
 from ds_topo.classes import Mixin, adopt
 from ds_topo.engine import (
-    accumulation,
     activations,
     autoparallel,
+    backward_passes,
+    batches,
     checks,
     experts,
     hybrid_sharding,
+    loss_scales,
     norms,
     reduction_order,
-    shares,
 )
-from ds_topo.engine.accumulation import MicroBatches
-from ds_topo.engine.autocast_scaling import share_scale
-from ds_topo.engine.backward_passes import BackwardPasses
+from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
 from ds_topo.engine.batches import FirstSamples, run_with_enough
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import with_placeholders
@@ -75,10 +74,12 @@ class EngineParts:
             stages_differ = norms.stages_differ(engine)
         self.stock_scaler = engine.torch_autocast_z0_gradscaler
         """DeepSpeed's own loss scaler without ZeRO, if any."""
-        share_scale(engine)
+        loss_scales.share_scale(engine)
         self.corrects_norms = grid.settle_norms()
         if self.corrects_norms:
-            norms.prepare_losses(engine)
+            loss_scales.scale_losses(engine)
+            if isinstance(engine, PipelineEngine):
+                norms.log_clipping(engine)
         self.micro_batches = MicroBatches(engine.gradient_accumulation_steps())
         """The number of micro-batches in a step."""
         self.passes = BackwardPasses()
@@ -179,9 +180,9 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed divides samples by a group that counts peers along ``seq``. Its sampler for data efficiency sends them
         from rank 0 to a group that may lack it.
         """
-        with shares.counting_shares(self):
+        with batches.counting_shares(self):
             loader = super().deepspeed_io(*arguments, **options)
-        shares.deal_to_all_readers(self, loader)
+        batches.deal_to_all_readers(self, loader)
         return loader
 
     # -- a step
@@ -197,7 +198,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Refuse it with a loader of ``training_data``, which keeps its size."""
-        accumulation.check_micro_batch_size(self, micro_batch_size)
+        backward_passes.check_micro_batch_size(self, micro_batch_size)
         super().set_train_micro_batch_size(micro_batch_size)
 
     def _take_model_step(self, *arguments: Any) -> None:
@@ -396,8 +397,8 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
         The mpu of a pipeline counts peers along ``seq``, which would read different samples.
         """
-        if shares.reads_samples(self):  # others must not take part in the sampler's collectives
-            with shares.counting_shares(self):
+        if batches.reads_samples(self):  # others must not take part in the sampler's collectives
+            with batches.counting_shares(self):
                 super()._build_data_iter(dataset)
 
     @_call
@@ -407,7 +408,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         If one rank runs out of samples within a step, the others wait for its activations without end.
         """
         with self.on_grid.samples.compared(self):
-            accumulation.check_number(self)
+            backward_passes.check_number(self)
             return run_with_enough(super().train_batch, self, *arguments, **options)
 
     @_call
@@ -449,7 +450,7 @@ def put_engine_on_grid(engine: DeepSpeedEngine) -> Callable[[], None]:
 
 def complete(engine: DeepSpeedEngine) -> None:
     """Prepare the methods of an engine on a grid, at the end of ``DeepSpeedEngine``'s constructor; collective."""
-    shares.deal_dynamic_batches(engine)
+    batches.deal_dynamic_batches(engine)
     hybrid_sharding.save_each_partition_once(engine)
     if isinstance(engine, PipelineEngine):
         _time_backward_once(engine)

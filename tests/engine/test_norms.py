@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
-from ds_topo.engine import norms
+from ds_topo.engine import loss_scales, norms
 from ds_topo.engine.optimizers_on_grid import BF16OnGrid
 from ds_topo.errors import EngineOptionError, ExpertGroupError
 from tests.support.fake_world import fake_world
@@ -94,7 +94,7 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
             in_fp32 = SimpleNamespace(
                 bf16_groups=optimizer.fp16_groups, fp32_groups_gradients=gradients, mpu=grid, on_grid=parts
             )
-            found, of_experts = BF16OnGrid.get_grads_for_norm.__wrapped__(in_fp32)
+            found, of_experts = BF16OnGrid.get_grads_for_norm(in_fp32)
             norm = get_global_norm_of_tensors(found, mpu=grid)
             assert (float(norm), of_experts) == (pytest.approx(expected, rel=1e-6), {})
             for order in ORDERS[1:]:
@@ -355,7 +355,7 @@ def test_log_says_where_a_pipeline_clips_by_another_norm(logs: bool, limit: floa
     engine.gradient_clipping.return_value = limit
     engine.mpu.get_pipe_parallel_world_size.return_value = stages
     with mock.patch.object(norms, "log_dist") as log:
-        norms.prepare_losses(engine)
+        norms.log_clipping(engine)
     assert log.called == logs
 
 
@@ -433,7 +433,7 @@ def test_norm_of_scaled_gradients_is_divided_after_a_step(kind: type, overflows:
     optimizer = mock.Mock(spec=kind, overflow=overflows, _global_grad_norm=16.0)
     state: Any = SimpleNamespace(cur_scale=8.0)
     optimizer.step.side_effect = lambda: setattr(state, "cur_scale", 4.0)
-    norms._LossScaler(state).step(optimizer)
+    loss_scales.LossScaler(state).step(optimizer)
     assert optimizer._global_grad_norm == expected, "by the scale before the step"
 
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid, checkpoint
-from ds_topo.engine import shares
+from ds_topo.engine import batches
 from ds_topo.errors import EngineOptionError
 from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.exhaustive import mark_exhaustive
@@ -145,7 +145,7 @@ def test_stages_with_inputs_or_labels_read_samples(kind: type, stages: list[int]
     found = []
     for stage in range(3):
         engine.mpu.get_axis_rank.return_value = stage
-        found += [stage] if shares.reads_samples(engine) else []
+        found += [stage] if batches.reads_samples(engine) else []
     assert found == stages
 
 

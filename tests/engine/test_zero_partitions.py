@@ -216,7 +216,7 @@ def test_uncorrected_norm_of_bf16_counts_shards_on_each_slice(rank: int, has_mpu
             mpu=grid if has_mpu else None,
             optimizer=SimpleNamespace(param_groups=[{}, {"moe": True, "name": "experts"}]),
         )
-        read: Any = partitioned_optimizers.PartitionedBF16.get_grads_for_norm.__wrapped__
+        read: Any = partitioned_optimizers.PartitionedBF16.get_grads_for_norm
         for groups, wanted in (([of_two, of_expert], expected), ([of_expert], 0.0)):
             optimizer.reduction = SimpleNamespace(groups=groups)
             dense, of_experts = read(optimizer)

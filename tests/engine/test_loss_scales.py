@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_topo import PipelineParallelGrid
-from ds_topo.engine import autocast_scaling
+from ds_topo.engine import loss_scales
 from tests.support.fake_world import fake_world
 
 
@@ -19,7 +19,7 @@ def _scales(gradients: list[float]) -> list[float]:
     optimizer = torch.optim.SGD([weight, nn.Parameter(torch.zeros(1))], lr=1.0)  # one has no gradient
     rank = mock.patch("deepspeed.comm.get_rank", return_value=1)  # which its scaler asks for, to log on rank 0
     with fake_world(0, 1), PipelineParallelGrid("data=1") as grid, rank:
-        scaler = autocast_scaling.AutocastScaler(grid)
+        scaler = loss_scales.AutocastScaler(grid)
         for gradient in gradients:
             weight.grad = scaler.scale(torch.tensor([gradient]))
             before = weight.item()
@@ -32,7 +32,7 @@ def _scales(gradients: list[float]) -> list[float]:
 
 
 def test_scale_is_halved_by_an_overflow_and_doubled_after_many_steps_without_one() -> None:
-    with mock.patch.multiple(autocast_scaling, FIRST_SCALE=8.0, STEPS_TO_GROW=3, LOWEST_SCALE=2.0):
+    with mock.patch.multiple(loss_scales, FIRST_SCALE=8.0, STEPS_TO_GROW=3, LOWEST_SCALE=2.0):
         assert _scales([1.0] * 5) == [8.0, 8.0, 8.0, 16.0, 16.0]
         assert _scales([1.0, math.inf, *[1.0] * 5]) == [8.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0]
         assert _scales([math.nan, math.inf, math.inf, math.nan, 1.0]) == [4.0, 2.0, 2.0, 2.0, 2.0]

@@ -1,25 +1,77 @@
-"""Scale the losses of ``torch_autocast`` in fp16 alike on all ranks of a grid.
+"""Scale the losses of engines in fp16, alike on all ranks of a grid.
 
-DeepSpeed gives each rank a ``GradScaler`` of torch's. It fails on stages of a pipeline that have no loss, decides on
-each rank alone whether a step overflowed, and with ZeRO it divides gradients only after they were clipped: a norm of
-1.1 counts as 72,000. Here ZeRO's optimizers use their own loss scale instead, as in fp16 without autocast. An engine
-without ZeRO gets a scaler that decides with all ranks.
+*Without ZeRO.* DeepSpeed's optimizers divide gradients by the loss scale, but ``engine.backward`` never multiplies the
+loss by it: updates are too small by up to that factor, and nothing is clipped. Here it multiplies.
+
+*torch_autocast.* DeepSpeed gives each rank a ``GradScaler`` of torch's. It fails on stages of a pipeline that have no
+loss, decides on each rank alone whether a step overflowed, and with ZeRO it divides gradients only after they were
+clipped: a norm of 1.1 counts as 72,000. Here ZeRO's optimizers use their own loss scale instead, as in fp16 without
+autocast. An engine without ZeRO gets a scaler that decides with all ranks.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
 from torch.nn.utils import get_total_norm
 
 from ds_topo.mpu.mpu import MpuGrid
+
+# -- fp16 without ZeRO -----------------------------------------------------------------------------------------------
+
+
+def scale_losses(engine: DeepSpeedEngine) -> None:
+    """Let an engine in fp16 without ZeRO multiply losses by the loss scale, and log that DeepSpeed's own does not."""
+    if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
+        return
+    log_dist(
+        "ds_topo: losses are multiplied by the loss scale, which DeepSpeed's own engine omits in fp16 without ZeRO: "
+        "its updates are smaller, and it clips nothing. To compare runs, set grid.correct_norms = False",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+    engine.torch_autocast_z0_gradscaler = LossScaler(engine.optimizer.loss_scale_config)
+
+
+class LossScaler:
+    """Scales the losses of an engine in fp16 without ZeRO; it has the methods of torch's ``GradScaler``.
+
+    DeepSpeed's optimizers of fp16 divide gradients by the loss scale themselves.
+    """
+
+    def __init__(self, state: LossScaleConfig) -> None:
+        self._state = state
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = loss.float() * self._state.cur_scale
+        return scaled
+
+    def unscale_(self, optimizer: object) -> None:
+        """No-op: the optimizer does this in its step."""
+
+    def step(self, optimizer: Any) -> None:
+        """Take a step, and let an optimizer that reports the norm of scaled gradients report that of gradients."""
+        scale = self._state.cur_scale
+        optimizer.step()
+        if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.overflow:  # a skipped step may keep the norm
+            optimizer._global_grad_norm /= scale
+
+    def update(self) -> None:
+        """No-op: the optimizer does this in its step."""
+
+
+# -- torch_autocast ---------------------------------------------------------------------------------------------------
 
 FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE = 2.0**16, 2000, 2.0**-14
 """The scale of the first step and the steps without overflow before it grows, as in torch's ``GradScaler``; and the
