@@ -166,7 +166,7 @@ def test_a_store_that_does_not_answer_is_asked_again_by_the_next_grid(monkeypatc
     for attempts in (1, 2):
         release = guard.hold()
         for _ in range(3):
-            with guard.over("a call"):
+            with fake_world(0, 4), guard.over("a call"):
                 pass
         assert len(asked) == attempts
         release()
