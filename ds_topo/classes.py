@@ -104,9 +104,9 @@ def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
 
 
 def overrides() -> tuple[Override, ...]:
-    """Return all overrides of the mixins that are imported."""
+    """Return all overrides of this package's mixins that are imported."""
     by_name: dict[tuple[type, str], dict[type, None]] = {}
-    for mixin in mixins():
+    for mixin in (each for each in mixins() if each.__module__.startswith("ds_topo.")):
         for name, owner in overridden_by(mixin).items():
             kind = next(kind for kind in mixin.__mro__ if name in vars(kind))
             by_name.setdefault((owner, name), {})[kind] = None
