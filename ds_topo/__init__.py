@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_topo._lazy import lazy_attributes
+from ds_topo.base.lazy import lazy_attributes
 from ds_topo.topology.process_topology import PipeDataParallelTopology as PipeDataParallelTopology
 from ds_topo.topology.process_topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from ds_topo.topology.process_topology import ProcessTopology as ProcessTopology
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.engine.start import initialize as initialize
     from ds_topo.engine.use import use as use
+    from ds_topo.health.watch import Watch as Watch
     from ds_topo.process_groups.process_grid import ProcessGrid as ProcessGrid
     from ds_topo.verification.runs import verify as verify
-    from ds_topo.watch.watch import Watch as Watch
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _MODULES = {
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.process_grid",
     "TiedLayerSpec": "engine.pipeline",
-    "Watch": "watch.watch",
+    "Watch": "health.watch",
     "check_replicas": "engine.replicas",
     "clip_grad_norm_": "engine.norms",
     "init_distributed": "engine.start",

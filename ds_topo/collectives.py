@@ -34,10 +34,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ds_topo.backends import traits_of
+from ds_topo.base.backends import traits_of
+from ds_topo.base.torch_names import devices_of
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import gathered
-from ds_topo.torch_names import devices_of
 
 __all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "own_part", "reduce", "reduce_scatter", "scatter"]
 

@@ -17,7 +17,7 @@ from ds_topo.engine.config_options import different_parameters
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import EngineOptionError
-from ds_topo.mpu.mpu import ExpertGroups
+from ds_topo.mpu import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import expert_parallel_ranks
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ds_topo import collectives, distributed
+from ds_topo.base.torch_names import ignore_in_ddp
 from ds_topo.errors import abridged
-from ds_topo.torch_names import ignore_in_ddp
 
 __all__ = [
     "Parallel",

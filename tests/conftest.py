@@ -17,7 +17,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 pytest.register_assert_rewrite("tests.support", "tests.cluster")  # before they are imported
 
-from ds_topo.mpu.supported import DEEPSPEED, number  # noqa: E402
+from ds_topo.base.supported import DEEPSPEED, number  # noqa: E402
 from tests.support.case_names import case_name  # noqa: E402
 from tests.support.exhaustive import mark_exhaustive  # noqa: E402
 from tests.support.lacking_features import lacking  # noqa: E402
@@ -91,11 +91,11 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 LONGEST = [
-    *("cluster/test_launch", "test_guides", "examples/test_jobs", "watch/test_faults", "engine/test_patches"),
+    *("cluster/test_launch", "test_guides", "examples/test_jobs", "health/test_faults", "engine/test_patches"),
     *("cluster/test_virtual_hosts", "checkpoint/test_torch", "engine/test_arriving_parameters"),
     *("engine/test_plain_engine", "engine/test_replicas", "cluster/test_check", "engine/test_reducer_drivers"),
     *("engine/test_moe", "engine/test_zero_partitions", "programs/test_hugging_face", "launch/test_joining"),
-    *("checkpoint/test_saving", "watch/test_progress", "watch/test_watch", "gpu/test_gpu"),
+    *("checkpoint/test_saving", "health/test_progress", "health/test_watch", "gpu/test_gpu"),
     *("checkpoint/test_background", "engine/test_autoep"),
 ]
 """The files whose default tests take half a minute or more, the longest first."""

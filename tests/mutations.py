@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/mutations.py ds_topo/zero/partitions.py ds_topo/reducer --number 20 --seed 1
-    python tests/mutations.py ds_topo/zero/partitions.py --line 376      # every change of one line
+    python tests/mutations.py ds_topo/reduction/partitions.py ds_topo/reduction --number 20 --seed 1
+    python tests/mutations.py ds_topo/reduction/partitions.py --line 376      # every change of one line
 
 A change turns a comparison, exchanges an operator, negates a condition, or adds one to a number. Each is made in a copy
 of the working tree, in which the tests of that file run (``TESTS``, or those of the same name): first those of one
@@ -103,13 +103,13 @@ TESTS = {
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_device_mesh.py engine/test_grid.py engine/test_batches.py",
-    "reducer/options": "reducer/test_mistakes.py reducer/test_buckets.py",
-    "reducer/buckets": "reducer/test_buckets.py reducer/test_gradients.py reducer",
-    "reducer/parameters": "reducer/test_buckets.py reducer/test_parameters.py reducer/test_interactions.py",
-    "reducer/reducer": "reducer/test_gradients.py reducer/test_parameters.py reducer",
-    "zero/exchange": "zero/test_exchange.py engine/test_hybrid_sharding.py",
-    "zero/partitions": "zero/test_partitions.py zero/test_exchange.py engine/test_zero_partitions.py",
-    "zero/arrivals": "engine/test_arriving_parameters.py",
+    "reduction/options": "reduction/test_mistakes.py reduction/test_buckets.py",
+    "reduction/buckets": "reduction/test_buckets.py reduction/test_gradients.py reduction",
+    "reduction/parameters": "reduction/test_buckets.py reduction/test_parameters.py reduction/test_interactions.py",
+    "reduction/reducer": "reduction/test_gradients.py reduction/test_parameters.py reduction",
+    "reduction/exchange": "reduction/test_exchange.py engine/test_hybrid_sharding.py",
+    "reduction/partitions": "reduction/test_partitions.py reduction/test_exchange.py engine/test_zero_partitions.py",
+    "reduction/arrivals": "engine/test_arriving_parameters.py",
 }
 """The test files of source files of other names; those that fail soonest come first."""
 

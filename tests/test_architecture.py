@@ -19,13 +19,12 @@ from tests.support.imports import circles_in, imports_in
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: tuple[set[str], ...] = (
-    {"errors", "ledger", "_lazy"},
-    {"backends", "classes", "topology"},
-    {"torch_names"},
+    {"errors"},
+    {"base", "topology"},
     {"launch"},
     {"process_groups"},
-    {"collectives", "watch", "zero"},
-    {"check", "reducer"},
+    {"collectives"},
+    {"health", "reduction"},
     {"mpu"},
     {"checkpoint"},
     {"engine"},
@@ -36,9 +35,9 @@ LAYERS: tuple[set[str], ...] = (
 """Packages and top-level modules by layer. A module imports from its own package and from lower layers only."""
 STANDARD_LIBRARY_ONLY = {
     "errors",
-    "ledger",
-    "classes",
-    "_lazy",
+    "base.ledger",
+    "base.classes",
+    "base.lazy",
     "topology",
     "plan",
     "launch.hosts",
@@ -66,13 +65,17 @@ every_module = pytest.mark.parametrize("module", MODULES)
 @cache
 def imports_of(module: str, of_types_too: bool = True) -> frozenset[str]:
     name = MODULES[module]
-    if module == "ds_topo._lazy":  # imports what it is asked for
+    if module == "ds_topo.base.lazy":  # imports what it is asked for
         return frozenset({"sys", "importlib"})
     return frozenset(imports_in(FILES[name].read_text(), name, MODULES, of_types_too=of_types_too))
 
 
 def own_imports_of(module: str, of_types_too: bool = True) -> set[str]:
     return {name for name in imports_of(module, of_types_too) if name.split(".")[0] == "ds_topo"}
+
+
+def roots_of(module: str) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(module)}
 
 
 def package_of(module: str) -> str:
@@ -162,13 +165,21 @@ def test_export_starts_without_distributed_checkpoints_of_torch() -> None:
 
 
 def test_only_engine_packages_import_deepspeed() -> None:
-    importers = {
-        package_of(module)
-        for module in MODULES
-        if any(name.split(".")[0] == "deepspeed" for name in imports_of(module))
-    }
+    importers = {package_of(module) for module in MODULES if "deepspeed" in roots_of(module)}
     assert "engine" in importers, "the search finds importers"
-    assert importers <= {"checkpoint", "engine", "groups", "mpu", "verification"}
+    assert importers <= {"base", "checkpoint", "engine", "groups", "mpu", "verification"}
+    of_base = {name for name in MODULES if package_of(name) == "base" and "deepspeed" in roots_of(name)}
+    assert of_base == {"ds_topo.base.differences", "ds_topo.base.releases"}, "they describe its releases"
+
+
+def test_class_names_are_unique() -> None:
+    names = Counter(
+        node.name
+        for path in FILES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_one_module_creates_process_groups() -> None:

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_topo import PipelineParallelGrid, backends
-from ds_topo.backends import TRAITS, BackendTraits, _key_of, check_backend, device_served_by, traits_of
-from ds_topo.torch_names import calls_of
+from ds_topo import PipelineParallelGrid
+from ds_topo.base import backends
+from ds_topo.base.backends import TRAITS, BackendTraits, _key_of, check_backend, device_served_by, traits_of
+from ds_topo.base.torch_names import calls_of
 from tests.support.world import Worlds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_topo.classes import Mixin, adopt, mixins_of, stock_class
+from ds_topo.base.classes import Mixin, adopt, mixins_of, stock_class
 
 
 class Stock:

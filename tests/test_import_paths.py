@@ -54,7 +54,7 @@ assert not any(name.split(".")[0] == "ds_topo" for name in sys.modules)
 for statement in {statements}:
     if os.fork() == 0:  # a process that imports nothing else of the package
         exec(statement)
-        from ds_topo.ledger import ledger
+        from ds_topo.base.ledger import ledger
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
         with PipelineParallelGrid("data=2,seq=2"):
             during = sorted(change.name for change in ledger.in_force())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_topo.ledger import ONE_CALL, Ledger, Patch, Reliance, always, exists
+from ds_topo.base.ledger import ONE_CALL, Ledger, Patch, Reliance, always, exists
 
 
 class Clock:

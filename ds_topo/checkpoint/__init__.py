@@ -13,10 +13,10 @@ To read the code, start with ``saving``, ``loading`` and ``folder``.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ds_topo._lazy import lazy_attributes
+from ds_topo.base.lazy import lazy_attributes
+from ds_topo.base.supported import refuse_older_releases
 
 if TYPE_CHECKING:
     from ds_topo.checkpoint.folder import Checkpoint as Checkpoint
@@ -52,5 +52,5 @@ _import, __dir__ = lazy_attributes(__name__, _MODULES)
 
 def __getattr__(name: str) -> Any:
     if _MODULES.get(name, "folder") not in ("folder", "manifest"):  # these need neither torch nor DeepSpeed
-        import_module("ds_topo.mpu")  # refuses older releases, which lack names that the module imports
+        refuse_older_releases()  # they lack names that the module imports
     return _import(name)

@@ -36,11 +36,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
-from ds_topo.backends import accelerator, device_in_use
+from ds_topo.base.backends import accelerator, device_in_use
+from ds_topo.base.classes import stock_class
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.table import head_of, starred
-from ds_topo.classes import stock_class
-from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes
 

@@ -23,13 +23,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
+from ds_topo.base.classes import stock_class
+from ds_topo.base.differences import offsets_in_flat_groups
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, expert_of, head_of
-from ds_topo.classes import stock_class
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
-from ds_topo.mpu.differences import offsets_in_flat_groups
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 
 if TYPE_CHECKING:  # with DTensor and SymPy behind them, they take a third of the start of the commands
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

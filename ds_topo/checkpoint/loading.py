@@ -26,6 +26,8 @@ import torch
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_topo.base import patches
+from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
@@ -63,9 +65,7 @@ from ds_topo.errors import (
     printable,
     warn,
 )
-from ds_topo.ledger import ledger
-from ds_topo.mpu import patches
-from ds_topo.watch import guard
+from ds_topo.health import guard
 
 SIZES, DIGESTS = "sizes", "digests"
 

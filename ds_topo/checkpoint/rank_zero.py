@@ -1,6 +1,6 @@
 """Coordinate the ranks that save or load a checkpoint: all continue, or all raise the same error within a timeout.
 
-An agreement (:mod:`ds_topo.process_groups.agreement`) determines whether all ranks begin the same operation. After it
+An agreement (:mod:`ds_topo.launch.agreement`) determines whether all ranks begin the same operation. After it
 rank 0 decides. Its decisions, and the values and failures that it needs for them, go through the job's store.
 Collectives are not used: they would pad every rank's value to the longest one.
 """
@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ds_topo import errors
+from ds_topo.base.torch_names import default_store, get_several, job_timeout
 from ds_topo.checkpoint.folder import told
 from ds_topo.errors import CheckpointError, listed, unanswered
-from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
-from ds_topo.torch_names import default_store, get_several, job_timeout
-from ds_topo.watch import guard
+from ds_topo.health import guard
+from ds_topo.launch.agreement import UNANSWERED_AFTER, agree, leave, within
 
 T = TypeVar("T")
 _PART = 1 << 22

@@ -36,10 +36,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
+from ds_topo.base import patches
+from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint.folder import entries_in, open_file, told
 from ds_topo.errors import DamagedCheckpointError, UnsafeCheckpointError, abridged, warn
-from ds_topo.ledger import ledger
-from ds_topo.mpu import patches
 
 _NUMBERS = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath)

@@ -33,6 +33,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.base import patches
+from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
@@ -50,10 +52,8 @@ from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.checkpoint.table import FileRecorder
 from ds_topo.errors import CheckpointError, abridged, warn
-from ds_topo.ledger import ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.watch import guard
+from ds_topo.health import guard
+from ds_topo.mpu import MpuGrid
 
 _at_work: WeakSet[DeepSpeedEngine] = WeakSet()
 """Engines that DeepSpeed's own functions are saving or loading; our replacements of its methods call the originals."""

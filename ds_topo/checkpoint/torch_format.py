@@ -74,7 +74,7 @@ from ds_topo.errors import (
     abridged,
     listed,
 )
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
 from ds_topo.topology.axes import MODEL, PIPE
 

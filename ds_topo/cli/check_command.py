@@ -15,7 +15,7 @@ from ds_topo.launch.placement import few_ranks
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ds_topo.check.faults import Summary
+    from ds_topo.health.faults import Summary
 
 SUMMARY = "check hosts, groups and links of a running cluster"
 DESCRIPTION = (
@@ -54,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the check as one rank of the job; rank 0 reports."""
 
-    from ds_topo.backends import default_backend, device_served_by
-    from ds_topo.check.session import Options, StepFailure, run_check
+    from ds_topo.base.backends import default_backend, device_served_by
+    from ds_topo.health.session import Options, StepFailure, run_check
     from ds_topo.launch.joining import prepare
 
     expected = None if arguments.expect is None else rate(arguments.expect)
@@ -115,7 +115,7 @@ def rate(text: str) -> float:
 
 def print_summary(console: Console, summary: Summary, slow: float) -> None:
     """Print everything that was measured, then the faults, and what is slower than ``slow`` without being one."""
-    from ds_topo.check.faults import seconds, slow_but_right, speed
+    from ds_topo.health.faults import seconds, slow_but_right, speed
 
     ranks, hosts = counted(summary.world_size, "rank"), counted(len(summary.hosts), "host")
     console.print(f"{summary.topology}: {ranks} on {hosts}, {summary.backend}", style="bold", highlight=False)

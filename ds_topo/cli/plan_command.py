@@ -338,7 +338,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
         LaunchError: a launcher's variables are incomplete.
         TopologyError: if there is no GPU, or no folder for the file.
     """
-    from ds_topo.backends import accelerator
+    from ds_topo.base.backends import accelerator
     from ds_topo.launch.joining import join
     from ds_topo.launch.launchers import detect_launch
     from ds_topo.plan.calibrate import calibrate

@@ -16,7 +16,7 @@ from rich.table import Table
 from ds_topo.cli.shared import new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
 from ds_topo.plan import explain
-from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, Layout, Recompute
+from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
 from ds_topo.plan.memory import BUCKET_PARAMETERS
 from ds_topo.plan.model import transformer
 from ds_topo.plan.search import Found, Plan, orders_of
@@ -263,7 +263,7 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     return config
 
 
-def _reducer(costs: Costs, layout: Layout) -> dict[str, Any] | bool:
+def _reducer(costs: Costs, layout: JobLayout) -> dict[str, Any] | bool:
     """Return the section of this package's reducer; False in stages that it does not handle, and without replicas.
 
     The section fixes the planned number of levels. Without it the reducer would measure which one is faster.
@@ -294,7 +294,7 @@ def how_to_train(job: Job, plan: Plan, path: str) -> str:
     return f"{path} is for a program of your own ({problem})" + (f", which must bring {beside}" if beside else "")
 
 
-def _example_problem(job: Job, layout: Layout) -> str | None:
+def _example_problem(job: Job, layout: JobLayout) -> str | None:
     """Return why no example trains this model in this layout, or None.
 
     The examples are GPTs over bytes in a ``PipelineModule``. One has a mixture of experts in every block, and each
@@ -332,7 +332,7 @@ def _example_problem(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _example_command(job: Job, layout: Layout, path: str) -> str:
+def _example_command(job: Job, layout: JobLayout, path: str) -> str:
     model, cluster = job.model, job.cluster
     options = (
         f"--config {shlex.quote(path)} --batch-size {job.batch} --context {job.sequence} --width {model.hidden} "

@@ -1,5 +1,5 @@
 """The only importers of DeepSpeed."""
 
-from ds_topo.mpu.supported import refuse_older_releases
+from ds_topo.base.supported import refuse_older_releases
 
 refuse_older_releases()

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
-from ds_topo import torch_names
-from ds_topo.classes import Override, overrides
+from ds_topo.base import patches, releases, torch_names
+from ds_topo.base.classes import Override, overrides
+from ds_topo.base.ledger import ONE_CALL, Patch, Reliance, Row
 from ds_topo.engine import grid, reducer_drivers, replicas  # noqa: F401 (they define the mixins)
-from ds_topo.ledger import ONE_CALL, Patch, Reliance, Row
-from ds_topo.mpu import patches, releases
 
 ROWS: tuple[Patch | Reliance | Override, ...] = (*patches.ROWS, *torch_names.ROWS, *overrides())
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
@@ -25,7 +24,7 @@ _OF_USE = "Process-wide patches of ds_topo.use(grid)"
 _SOURCES = """
 import json
 from ds_topo.engine.__main__ import ROWS
-from ds_topo.mpu.releases import INSTALLED, sources
+from ds_topo.base.releases import INSTALLED, sources
 print(json.dumps([INSTALLED, sources(ROWS)]))
 """
 

@@ -18,8 +18,8 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.errors import EngineOptionError
-from ds_topo.mpu.differences import DualPipeVEngine
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""

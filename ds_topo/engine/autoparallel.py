@@ -38,14 +38,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
+from ds_topo.base import patches
+from ds_topo.base.differences import FoldingGroupTables
+from ds_topo.base.ledger import Patch, always, around, find, ledger
 from ds_topo.engine.config_options import other_slices, passes_of
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
 from ds_topo.errors import EngineOptionError
-from ds_topo.ledger import Patch, always, around, find, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.differences import FoldingGroupTables
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import EXPERT, MODEL, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 

@@ -42,10 +42,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ds_topo.base.differences import is_functorch_transforming
+from ds_topo.base.torch_names import current_backward, is_whole_backward
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16
 from ds_topo.errors import EngineOptionError, abridged
-from ds_topo.mpu.differences import is_functorch_transforming
-from ds_topo.torch_names import current_backward, is_whole_backward
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
 

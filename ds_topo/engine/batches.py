@@ -37,12 +37,12 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.engine.config_options import has_dynamic_batches
 from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
-from ds_topo.mpu.differences import DualPipeVEngine
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.topology.rank_tables import RankGroup, sample_axes

@@ -30,8 +30,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_topo.base.classes import stock_class
+from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.checkpoint.engine_facts import inner_optimizer, is_element_by_element
-from ds_topo.classes import stock_class
 from ds_topo.engine import autoparallel
 from ds_topo.engine.config_options import (
     REDUCER_SECTION,
@@ -44,8 +45,7 @@ from ds_topo.engine.config_options import (
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
-from ds_topo.mpu.differences import DualPipeVEngine
-from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import PIPE

@@ -25,12 +25,12 @@ from deepspeed.runtime.data_pipeline import constants as samplers
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.base.differences import validate_autoep_config
+from ds_topo.base.supported import SEQUENCES_ON_CPU, SLICES_WITH_EXPERTS, require
 from ds_topo.checkpoint.manifest import SavedOptions
 from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import EngineOptionError, abridged, listed, warn
-from ds_topo.mpu.differences import validate_autoep_config
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.supported import SEQUENCES_ON_CPU, SLICES_WITH_EXPERTS, require
+from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
 

@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.experts import slices_of_experts
-from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu import MpuGrid, registry
 
 _NAMES = (
     "mpu",

@@ -15,12 +15,12 @@ from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.base import patches
+from ds_topo.base.ledger import always, around, ledger
 from ds_topo.engine.norms import check_norm
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from ds_topo.launch.launchers import REFERENCE
-from ds_topo.ledger import always, around, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.mpu import ExpertGroups, MpuGrid, registry, require_grid
+from ds_topo.mpu import ExpertGroups, MpuGrid, registry, require_grid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import EXPERT
 from ds_topo.topology.rank_tables import ExpertPlan, RankGroup, name_of_size, zero_partition_ranks

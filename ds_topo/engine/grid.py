@@ -20,21 +20,20 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo import torch_names
+from ds_topo.base import patches, torch_names
+from ds_topo.base.differences import check_release
+from ds_topo.base.ledger import always, around, ledger
+from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.engine import autoparallel, checks
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import complete, put_engine_on_grid
 from ds_topo.errors import ExpertGroupError, warn
-from ds_topo.ledger import always, around, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.differences import check_release
-from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.releases import warn_of_newer_releases
+from ds_topo.health import guard
+from ds_topo.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
-from ds_topo.watch import guard
 
 _FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""

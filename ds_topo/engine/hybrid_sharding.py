@@ -4,8 +4,8 @@ With ``data=4,shard=8``, ZeRO 1, 2 and 3 partition over 8 ranks, and 4 ranks hol
 get the group along ``shard`` as theirs, so they gather parameters and count norms inside it. Gradients are also summed
 over the copies, once per step:
 
-    with a GradientReducer     the reduction of a region goes on over the copies (:mod:`ds_topo.zero.exchange`), during
-                               the last backward pass
+    with a GradientReducer     the reduction of a region goes on over the copies (:mod:`ds_topo.reduction.exchange`),
+                               during the last backward pass
     ZeRO 1 and 2 without one   the optimizer's ``step()`` sums the partition before it reads it
     BF16_Optimizer             the engine sums whole gradients over all replicas before the step, so nothing is missing
     ZeRO 3                     each bucket of the last micro-batch is summed over the copies while backward goes on
@@ -48,10 +48,10 @@ from torch import nn
 
 from ds_topo.engine.partitioned_optimizers import ReducedZero
 from ds_topo.errors import listed
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
 from ds_topo.topology.axes import SHARD
-from ds_topo.zero.exchange import PartitionHolders, hosts_in_order
 
 
 def has_shard(grid: object) -> TypeGuard[MpuGrid]:

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch.nn.utils import get_total_norm
 
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 
 # -- fp16 without ZeRO -----------------------------------------------------------------------------------------------
 

@@ -50,12 +50,12 @@ from deepspeed.utils import log_dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ds_topo.classes import stock_class
+from ds_topo.base.classes import stock_class
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
-from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.reducer.parameters import expert_group_name, owners
+from ds_topo.reduction.parameters import expert_group_name, owners
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 

@@ -1,6 +1,6 @@
 """The classes of DeepSpeed's engines on a grid: every method that differs from DeepSpeed's, in order, and why.
 
-An engine whose mpu is a grid gets its class before its constructor runs (:mod:`ds_topo.classes`), and its own
+An engine whose mpu is a grid gets its class before its constructor runs (:mod:`ds_topo.base.classes`), and its own
 one back when the grid is destroyed. What a method adds is written down here once, in the order in which it happens; the
 modules that it calls hold one concept each. Its optimizer gets a class, too (:mod:`ds_topo.engine.optimizers_on_grid`).
 
@@ -22,9 +22,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.base.classes import Mixin, adopt
+from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
-from ds_topo.classes import Mixin, adopt
 from ds_topo.engine import (
     activations,
     autoparallel,
@@ -44,10 +46,8 @@ from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid
 from ds_topo.engine.replicas import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
-from ds_topo.mpu.differences import DualPipeVEngine
-from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.mpu.supported import SLICES_OF_PARTITIONED, require
-from ds_topo.watch import guard, job_watch
+from ds_topo.health import guard, job_watch
+from ds_topo.mpu import MpuGrid, registry
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""

@@ -18,15 +18,15 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
+from ds_topo.base.torch_names import DESCRIPTION, describe, job_timeout
 from ds_topo.errors import TopologyError, abridged, listed
+from ds_topo.launch.agreement import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.process_groups.agreement import agree
+from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.process_grid import AnyTopology, ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import fold_extra_axes, gradient_axes, sample_axes
-from ds_topo.torch_names import DESCRIPTION, describe, job_timeout
 
 in_use: list[MpuGrid] = []
 """The grid of :func:`ds_topo.use`, once for every call that has not ended."""

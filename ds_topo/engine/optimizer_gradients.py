@@ -20,8 +20,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_topo.base.classes import Mixin, adopt
+from ds_topo.base.differences import offsets_in_flat_groups
 from ds_topo.checkpoint.engine_facts import is_element_by_element
-from ds_topo.classes import Mixin, adopt
 from ds_topo.engine.config_options import refusal_of_reducer
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
@@ -32,9 +33,8 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducedZero,
     ReducerOfOptimizer,
 )
-from ds_topo.mpu.differences import offsets_in_flat_groups
-from ds_topo.reducer.options import BucketSizes
-from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout
+from ds_topo.reduction.options import BucketSizes
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 
 
 class OptimizerGradients:

@@ -19,15 +19,15 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_topo.classes import Mixin, adopt
+from ds_topo.base.classes import Mixin, adopt
+from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
 from ds_topo.engine import hybrid_sharding, norms, reduction_order, unused_parameters
 from ds_topo.engine.backward_passes import BackwardPasses
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import gathering_of
 from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
-from ds_topo.mpu.differences import BF16_DISCARDS_INFINITIES
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.zero.exchange import PartitionHolders
+from ds_topo.mpu import MpuGrid
+from ds_topo.reduction.exchange import PartitionHolders
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 DeepSpeed gathers at the end of its step, by one collective for each flat tensor. On gloo, slices sent point to point
 arrive in about half that time, in DeepSpeed's layout and in ours. In ours they may arrive during the next forward pass;
-whatever reads a parameter then waits for it (:mod:`ds_topo.zero.arrivals`).
+whatever reads a parameter then waits for it (:mod:`ds_topo.reduction.arrivals`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_topo.backends import traits_of
+from ds_topo.base import patches
+from ds_topo.base.backends import traits_of
+from ds_topo.base.ledger import around, ledger
 from ds_topo.errors import warn
-from ds_topo.ledger import around, ledger
-from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer.buckets import plan_buckets
-from ds_topo.reducer.options import BucketSizes
-from ds_topo.reducer.report import BucketTiming
-from ds_topo.zero.arrivals import Arrival, Arrivals, Seat, SharedMemory, hide, seats_of, show, unaware_of_arrivals
-from ds_topo.zero.exchange import exchange_of
-from ds_topo.zero.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
+from ds_topo.reduction.arrivals import Arrival, Arrivals, Seat, SharedMemory, hide, seats_of, show, unaware_of_arrivals
+from ds_topo.reduction.buckets import plan_buckets
+from ds_topo.reduction.exchange import exchange_of
+from ds_topo.reduction.options import BucketSizes
+from ds_topo.reduction.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
+from ds_topo.reduction.report import BucketTiming
 
 
 def balanced_layout(
@@ -202,7 +202,7 @@ class PartitionedParameters:
     # -- during the next forward pass
 
     def start_overlapping(self, module: nn.Module) -> None:
-        """Receive parameters while the program goes on; see Note [Readers] in :mod:`ds_topo.zero.arrivals`.
+        """Receive parameters while the program goes on; see Note [Readers] in :mod:`ds_topo.reduction.arrivals`.
 
         They are sent in the order of the module's parameters, which is the order in which forward needs them.
         """

@@ -1,6 +1,6 @@
 """Define what DeepSpeed's optimizers do otherwise while a reducer averages their gradients.
 
-An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.classes.adopt`):
+An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.base.classes.adopt`):
 
     ReducedZero      ZeRO 1 with an optimizer that needs whole matrices: its partition is cut from whole gradients
     ReducedBF16      ``BF16_Optimizer`` with such an optimizer
@@ -8,10 +8,10 @@ An optimizer gets one of four classes of ours until the reducer is detached (:fu
     PartitionedBF16  ``BF16_Optimizer`` in our layout, with a step of our own
 
 In our layout each flat tensor of parameters is cut into regions, and each region evenly over the ranks
-(:mod:`ds_topo.zero.partitions`). The flat tensors keep their memory, but parameters have other places in it. Master
-weights and optimizer states are moved when the reducer is attached. The steps do DeepSpeed's arithmetic, in its order.
-Checkpoints are in DeepSpeed's layout: states are moved back before they are saved, and moved again after they are
-loaded. So any tool and any engine can read them.
+(:mod:`ds_topo.reduction.partitions`). The flat tensors keep their memory, but parameters have other places in it.
+Master weights and optimizer states are moved when the reducer is attached. The steps do DeepSpeed's arithmetic, in its
+order. Checkpoints are in DeepSpeed's layout: states are moved back before they are saved, and moved again after they
+are loaded. So any tool and any engine can read them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ds_topo.classes import REDUCED, Mixin
+from ds_topo.base.classes import REDUCED, Mixin
+from ds_topo.base.torch_names import job_timeout
 from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.process_groups.agreement import agree
-from ds_topo.torch_names import job_timeout
-from ds_topo.zero.partitions import moved
+from ds_topo.launch.agreement import agree
+from ds_topo.mpu import MpuGrid
+from ds_topo.reduction.partitions import moved
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,22 +20,22 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from ds_topo.base import patches
+from ds_topo.base.differences import StockDualPipeVModule
+from ds_topo.base.ledger import always, ledger
+from ds_topo.base.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
+from ds_topo.health import guard
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
-from ds_topo.ledger import always, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.differences import StockDualPipeVModule
-from ds_topo.mpu.mpu import MpuGrid, require_grid
-from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
+from ds_topo.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, PIPE, Spec, read_config
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.watch import guard
 
 __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 CONSTRUCTION = "PipelineModule"

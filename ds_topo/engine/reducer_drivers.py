@@ -24,17 +24,17 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from typing_extensions import Self, Unpack
 
-from ds_topo.classes import REDUCED, Mixin, adopt, stock_class
+from ds_topo.base.classes import REDUCED, Mixin, adopt, stock_class
+from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
-from ds_topo.mpu.differences import DualPipeVEngine
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer import BucketReducer
-from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
-from ds_topo.reducer.parameters import is_held_by
-from ds_topo.reducer.reducer import StepDriver
-from ds_topo.reducer.reductions import suitable_bucket_bytes
-from ds_topo.reducer.report import BucketTiming, StepTiming
+from ds_topo.reduction import BucketReducer
+from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
+from ds_topo.reduction.parameters import is_held_by
+from ds_topo.reduction.reducer import StepDriver
+from ds_topo.reduction.reductions import suitable_bucket_bytes
+from ds_topo.reduction.report import BucketTiming, StepTiming
 
 
 class GradientReducer(BucketReducer):
@@ -52,8 +52,8 @@ class GradientReducer(BucketReducer):
             optimizer.step()
             optimizer.zero_grad()
 
-    Arguments, errors and sources are those of :class:`~ds_topo.reducer.reducer.BucketReducer`, options those of
-    :class:`~ds_topo.reducer.options.ReductionOptions`.
+    Arguments, errors and sources are those of :class:`~ds_topo.reduction.reducer.BucketReducer`, options those of
+    :class:`~ds_topo.reduction.options.ReductionOptions`.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -29,12 +29,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.backends import SideStream, current_device, traits_of
+from ds_topo.base.backends import SideStream, current_device, traits_of
+from ds_topo.base.torch_names import devices_of, job_timeout
 from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import DisagreementError
-from ds_topo.process_groups.agreement import agree
+from ds_topo.launch.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.torch_names import devices_of, job_timeout
 
 
 def compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:

@@ -26,17 +26,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
-from ds_topo.backends import device_in_use
+from ds_topo.base.backends import device_in_use
+from ds_topo.base.classes import COMPARED, Mixin, adopt, mixins_of
+from ds_topo.base.torch_names import devices_of
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.classes import COMPARED, Mixin, adopt, mixins_of
 from ds_topo.engine.one_layout import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.reducer.parameters import expert_group_name
+from ds_topo.reduction.parameters import expert_group_name
 from ds_topo.topology.axes import MODEL, PIPE
-from ds_topo.torch_names import devices_of
 
 
 def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = False) -> ReplicaCheck:

@@ -18,19 +18,19 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
 from ds_topo.engine.config_options import REDUCER_SECTION, TOPOLOGY_SECTION, check_batch_sizes, check_top_level
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import EngineOptionError, abridged, warn
+from ds_topo.health import guard, job_watch, watch_limit
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
 from ds_topo.launch.orphans import remove_abandoned_locks
-from ds_topo.ledger import ledger
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.reducer.options import arguments_from_config
-from ds_topo.watch import guard, job_watch, watch_limit
+from ds_topo.mpu import MpuGrid
+from ds_topo.reduction.options import arguments_from_config
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"
 
@@ -62,9 +62,9 @@ def init_distributed(
         end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
         verbose: rank 0 writes to standard error which launcher it found.
         others: none; arguments of DeepSpeed's and torch's functions are refused, with the one to use instead.
-        watch: start a :class:`~ds_topo.watch.watch.Watch` until the end of the process. If a rank shows no sign of life
-            for this many seconds, the other ranks print its name, and ranks that wait for it end. None: no watch. The
-            environment variable ``DS_TOPO_WATCH`` (``60``, ``off``) takes precedence.
+        watch: start a :class:`~ds_topo.health.watch.Watch` until the end of the process. If a rank shows no sign of
+            life for this many seconds, the other ranks print its name, and ranks that wait for it end. None: no watch.
+            The environment variable ``DS_TOPO_WATCH`` (``60``, ``off``) takes precedence.
 
     Returns:
         The launcher's description of this rank: ``rank``, ``world_size``, ``local_rank``, ...

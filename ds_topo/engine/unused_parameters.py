@@ -21,7 +21,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_topo.classes import stock_class
+from ds_topo.base.classes import stock_class
 
 # -- ZeRO 1 and 2 with an offloaded optimizer -------------------------------------------------------------------------
 

@@ -23,20 +23,20 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.base import patches
+from ds_topo.base.differences import StockDualPipeVModule
+from ds_topo.base.ledger import Make, Patch, always, around, find, ledger
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import CONSTRUCTION, PipelineModule, check_stages, checked_layers, construct_on
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError, warn
-from ds_topo.ledger import Make, Patch, always, around, find, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.differences import StockDualPipeVModule
-from ds_topo.mpu.mpu import MpuGrid, require_grid
+from ds_topo.health import guard
+from ds_topo.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from ds_topo.topology.rank_tables import fold_extra_axes, sample_axes
-from ds_topo.watch import guard
 
 
 def use(grid: PipelineParallelGrid) -> GridInUse:

@@ -31,10 +31,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.classes import stock_class
+from ds_topo.base.classes import stock_class
 from ds_topo.engine.partitioned_optimizers import PartitionedOptimizer
 from ds_topo.errors import listed, warn
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 
 _Parts: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of the same elements, of this rank's parameters and of its master weights."""

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy finds them only here
 
-from ds_topo.backends import check_backend, default_backend, device_served_by
+from ds_topo.base.backends import check_backend, default_backend, device_served_by
+from ds_topo.base.torch_names import get_several, inherit_timeout, job_timeout, timeout_of
 from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered, warn
 from ds_topo.launch import orphans
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
 from ds_topo.launch.placement import fold_numbers
-from ds_topo.torch_names import get_several, inherit_timeout, job_timeout, timeout_of
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
@@ -326,7 +326,7 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
 
     The world's group is not bound to a device (``device_id=``). Otherwise torch would create every later NCCL group by
     splitting it, which is collective over all ranks. torch 2.15 binds it nevertheless, to ``LOCAL_RANK``; a grid
-    creates its groups by their members alone in both cases (:func:`~ds_topo.torch_names.next_group_named`).
+    creates its groups by their members alone in both cases (:func:`~ds_topo.base.torch_names.next_group_named`).
     """
     try:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
+from ds_topo.base.ledger import Patch, always, ledger
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import abridged
-from ds_topo.ledger import Patch, always, ledger
-from ds_topo.mpu.mpu import require_grid
+from ds_topo.mpu import require_grid
 from ds_topo.parallel_state.programs import GPTNeoXState, MegatronDeepSpeedState, MegatronState, ParallelState
 
 __all__ = [

@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_topo.backends import current_device
+from ds_topo.base.backends import current_device
+from ds_topo.base.torch_names import devices_of
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import require_same_places
 from ds_topo.errors import TopologyError
-from ds_topo.mpu.mpu import ExpertGroups, registry
+from ds_topo.mpu import ExpertGroups, registry
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import RankGroup, degree, gradient_axes, sample_axes
-from ds_topo.torch_names import devices_of
 
 _FIXED = {"world_size": "a grid's degrees do not change", "rank": "a rank's place in its grid does not change"}
 _NO_PARTS = "a grid has no such parts of its groups"

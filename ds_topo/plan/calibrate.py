@@ -14,9 +14,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ds_topo.backends import current_device, synchronize
+from ds_topo.base.backends import current_device, synchronize
 from ds_topo.plan.hardware import Link, Machine, Speeds, cluster_of
-from ds_topo.plan.job import DEEPSPEED, FP32, Job, Layout
+from ds_topo.plan.job import DEEPSPEED, FP32, Job, JobLayout
 from ds_topo.plan.model import transformer
 from ds_topo.plan.stages import Costs
 from ds_topo.process_groups.creation import gathered
@@ -107,7 +107,7 @@ def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
     sequences, positions, hidden, heads = shape
     model = transformer(layers=1, hidden=hidden, heads=heads, vocabulary=256, sequence=positions)
     costs = Costs(Job(model, cluster_of(speeds.accelerator(), 1, 1), sequences, positions, FP32, DEEPSPEED))
-    layout = Layout(ProcessTopology(["data"], [1]), sequences)
+    layout = JobLayout(ProcessTopology(["data"], [1]), sequences)
     [(_, block, _), *_] = costs.pieces(costs.stage_kinds(layout)[0], layout)
     return block.forward.seconds + block.backward.seconds
 

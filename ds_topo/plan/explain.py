@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ds_topo.plan import step_time
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.job import Layout, Recompute
+from ds_topo.plan.job import JobLayout, Recompute
 from ds_topo.plan.memory import chunks_in_flight, stage_memory
 from ds_topo.plan.search import TIE, Found, Plan, Tally
 from ds_topo.plan.stages import Costs, Stage
@@ -83,7 +83,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     return [Term(name, seconds, texts[name]) for name, seconds in plan.time.parts().items() if seconds > 0]
 
 
-def _gradients_text(costs: Costs, layout: Layout, spans: Spans) -> str:
+def _gradients_text(costs: Costs, layout: JobLayout, spans: Spans) -> str:
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
@@ -126,7 +126,7 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     return [Term(name, size, texts[name]) for name, size in plan.memory.parts().items() if size > 0]
 
 
-def explain_axes(costs: Costs, layout: Layout) -> list[AxisUse]:
+def explain_axes(costs: Costs, layout: JobLayout) -> list[AxisUse]:
     """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
     spans = step_time.layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
@@ -217,7 +217,7 @@ def bytes_text(size: float) -> str:
     return f"{size / 1e6:.3g} MB"
 
 
-def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
+def host_traffic(costs: Costs, layout: JobLayout) -> list[dict[str, float]]:
     """Return the bytes that leave each host in a step, by axis, as its interface counts them.
 
     ``GRADIENTS`` stands for gradients and gathered parameters. Of many hosts, only the first ones and the last one are
@@ -240,7 +240,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
 
 
 def _messages(
-    costs: Costs, layout: Layout, kinds: Mapping[int, Stage], rank: int
+    costs: Costs, layout: JobLayout, kinds: Mapping[int, Stage], rank: int
 ) -> Iterator[tuple[Transfer, Sequence[int]]]:
     """Yield everything that a rank sends in a step (``"send"``: to one rank), and the ranks that take part.
 

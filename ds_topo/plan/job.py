@@ -225,7 +225,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """A layout of a job.
 
     Args:
@@ -315,7 +315,7 @@ class Layout:
         return ", ".join([self.topology.spec, f"micro-batch {self.micro_batch}", f"ZeRO {self.zero}", *self.details()])
 
 
-def layout_problem(job: Job, layout: Layout) -> str | None:
+def layout_problem(job: Job, layout: JobLayout) -> str | None:
     """Return the first rule that a layout breaks, or None."""
     return next(_layout_problems(job, layout), None)
 
@@ -343,7 +343,7 @@ def degree_problems(job: Job, pipe: int, data: int, seq: int, tensor: int) -> It
         yield f"{software.name} cannot split sequences{' in a pipeline' if pipe > 1 else ''} ({others})"
 
 
-def _layout_problems(job: Job, layout: Layout) -> Iterator[str]:
+def _layout_problems(job: Job, layout: JobLayout) -> Iterator[str]:
     """Yield the rules that a layout breaks. Those that follow a broken rule may not apply."""
     model, software, batch, data = job.model, job.software, job.batch, layout.data
     unknown = [axis for axis in layout.topology.axes if axis not in AXES]
@@ -388,7 +388,7 @@ def _layout_problems(job: Job, layout: Layout) -> Iterator[str]:
         yield f"experts over {size} ranks: not a divisor of the {layout.replicas} replicas"
 
 
-def _abilities(software: Software, precision: Precision, layout: Layout) -> Iterator[tuple[bool, str]]:
+def _abilities(software: Software, precision: Precision, layout: JobLayout) -> Iterator[tuple[bool, str]]:
     """Yield whether the program offers each thing that the layout has, and the words for it if it does not."""
     stages, zero, virtual = software.zero_stages(layout.pipe, precision), layout.zero, layout.virtual_stages
     pipeline = "with a pipeline" if layout.pipe > 1 else "without a pipeline"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Software
+from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Job, JobLayout, Precision, Recompute, Software
 from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, MeasuredLayer, Piece, Split
 from ds_topo.plan.stages import Costs, PieceBytes, Stage, StageParameters, Sum
 
@@ -37,7 +37,7 @@ class MemoryUse(Sum):
     buffers: float = 0.0
 
 
-def state_bytes(parameters: StageParameters, layout: Layout, precision: Precision, software: Software) -> MemoryUse:
+def state_bytes(parameters: StageParameters, layout: JobLayout, precision: Precision, software: Software) -> MemoryUse:
     """Return the bytes of the states of one rank, which live through all steps.
 
     In mixed precision they are ``(2 + 2 + K)`` bytes per parameter. Each term is divided by the replicas from its stage
@@ -82,13 +82,13 @@ def chunks_in_flight(stage: int, pipe: int, virtual: int, micro_batches: int, mi
     return min(micro_batches * virtual, 2 * (pipe - stage - 1) + (virtual - 1) * pipe + 1)
 
 
-def memory_use(costs: Costs, layout: Layout) -> MemoryUse:
+def memory_use(costs: Costs, layout: JobLayout) -> MemoryUse:
     """Return the bytes of the fullest rank at its peak."""
     uses = (stage_memory(costs, kind, layout) for kind in costs.stage_kinds(layout))
     return max(uses, key=lambda use: use.total)
 
 
-def largest_states(costs: Costs, layout: Layout) -> float:
+def largest_states(costs: Costs, layout: JobLayout) -> float:
     """Return the bytes of the states of the fullest rank.
 
     They are the same for all micro-batches and schedules, and never more than the total of ``memory_use``.
@@ -102,7 +102,7 @@ def largest_states(costs: Costs, layout: Layout) -> float:
     return costs.states[key]
 
 
-def stage_memory(costs: Costs, kind: Stage, layout: Layout) -> MemoryUse:
+def stage_memory(costs: Costs, kind: Stage, layout: JobLayout) -> MemoryUse:
     """Return the bytes of a rank of one stage at its peak, which is in backward or in the update.
 
     Backward needs the states, the kept activations of the micro-batches in flight, one block's activations again under
@@ -121,7 +121,7 @@ def stage_memory(costs: Costs, kind: Stage, layout: Layout) -> MemoryUse:
     return replace(states, activations=activations, working=working, buffers=buffers)
 
 
-def _activation_bytes(costs: Costs, kind: Stage, layout: Layout) -> tuple[float, float]:
+def _activation_bytes(costs: Costs, kind: Stage, layout: JobLayout) -> tuple[float, float]:
     """Return the bytes that forward keeps for all micro-batches in flight, and those that backward adds."""
     job = costs.job
     kept = working = again = output = 0.0
@@ -148,7 +148,7 @@ def _activation_bytes(costs: Costs, kind: Stage, layout: Layout) -> tuple[float,
     return activations, working + again
 
 
-def _update_bytes(parameters: StageParameters, layout: Layout, job: Job, bucket: float) -> float:
+def _update_bytes(parameters: StageParameters, layout: JobLayout, job: Job, bucket: float) -> float:
     """Return the bytes of DeepSpeed's update: fp32 gradients of the parameters that this rank updates, and buckets.
 
     A pipeline reduces after the last backward and has two buckets.
@@ -160,7 +160,7 @@ def _update_bytes(parameters: StageParameters, layout: Layout, job: Job, bucket:
     return copies + bucket * (2 if layout.pipe > 1 else 1)
 
 
-def _gathered_bytes(parameters: StageParameters, job: Job, layout: Layout) -> float:
+def _gathered_bytes(parameters: StageParameters, job: Job, layout: JobLayout) -> float:
     """Return the bytes that ZeRO 3 has gathered at once: the layer at work and the next one.
 
     DeepSpeed also keeps parameters gathered up to a number.
@@ -187,7 +187,7 @@ class _Part(NamedTuple):
         return _Part(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def piece_bytes(piece: Piece, layout: Layout, job: Job) -> PieceBytes:
+def piece_bytes(piece: Piece, layout: JobLayout, job: Job) -> PieceBytes:
     """Return the bytes of a block, or of an end of the model."""
     if isinstance(piece, MeasuredLayer):
         return _measured_bytes(piece, layout, job)
@@ -196,7 +196,7 @@ def piece_bytes(piece: Piece, layout: Layout, job: Job) -> PieceBytes:
     return _embedding_bytes(layout, job) if piece is End.EMBEDDING else _head_bytes(layout, job)
 
 
-def block_bytes(block: Block, layout: Layout, job: Job) -> PieceBytes:
+def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
     """Return the bytes of a transformer layer.
 
     Kept bytes, with half-precision activations, dropout and scores in memory, are Korthikanti et al.'s
@@ -209,7 +209,7 @@ def block_bytes(block: Block, layout: Layout, job: Job) -> PieceBytes:
     >>> from ds_topo.topology.process_topology import ProcessTopology
     >>> model = transformer(layers=1, hidden=1024, heads=16, vocabulary=8, sequence=2048)
     >>> job = Job(model, cluster_of(accelerator_of("A100"), 1), 4, 2048, FP16, MEGATRON_2022)
-    >>> layout = Layout(ProcessTopology.from_spec("model=8"), micro_batch=4, sequence_parallel=True)
+    >>> layout = JobLayout(ProcessTopology.from_spec("model=8"), micro_batch=4, sequence_parallel=True)
     >>> kept = block_bytes(model.blocks[0], layout, job).kept[Recompute.NONE]
     >>> kept / (4 * 2048 * 1024) == 34 / 8 + 5 * 16 * 2048 / 1024 / 8
     True
@@ -226,7 +226,7 @@ def block_bytes(block: Block, layout: Layout, job: Job) -> PieceBytes:
     return PieceBytes(kept, max(attention.working, mlp.working) + around.working, output)
 
 
-def _measured_bytes(layer: MeasuredLayer, layout: Layout, job: Job) -> PieceBytes:
+def _measured_bytes(layer: MeasuredLayer, layout: JobLayout, job: Job) -> PieceBytes:
     """Return the bytes of a live module's layer, from the measurement of one sequence."""
     size, count = job.precision.activation_bytes, layout.sequences_of(layer, job)
     output = layer.output * size * count
@@ -236,13 +236,13 @@ def _measured_bytes(layer: MeasuredLayer, layout: Layout, job: Job) -> PieceByte
     )
 
 
-def _embedding_bytes(layout: Layout, job: Job) -> PieceBytes:
+def _embedding_bytes(layout: JobLayout, job: Job) -> PieceBytes:
     """Return the bytes of the embedding, which keeps the indices of the tokens."""
     indices = layout.tokens(job) * 8
     return PieceBytes(dict.fromkeys(Recompute, indices), 0.0, layout.activation_bytes(job) / layout.spread)
 
 
-def _head_bytes(layout: Layout, job: Job) -> PieceBytes:
+def _head_bytes(layout: JobLayout, job: Job) -> PieceBytes:
     """Return the bytes of the last norm, the output layer and the cross entropy.
 
     It keeps the norm's input and output, and the softmax in fp32 (and its logits, if they are another tensor).
@@ -253,7 +253,7 @@ def _head_bytes(layout: Layout, job: Job) -> PieceBytes:
     return PieceBytes(dict.fromkeys(Recompute, kept), working=logits * (8 + size), output=logits * size)
 
 
-def _attention_bytes(attention: Attention, layout: Layout, job: Job) -> _Part:
+def _attention_bytes(attention: Attention, layout: JobLayout, job: Job) -> _Part:
     """Return the bytes of projections and core: inputs and result of the core, and its scores if they reach memory."""
     tokens, tensor, size = layout.tokens(job), layout.model, job.precision.activation_bytes
     queries, key_values = attention.input_widths(tensor)
@@ -277,7 +277,7 @@ def _feed_forward_bytes(layer: FeedForward, tokens: float, tensor: int, job: Job
     return _Part(whole * count, selective * count, working=kept * count)
 
 
-def _experts_bytes(experts: Experts, layout: Layout, job: Job) -> _Part:
+def _experts_bytes(experts: Experts, layout: JobLayout, job: Job) -> _Part:
     """Return the bytes of routing, experts and shared experts.
 
     Routing keeps the rows as the experts get them, the results before they are weighted, and the router's scores.
@@ -293,7 +293,7 @@ def _experts_bytes(experts: Experts, layout: Layout, job: Job) -> _Part:
     return part
 
 
-def _around_bytes(block: Block, layout: Layout, job: Job) -> _Part:
+def _around_bytes(block: Block, layout: JobLayout, job: Job) -> _Part:
     """Return the bytes of two norms and two residual sums: their inputs, outputs and masks of dropout."""
     precision, software = job.precision, job.software
     whole = layout.tokens(job) * block.hidden * precision.activation_bytes

@@ -19,7 +19,7 @@ from math import ceil, gcd, inf
 
 from ds_topo.errors import TopologyError
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.job import AXES, Job, Layout, Recompute, degree_problems, layout_problem
+from ds_topo.plan.job import AXES, Job, JobLayout, Recompute, degree_problems, layout_problem
 from ds_topo.plan.memory import MemoryUse, largest_states, memory_use
 from ds_topo.plan.stages import Costs
 from ds_topo.plan.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
@@ -85,7 +85,7 @@ class Wanted:
 class Plan:
     """A layout with its seconds per step and its bytes per rank."""
 
-    layout: Layout
+    layout: JobLayout
     time: StepTime
     memory: MemoryUse
 
@@ -108,7 +108,7 @@ class Tally:
     degree_problems: Counter[str] = field(default_factory=Counter)
     layout_problems: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
-    smallest: tuple[Layout, MemoryUse] | None = None
+    smallest: tuple[JobLayout, MemoryUse] | None = None
 
     @property
     def problems(self) -> Counter[str]:
@@ -172,7 +172,7 @@ def plan_or_problem(job: Job, wanted: Wanted) -> Plan | str:
     return f"it needs {memory.total / 1e9:.1f} GB per rank, of {job.cluster.memory_limit / 1e9:.1f} GB ({layout})"
 
 
-def evaluate(job: Job, layout: Layout) -> Plan:
+def evaluate(job: Job, layout: JobLayout) -> Plan:
     """Return the seconds and bytes of one layout."""
     costs = Costs(job)
     return Plan(layout, step_time(costs, layout), memory_use(costs, layout))
@@ -186,7 +186,7 @@ def orders_of(job: Job, plan: Plan) -> list[Plan]:
     return sorted(plans, key=lambda one: one.seconds)
 
 
-def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Layout]:
+def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[JobLayout]:
     """Yield degrees whose product is the number of ranks and that divide heads, layers, positions and batch.
 
     Each is a layout of single sequences, with the axes of more than one rank in the order that is tried first.
@@ -203,7 +203,7 @@ def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterat
         else:
             degrees = {PIPE: pipe, DATA: data, SEQ: seq, MODEL: tensor}
             wide = {axis: degree for axis, degree in degrees.items() if degree > 1} or {DATA: 1}
-            yield Layout(ProcessTopology(list(wide), list(wide.values())), micro_batch=1)
+            yield JobLayout(ProcessTopology(list(wide), list(wide.values())), micro_batch=1)
 
 
 @lru_cache(maxsize=1024)
@@ -217,7 +217,7 @@ def orders(topology: ProcessTopology) -> tuple[ProcessTopology, ...]:
     )
 
 
-def zero_stages(job: Job, layout: Layout, wanted: Wanted) -> list[int]:
+def zero_stages(job: Job, layout: JobLayout, wanted: Wanted) -> list[int]:
     """Return the ZeRO stages to choose from; one is enough if there is nothing to shard."""
     if wanted.zero is not None:
         return [wanted.zero]
@@ -225,7 +225,7 @@ def zero_stages(job: Job, layout: Layout, wanted: Wanted) -> list[int]:
     return stages if layout.replicas > 1 else stages[:1]
 
 
-def schedules(job: Job, degrees: Layout, wanted: Wanted) -> Iterator[Layout]:
+def schedules(job: Job, degrees: JobLayout, wanted: Wanted) -> Iterator[JobLayout]:
     """Yield micro-batches, virtual stages, recomputation, sequence parallelism and degrees of experts."""
     pipe, data, seq, tensor = degrees.pipe, degrees.data, degrees.seq, degrees.model
     software, model = job.software, job.model
@@ -244,7 +244,7 @@ def schedules(job: Job, degrees: Layout, wanted: Wanted) -> Iterator[Layout]:
     kinds = wanted.recompute or software.recompute
     choices = product(micro_batches(job, data, wanted), virtuals, kinds, split, experts)
     for micro_batch, virtual, kind, spread, sharers in choices:
-        yield Layout(topology, micro_batch, zero, kind, virtual, spread, sharers)
+        yield JobLayout(topology, micro_batch, zero, kind, virtual, spread, sharers)
 
 
 def micro_batches(job: Job, data: int, wanted: Wanted) -> list[int]:
@@ -286,9 +286,9 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     return best
 
 
-def _best_of_degrees(costs: Costs, degrees: Layout, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
+def _best_of_degrees(costs: Costs, degrees: JobLayout, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
     """Return the fastest fitting layout of these degrees in any order of axes, if faster than ``limit`` seconds."""
-    nodes: list[tuple[float, int, Layout]] = []
+    nodes: list[tuple[float, int, JobLayout]] = []
     for index, layout in enumerate(schedules(costs.job, degrees, wanted)):
         problem = layout_problem(costs.job, layout)
         if problem:
@@ -307,7 +307,7 @@ def _best_of_degrees(costs: Costs, degrees: Layout, wanted: Wanted, tally: Tally
     return best
 
 
-def _with_states_that_fit(costs: Costs, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
+def _with_states_that_fit(costs: Costs, layout: JobLayout, wanted: Wanted) -> Iterator[JobLayout]:
     """Yield the layout in those ZeRO stages in which states alone fit in memory."""
     for zero in zero_stages(costs.job, layout, wanted):
         candidate = replace(layout, zero=zero)
@@ -317,7 +317,7 @@ def _with_states_that_fit(costs: Costs, layout: Layout, wanted: Wanted) -> Itera
             yield candidate
 
 
-def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
+def _best_of_schedule(costs: Costs, layout: JobLayout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
     """Return the better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
     job = costs.job
     for candidate in _partitioned(job, layout, wanted):
@@ -343,7 +343,7 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
     return best
 
 
-def _partitioned(job: Job, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
+def _partitioned(job: Job, layout: JobLayout, wanted: Wanted) -> Iterator[JobLayout]:
     """Yield the layout in each ZeRO stage, partitioned over all replicas, and over those of a host alone."""
     topology, decided = layout.topology, dict(wanted.degrees).get(SHARD)
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
@@ -360,9 +360,9 @@ def _partitioned(job: Job, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
             yield replace(layout, zero=zero, topology=ProcessTopology(axes, [split[axis] for axis in axes]))
 
 
-def _placements(costs: Costs, layout: Layout, wanted: Wanted) -> dict[tuple[Span, ...], Layout]:
+def _placements(costs: Costs, layout: JobLayout, wanted: Wanted) -> dict[tuple[Span, ...], JobLayout]:
     """Return the orders of the axes that put groups on different links, one for each such placement."""
-    placements: dict[tuple[Span, ...], Layout] = {}
+    placements: dict[tuple[Span, ...], JobLayout] = {}
     for topology in orders(layout.topology) if wanted.topology is None else [wanted.topology]:
         placed = replace(layout, topology=topology)
         placements.setdefault(tuple(layout_spans(costs, placed).values()), placed)

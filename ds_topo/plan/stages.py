@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 
-from ds_topo.plan.job import Job, Layout, Recompute
+from ds_topo.plan.job import Job, JobLayout, Recompute
 from ds_topo.plan.model import AnyBlock, Block, End, Model, Piece
 from ds_topo.plan.work import PassCost, Work, pass_cost, piece_work
 
@@ -199,7 +199,7 @@ class Costs:
         self._kinds: dict[tuple[int, int], list[Stage]] = {}
         self._parameters: dict[tuple[int, ...], StageParameters] = {}
 
-    def stage_kinds(self, layout: Layout) -> list[Stage]:
+    def stage_kinds(self, layout: JobLayout) -> list[Stage]:
         """Return the stages of the layout's pipeline, equal ones together, in the order of their first."""
         pipe, virtual = key = layout.pipe, layout.virtual_stages
         if key not in self._kinds:
@@ -217,7 +217,7 @@ class Costs:
             self._kinds[key] = list(kinds.values())
         return self._kinds[key]
 
-    def pieces(self, kind: Stage, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
+    def pieces(self, kind: Stage, layout: JobLayout) -> list[tuple[int, PieceCost, Recompute]]:
         """Return how many of which pieces a stage has, and what of each is recomputed."""
         pieces = [(count, self._piece(block, layout), layout.recompute) for count, block in kind.runs]
         for end, is_there in ((End.EMBEDDING, kind.has_embedding), (End.HEAD, kind.has_head)):
@@ -225,7 +225,7 @@ class Costs:
                 pieces.append((1, self._piece(end, layout), Recompute.NONE))
         return pieces
 
-    def _piece(self, piece: Piece, layout: Layout) -> PieceCost:
+    def _piece(self, piece: Piece, layout: JobLayout) -> PieceCost:
         has_experts = isinstance(piece, Block) and piece.expert_parameters
         sharers = layout.expert_parallel if has_experts else 1
         key = (id(piece), layout.micro_batch, layout.model, layout.seq, layout.spread, sharers)
@@ -237,11 +237,11 @@ class Costs:
             self._pieces[key] = PieceCost(piece, work, forward, backward, seconds)
         return self._pieces[key]
 
-    def all_parameters(self, layout: Layout) -> list[StageParameters]:
+    def all_parameters(self, layout: JobLayout) -> list[StageParameters]:
         """Return the parameters of one rank of each kind of stage."""
         return [self.parameters(kind, layout) for kind in self.stage_kinds(layout)]
 
-    def parameters(self, kind: Stage, layout: Layout) -> StageParameters:
+    def parameters(self, kind: Stage, layout: JobLayout) -> StageParameters:
         """Return the exact parameters of one rank of a stage. Both ends of a pipeline have a tied embedding."""
         key = (layout.pipe, layout.virtual_stages, kind.first, layout.model, layout.expert_parallel)
         if key not in self._parameters:

@@ -17,7 +17,7 @@ from math import ceil, gcd, log2
 from typing import TypeAlias
 
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
+from ds_topo.plan.job import ADAM_MOMENTS_BYTES, JobLayout, Recompute, Software
 from ds_topo.plan.stages import Costs, PieceCost, Stage, Sum
 from ds_topo.plan.work import Cover, Pass, PassCost, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
@@ -29,7 +29,7 @@ replicas of a parameter, the first and last stage, and the ranks that hold one p
 PASS_AXES = (MODEL, SEQ, EXPERT)
 """Axes whose messages a stage waits for within a pass."""
 TO_OWNERS, FROM_OWNERS = "sum_to_owners", "gather_from_owners"
-"""The reduce_scatter and the all_gather of ``ds_topo.zero`` at ZeRO 1 and 2."""
+"""The reduce_scatter and the all_gather of ``ds_topo.reduction`` at ZeRO 1 and 2."""
 SAMPLED_HOSTS = 4
 """Irregular groups are counted on at most so many hosts; the others look like them."""
 PIPE_BARE = 0.25
@@ -74,7 +74,7 @@ Spans: TypeAlias = Mapping[str, Span]
 """The span of every group of a layout, by axis or group."""
 
 
-def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
+def layout_spans(costs: Costs, layout: JobLayout) -> dict[str, Span]:
     """Return the span of every group of the layout, by axis or group."""
     topology, slots, world = layout.topology, costs.job.cluster.slots, costs.job.cluster.ranks
     factors = {axis: factors_of(topology, [axis]) for axis in (PIPE, SEQ, MODEL)}
@@ -287,7 +287,7 @@ class PassTime:
         return self.forward + self.backward
 
 
-def step_time(costs: Costs, layout: Layout) -> StepTime:
+def step_time(costs: Costs, layout: JobLayout) -> StepTime:
     """Return the seconds of one step.
 
     The passes take ``m t + (the other stages' t) / v`` for m micro-batches that take t in the slowest stage and v
@@ -322,7 +322,7 @@ def step_time(costs: Costs, layout: Layout) -> StepTime:
     )
 
 
-def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
+def schedule_bound(costs: Costs, layout: JobLayout, *, even: bool = False) -> float:
     """Return seconds that a layout cannot beat in any order of its axes and with any ZeRO stage.
 
     These are the passes with every axis' messages on the best possible links, and the bubble. With ``even``, they also
@@ -357,7 +357,7 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
 
 
-def stage_pass(costs: Costs, kind: Stage, layout: Layout, spans: Spans) -> PassTime:
+def stage_pass(costs: Costs, kind: Stage, layout: JobLayout, spans: Spans) -> PassTime:
     """Return the seconds of one micro-batch in all chunks of one stage."""
     compute_forward = compute_backward = recomputed = forward = backward = 0.0
     messages = dict.fromkeys(PASS_AXES, 0.0)
@@ -397,7 +397,7 @@ def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dic
     return seconds
 
 
-def _pipe_waits(layout: Layout, software: Software) -> float:
+def _pipe_waits(layout: JobLayout, software: Software) -> float:
     """Return the sends that a stage waits for in the steady state, per micro-batch.
 
     In 1F1B the first stage gets a gradient for the micro-batch that it began p micro-batches ago. That loop has p
@@ -409,7 +409,7 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
-def _send_seconds(costs: Costs, layout: Layout, spans: Spans) -> float:
+def _send_seconds(costs: Costs, layout: JobLayout, spans: Spans) -> float:
     """Return the seconds to send one activation to the next stage, on average over stages.
 
     Tensor-parallel peers send a part each. They gather it there unless it stays split along the sequence (Narayanan et
@@ -428,7 +428,7 @@ def _send_seconds(costs: Costs, layout: Layout, spans: Spans) -> float:
     return sent + gathers * collective_seconds("all_gather", size, spans[MODEL], cluster)
 
 
-def _replica_seconds(costs: Costs, layout: Layout, spans: Spans, passes: list[PassTime]) -> tuple[float, float]:
+def _replica_seconds(costs: Costs, layout: JobLayout, spans: Spans, passes: list[PassTime]) -> tuple[float, float]:
     """Return the exposed seconds of reducing gradients, and of gathering parameters.
 
     A stage's reduction runs during its own last backward, and while the stages before it still compute. ZeRO 2 reduces
@@ -461,7 +461,7 @@ def _replica_seconds(costs: Costs, layout: Layout, spans: Spans, passes: list[Pa
     return reduced, gathered
 
 
-def _replica_collectives(costs: Costs, layout: Layout, spans: Spans, kind: Stage) -> tuple[float, float, float]:
+def _replica_collectives(costs: Costs, layout: JobLayout, spans: Spans, kind: Stage) -> tuple[float, float, float]:
     """Return the seconds of one reduction of a stage's gradients, one gathering of its parameters, and one sum.
 
     The sum is that of a partition's gradients over its copies, in the last micro-batch.
@@ -484,7 +484,7 @@ def _replica_collectives(costs: Costs, layout: Layout, spans: Spans, kind: Stage
     return reduce, gather, of_copies
 
 
-def gradient_messages(costs: Costs, layout: Layout, kind: Stage) -> list[Transfer]:
+def gradient_messages(costs: Costs, layout: JobLayout, kind: Stage) -> list[Transfer]:
     """Return a step's reductions of gradients and gatherings of parameters.
 
     ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
@@ -516,7 +516,7 @@ def gradient_messages(costs: Costs, layout: Layout, kind: Stage) -> list[Transfe
     return messages
 
 
-def tied_bytes(costs: Costs, layout: Layout) -> float:
+def tied_bytes(costs: Costs, layout: JobLayout) -> float:
     """Return the bytes of a tied embedding's gradient on a rank if two stages have it, else 0."""
     job = costs.job
     if not job.model.tied or layout.pipe == 1 or job.software.mirrors:  # DualPipeV has both ends on one rank
@@ -524,7 +524,7 @@ def tied_bytes(costs: Costs, layout: Layout) -> float:
     return job.model.vocabulary * job.model.hidden / layout.model * job.software.reduced_bytes(job.precision)
 
 
-def two_level_pays(costs: Costs, layout: Layout, spans: Spans) -> bool:
+def two_level_pays(costs: Costs, layout: JobLayout, spans: Spans) -> bool:
     """Return True if reducing gradients inside hosts and then across hosts is faster than one ring."""
     job, span = costs.job, spans[GRADIENTS]
     if not job.software.two_level or span.hosts == 1 or span.size // span.hosts == 1:
@@ -543,7 +543,7 @@ def _two_level_seconds(size: float, span: Span, cluster: Cluster) -> float:
     return inside + collective_seconds("all_reduce", size / local, outer, cluster)
 
 
-def _optimizer_seconds(costs: Costs, layout: Layout) -> float:
+def _optimizer_seconds(costs: Costs, layout: JobLayout) -> float:
     """Return the seconds of Adam's update, which memory bandwidth limits.
 
     It reads and writes moments and masters, reads gradients twice (once for their norm), writes weights, and sets all

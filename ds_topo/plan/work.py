@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from ds_topo.plan.hardware import Accelerator
-from ds_topo.plan.job import Job, Layout, Precision, Software
+from ds_topo.plan.job import Job, JobLayout, Precision, Software
 from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Linear, MeasuredLayer, Piece
 
 LOGIT_BYTES = 24
@@ -122,7 +122,7 @@ class Work(_Addable):
     again: Pass = Pass()
 
 
-def piece_work(piece: Piece, layout: Layout, job: Job) -> Work:
+def piece_work(piece: Piece, layout: JobLayout, job: Job) -> Work:
     """Return the work of a block, or of an end of the model."""
     if isinstance(piece, MeasuredLayer):
         return _measured_work(piece, layout, job)
@@ -131,7 +131,7 @@ def piece_work(piece: Piece, layout: Layout, job: Job) -> Work:
     return _embedding_work(layout, job) if piece is End.EMBEDDING else _head_work(layout, job)
 
 
-def _block_work(block: Block, layout: Layout, job: Job) -> Work:
+def _block_work(block: Block, layout: JobLayout, job: Job) -> Work:
     """Return the work of a transformer layer."""
     attention = _attention_work(block.attention, layout, job)
     if isinstance(block.mlp, Experts):
@@ -141,7 +141,7 @@ def _block_work(block: Block, layout: Layout, job: Job) -> Work:
     return attention + mlp + _around_work(block, layout, job)
 
 
-def _measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
+def _measured_work(layer: MeasuredLayer, layout: JobLayout, job: Job) -> Work:
     """Return the work of a live module's layer for a micro-batch, from the measurement of one sequence.
 
     In backward, products have twice their work and other operators twice their traffic.
@@ -166,7 +166,7 @@ def _measured_work(layer: MeasuredLayer, layout: Layout, job: Job) -> Work:
     )
 
 
-def _embedding_work(layout: Layout, job: Job) -> Work:
+def _embedding_work(layout: JobLayout, job: Job) -> Work:
     """Return the work of the vocabulary-parallel look-up of tokens (and positions)."""
     result = layout.activation_bytes(job)
     traffic = 2 * result / layout.model + (3 * result if job.model.positions else 0) / layout.spread
@@ -176,7 +176,7 @@ def _embedding_work(layout: Layout, job: Job) -> Work:
     )
 
 
-def _head_work(layout: Layout, job: Job) -> Work:
+def _head_work(layout: JobLayout, job: Job) -> Work:
     """Return the work of the last norm, the output layer and the cross entropy, with logits split over ``model``."""
     model, precision = job.model, job.precision
     hidden = layout.activation_bytes(job)
@@ -193,7 +193,7 @@ def _head_work(layout: Layout, job: Job) -> Work:
     )
 
 
-def _attention_work(attention: Attention, layout: Layout, job: Job) -> Work:
+def _attention_work(attention: Attention, layout: JobLayout, job: Job) -> Work:
     """Return the work of projections and core, of ``2 T s a (key width + value width) / t`` FLOPs, half if causal."""
     precision, dropout = job.precision, job.model.dropout
     tokens, tensor, size = layout.tokens(job), layout.model, precision.activation_bytes
@@ -252,7 +252,7 @@ def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job,
     )
 
 
-def _experts_work(experts: Experts, layout: Layout, job: Job) -> Work:
+def _experts_work(experts: Experts, layout: JobLayout, job: Job) -> Work:
     """Return the work of routing, the exchange of tokens over the expert group, experts, and shared experts.
 
     Each rank sends its ``T top_k`` rows of ``h`` values (and the rows that pad experts to equal load) out and gets them
@@ -274,7 +274,7 @@ def _experts_work(experts: Experts, layout: Layout, job: Job) -> Work:
     return work
 
 
-def _around_work(block: Block, layout: Layout, job: Job) -> Work:
+def _around_work(block: Block, layout: JobLayout, job: Job) -> Work:
     """Return the work of two norms, two residual sums (with dropout), and the messages of tensor parallelism."""
     software, dropout = job.software, job.model.dropout
     whole = layout.tokens(job) * block.hidden * job.precision.activation_bytes
@@ -289,7 +289,7 @@ def _around_work(block: Block, layout: Layout, job: Job) -> Work:
     )
 
 
-def _tensor_messages(layout: Layout, size: float, software: Software) -> tuple[Transfers, Transfers]:
+def _tensor_messages(layout: JobLayout, size: float, software: Software) -> tuple[Transfers, Transfers]:
     """Return the messages of tensor parallelism in one block, in forward and in backward.
 
     It sums ``T h B`` bytes after attention and after the feed-forward layer, and again in backward (Narayanan et al.,
@@ -311,17 +311,17 @@ def _tensor_messages(layout: Layout, size: float, software: Software) -> tuple[T
     return (gather, scatter), (gather, Transfer("model", "reduce_scatter", size, 2, beside), *again)
 
 
-def _summed(layout: Layout, size: float) -> Transfers:
+def _summed(layout: JobLayout, size: float) -> Transfers:
     """Return the sum of partial results over the model axis; it may be split along the sequence."""
     return (Transfer("model", "reduce_scatter" if layout.sequence_parallel else "all_reduce", size),)
 
 
-def _gathered(layout: Layout, size: float) -> Transfers:
+def _gathered(layout: JobLayout, size: float) -> Transfers:
     """Return the all_gather of an activation that is split along the sequence."""
     return (Transfer("model", "all_gather", size),) if layout.sequence_parallel else ()
 
 
-def _sequence_exchange(attention: Attention, layout: Layout, job: Job) -> tuple[Transfers, Transfers]:
+def _sequence_exchange(attention: Attention, layout: JobLayout, job: Job) -> tuple[Transfers, Transfers]:
     """Return the messages of attention over a split sequence, in forward and in backward.
 
     ``ring``: keys and values go around while the core computes on what has arrived, in backward with their gradients

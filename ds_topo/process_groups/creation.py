@@ -15,9 +15,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 
-from ds_topo import torch_names
+from ds_topo.base import torch_names
 from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
-from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
+from ds_topo.launch.agreement import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup

@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
-from ds_topo.backends import accelerator
+from ds_topo.base.backends import accelerator
+from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
 from ds_topo.errors import abridged
+from ds_topo.launch.agreement import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
-from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import Spec, canonical_axis, check_meanings
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.torch_names import devices_of, job_timeout, timeout_of
 
 
 class AxesAndDims(Protocol):

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_topo.base import patches
+from ds_topo.base.ledger import always, around, ledger
 from ds_topo.launch.launchers import REFERENCE, TOPOLOGY_OVERRIDE
-from ds_topo.ledger import always, around, ledger
-from ds_topo.mpu import patches
 from ds_topo.verification.recorder import Finished, Recording, recording
 
 _IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)

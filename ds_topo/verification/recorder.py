@@ -33,17 +33,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.utils.serialization import config
 
+from ds_topo.base import patches
+from ds_topo.base.classes import RECORDED, Mixin, adopt
+from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters, part_of
 from ds_topo.checkpoint.table import Slice
-from ds_topo.classes import RECORDED, Mixin, adopt
 from ds_topo.engine.batches import digest as digest_of
 from ds_topo.engine.grid import building_engines, when_built
 from ds_topo.engine.replicas import digest, replicated
 from ds_topo.errors import warn
-from ds_topo.ledger import ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, SEQ
 
 Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]

@@ -32,7 +32,7 @@ from torch import nn
 
 from ds_topo.errors import EngineOptionError, TopologyError, VerificationError
 from ds_topo.launch.launchers import JOB_PORTS, REFERENCE, TOPOLOGY_OVERRIDE
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SHARD, check_meanings

@@ -14,7 +14,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ds_topo.zero.exchange import Exchange, hosts_in_order, two_level_exchange
+from ds_topo.reduction.exchange import Exchange, hosts_in_order, two_level_exchange
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import GradientReducer
-from ds_topo.torch_names import clone, get_several
-from ds_topo.watch import Watch
-from ds_topo.watch.activity import Activity, Wait
-from ds_topo.watch.heartbeat import RUNS, Beat
+from ds_topo.base.torch_names import clone, get_several
+from ds_topo.health import Watch
+from ds_topo.health.activity import Activity, Wait
+from ds_topo.health.heartbeat import RUNS, Beat
 from tests.support.ranks import run_ranks
 
 TURN_SECONDS = 4.0
@@ -81,7 +81,7 @@ def serve(ranks: int, pipe: Connection) -> None:
 
 
 def beats(port: int, first: int, count: int, repeat: int) -> None:
-    """Send the requests of :class:`ds_topo.watch.heartbeat.Heartbeat` in one interval, for some ranks."""
+    """Send the requests of :class:`ds_topo.health.heartbeat.Heartbeat` in one interval, for some ranks."""
     store = clone(dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5)))
     doing = Activity(1234, "backward", "train.py:120 in train", Wait("all_reduce", "data", "name", tuple(range(8))))
     text = Beat(1, RUNS, "node12", "pipe=3 data=100 model=5", doing).to_text()

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import PipelineParallelGrid, initialize
-from ds_topo.zero import exchange_of
+from ds_topo.reduction.exchange import exchange_of
 from tests.bench.sides import Times, medians, ratios, table, turns
 from tests.cluster import Cluster
 from tests.support.ranks import run_ranks

@@ -17,11 +17,11 @@ from deepspeed.ops.lamb import FusedLamb
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo.base.differences import HAS_PARAMETER_ALIGNMENT
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
 from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
-from ds_topo.mpu.differences import HAS_PARAMETER_ALIGNMENT
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds

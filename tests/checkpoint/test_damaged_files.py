@@ -25,6 +25,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 
 from ds_topo import checkpoint
+from ds_topo.base.torch_names import default_store
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import rank_zero
 from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
@@ -32,7 +33,6 @@ from ds_topo.checkpoint.plain_weights import readable
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint
 from ds_topo.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from ds_topo.torch_names import default_store
 from tests.checkpoint.jobs import Job, Kind, Own, job
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.world import Worlds
@@ -265,7 +265,7 @@ def _keys() -> int:
 
 
 KEYS_OF_A_FAILURE = ("post", "withdrawn", "count", "read")
-"""The record of a failure, which ranks that begin to listen later skip (``watch/first_cause.py``).
+"""The record of a failure, which ranks that begin to listen later skip (``health/first_cause.py``).
 
 A rank that skips it also leaves its key ``wake``.
 """

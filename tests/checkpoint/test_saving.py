@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import checkpoint
+from ds_topo.base.classes import mixins_of
 from ds_topo.checkpoint import engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.classes import mixins_of
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
 from tests.support.ranks import RankFailure, Ranks, run_ranks

@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.mpu.supported import number
+from ds_topo.base.supported import number
 from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.checkpoint.conversions.layouts import (
     AFTER,

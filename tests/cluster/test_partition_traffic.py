@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo.zero import Exchange, exchange_of
+from ds_topo.reduction.exchange import Exchange, exchange_of
 from tests.bench.sides import bytes_sent
 from tests.cluster.virtual_hosts import Cluster
 

@@ -13,9 +13,9 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
+from ds_topo.base.supported import DUALPIPEV, require
 from ds_topo.engine import activations
 from ds_topo.errors import DisagreementError, EngineOptionError
-from ds_topo.mpu.supported import DUALPIPEV, require
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds

@@ -29,10 +29,10 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
-from ds_topo.backends import synchronize
-from ds_topo.torch_names import COLLECTIVES_ASK
-from ds_topo.zero import exchange
-from ds_topo.zero.arrivals import Arrival, Arrivals, InFlightParameter, hide, unaware_of_arrivals
+from ds_topo.base.backends import synchronize
+from ds_topo.base.torch_names import COLLECTIVES_ASK
+from ds_topo.reduction import exchange
+from ds_topo.reduction.arrivals import Arrival, Arrivals, InFlightParameter, hide, unaware_of_arrivals
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start

@@ -20,10 +20,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initialize, use
+from ds_topo.base.differences import StockDualPipeVModule as StockModule
+from ds_topo.base.ledger import find, is_absent
 from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
-from ds_topo.ledger import find, is_absent
-from ds_topo.mpu.differences import StockDualPipeVModule as StockModule
 from ds_topo.plan.memory import chunks_in_flight
 from ds_topo.plan.step_time import mirrored_bubble
 from tests.support.exhaustive import mark_exhaustive

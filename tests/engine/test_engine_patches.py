@@ -22,12 +22,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups
-from ds_topo.classes import mixins_of, overridden_by
+from ds_topo.base import patches
+from ds_topo.base.classes import mixins_of, overridden_by
+from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.ledger import Patch, ledger
 from ds_topo.engine import on_grid
 from ds_topo.errors import EngineOptionError
-from ds_topo.ledger import Patch, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds

@@ -12,11 +12,11 @@ import deepspeed
 import pytest
 from packaging.version import Version
 
+from ds_topo.base import releases
+from ds_topo.base.ledger import Reliance
+from ds_topo.base.releases import fingerprint, recorded, release_to_compare, sources, without_source
+from ds_topo.base.supported import DEEPSPEED, TORCH
 from ds_topo.engine.__main__ import ROWS, comparison, differences
-from ds_topo.ledger import Reliance
-from ds_topo.mpu import releases
-from ds_topo.mpu.releases import fingerprint, recorded, release_to_compare, sources, without_source
-from ds_topo.mpu.supported import DEEPSPEED, TORCH
 
 SOURCE = '''
 @decorated

@@ -24,7 +24,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, us
 from ds_topo.engine import hybrid_sharding
 from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
-from ds_topo.zero.exchange import _PIECES_UNDER_WAY, PartitionHolders, _Worker
+from ds_topo.reduction.exchange import _PIECES_UNDER_WAY, PartitionHolders, _Worker
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,
     SITUATIONS,

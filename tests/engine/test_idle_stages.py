@@ -17,7 +17,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
 from ds_topo.checkpoint.manifest import PLACEHOLDERS
 from ds_topo.engine.idle_stages import _connect, fill_groups
 from ds_topo.errors import CheckpointLayoutError, DisagreementError, EngineOptionError, FailedRankError
-from ds_topo.watch import first_cause
+from ds_topo.health import first_cause
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.training import destroy_engine

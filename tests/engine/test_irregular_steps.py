@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups, initialize
 from ds_topo.engine import reducer_drivers
-from ds_topo.reducer import reducer, reductions
-from ds_topo.reducer.reductions import suitable_bucket_bytes
+from ds_topo.reduction import reducer, reductions
+from ds_topo.reduction.reductions import suitable_bucket_bytes
 from tests.support.failing import FailsInBackward
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -510,4 +510,4 @@ def test_expert_buckets_are_equal_on_all_replicas(world: Worlds) -> None:
 
 
 def test_gradient_reducer_derives_from_the_standalone_reducer() -> None:
-    assert reducer_drivers.GradientReducer.__mro__[1].__module__ == "ds_topo.reducer.reducer"
+    assert reducer_drivers.GradientReducer.__mro__[1].__module__ == "ds_topo.reduction.reducer"

@@ -31,13 +31,13 @@ from torch import nn
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
-from ds_topo import ledger as ledger_module
-from ds_topo.classes import Override, mixins, mixins_of, overridden_by
+from ds_topo.base import ledger as ledger_module
+from ds_topo.base import patches
+from ds_topo.base.classes import Override, mixins, mixins_of, overridden_by
+from ds_topo.base.ledger import Patch, Reliance, ledger
+from ds_topo.base.releases import is_missing
+from ds_topo.base.torch_names import inherit_timeout
 from ds_topo.engine.__main__ import ROWS, page
-from ds_topo.ledger import Patch, Reliance, ledger
-from ds_topo.mpu import patches
-from ds_topo.mpu.releases import is_missing
-from ds_topo.torch_names import inherit_timeout
 from ds_topo.verification.recorder import Recorded
 from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks

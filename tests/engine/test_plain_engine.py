@@ -15,7 +15,7 @@ from gpt import Block
 from parallel_layers import Parallel
 
 from ds_topo import PipelineParallelGrid
-from ds_topo.mpu.supported import CHECKPOINTS_ON_CPU, number
+from ds_topo.base.supported import CHECKPOINTS_ON_CPU, number
 from tests.support.deepspeeds_calls import called_by
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, TINY, plain_engine, train

@@ -17,10 +17,10 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine import reducer_drivers
 from ds_topo.engine.reducer_drivers import EngineDriver, PipelineDriver
 from ds_topo.errors import DisagreementError
-from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, train_pipeline

@@ -22,10 +22,10 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
-from ds_topo.ledger import Patch
-from ds_topo.mpu import differences, releases
-from ds_topo.mpu.releases import warn_of_newer_releases
-from ds_topo.mpu.supported import (
+from ds_topo.base import differences, releases
+from ds_topo.base.ledger import Patch
+from ds_topo.base.releases import warn_of_newer_releases
+from ds_topo.base.supported import (
     CHECKPOINTS_ON_CPU,
     DEEPSPEED,
     DUALPIPEV,

@@ -20,9 +20,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid, checkpoint
+from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine import batches
 from ds_topo.errors import EngineOptionError
-from ds_topo.mpu.differences import DualPipeVEngine
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import data_efficiency, settings, start
 from tests.support.world import Worlds

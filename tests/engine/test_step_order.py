@@ -17,9 +17,9 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
-from ds_topo.classes import mixins, mixins_of
+from ds_topo.base.classes import mixins, mixins_of
 from ds_topo.engine import on_grid
-from ds_topo.watch import job_watch
+from ds_topo.health import job_watch
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 

@@ -25,11 +25,11 @@ from torch import nn
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, use
+from ds_topo.base import patches
 from ds_topo.engine import start as starting
 from ds_topo.engine.start import warn_of_undealt_samples, with_samples_of
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
 from ds_topo.errors import EngineOptionError, TopologyError
-from ds_topo.mpu import patches
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import TiedPipe, pipeline_losses, settings, start, tied_layers

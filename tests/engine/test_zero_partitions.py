@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
+from ds_topo.base.supported import number
 from ds_topo.checkpoint.engine_state import named_parameters
 from ds_topo.engine import optimizer_gradients, partitioned_optimizers
 from ds_topo.errors import DisagreementError
-from ds_topo.mpu.supported import number
-from ds_topo.zero import exchange
+from ds_topo.reduction import exchange
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.memory import peak

@@ -35,10 +35,10 @@ from torch import nn
 from torch.utils._triton import has_triton
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
-from ds_topo.backends import TRAITS, SideStream, backend_of, order_after, synchronize, traits_of
-from ds_topo.reducer.reductions import StepNotes
-from ds_topo.torch_names import COLLECTIVES_ASK
-from ds_topo.zero import exchange
+from ds_topo.base.backends import TRAITS, SideStream, backend_of, order_after, synchronize, traits_of
+from ds_topo.base.torch_names import COLLECTIVES_ASK
+from ds_topo.reduction import exchange
+from ds_topo.reduction.reductions import StepNotes
 from tests.checkpoint.jobs import Kind, job
 from tests.collectives import test_pairs as collective_cases
 from tests.engine import test_arriving_parameters as arriving_programs

@@ -31,6 +31,7 @@ from ds_topo import (
     groups,
     initialize,
 )
+from ds_topo.base.torch_names import default_store
 from ds_topo.errors import (
     CoordinateError,
     DisagreementError,
@@ -42,7 +43,6 @@ from ds_topo.errors import (
     UnknownAxisError,
     WorldSizeError,
 )
-from ds_topo.torch_names import default_store
 from tests.support.world import Worlds
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -22,12 +22,12 @@ from ds_topo import (
     groups,
     initialize,
 )
+from ds_topo.base.ledger import ledger
 from ds_topo.engine.batches import _check_batch
 from ds_topo.engine.checks import check_engine_without_grid
 from ds_topo.engine.config_options import check_top_level
 from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import EngineOptionError, TopologyError, UnknownAxisError, WorldSizeError
-from ds_topo.ledger import ledger
 from tests.support.fake_world import fake_world
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}

@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from ds_topo.plan.hardware import Speeds, accelerator_of, cluster_of
-from ds_topo.plan.job import BF16, DEEPSPEED, Job, Layout, Precision, Software, layout_problem
+from ds_topo.plan.job import BF16, DEEPSPEED, Job, JobLayout, Precision, Software, layout_problem
 from ds_topo.plan.model import transformer
 from ds_topo.plan.search import Wanted, orders, possible_degrees, schedules, zero_stages
 from ds_topo.topology.axes import DATA, SHARD
@@ -45,7 +45,7 @@ def job(
     return Job(transformer(**shape), cluster, batch, shape["sequence"], precision, software)
 
 
-def every_layout(job: Job, wanted: Wanted | None = None) -> list[Layout]:
+def every_layout(job: Job, wanted: Wanted | None = None) -> list[JobLayout]:
     """Return all layouts that a search may visit, in every order of their axes."""
     wanted = wanted or Wanted()
     return [
@@ -59,7 +59,7 @@ def every_layout(job: Job, wanted: Wanted | None = None) -> list[Layout]:
     ]
 
 
-def sharded(job: Job, layout: Layout, zero: int) -> list[ProcessTopology]:
+def sharded(job: Job, layout: JobLayout, zero: int) -> list[ProcessTopology]:
     """Return the topologies that partition over a part of the replicas, which fits into a host."""
     degrees = dict(zip(layout.topology.axes, layout.topology.dims, strict=True))
     data, others = degrees.pop(DATA, 1), list(degrees)
@@ -72,7 +72,7 @@ def sharded(job: Job, layout: Layout, zero: int) -> list[ProcessTopology]:
 
 
 @st.composite
-def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[Job, Layout]:
+def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[Job, JobLayout]:
     """Draw any layout of a job on 1 to 4 hosts."""
     hosts, slots = draw(st.sampled_from([(1, 4), (2, 2), (2, 4), (4, 2), (3, 2)]))
     experts = draw(st.sampled_from([0, 0, 4]))

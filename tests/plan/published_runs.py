@@ -22,7 +22,7 @@ from ds_topo.plan.job import (
     MEGATRON_2022,
     PRECISIONS,
     Job,
-    Layout,
+    JobLayout,
     Precision,
     Recompute,
     Software,
@@ -172,7 +172,7 @@ def recomputed_flops_per_token(model: Model, sequence: int) -> float:
     return (model.flops_per_token(sequence, causal=False) - output) * 4 / 3 + output
 
 
-def layouts_of(run: Run, job: Job) -> Iterator[Layout]:
+def layouts_of(run: Run, job: Job) -> Iterator[JobLayout]:
     """Yield every layout that the run can mean, in Megatron's order of axes: ``pipe, data, context, tensor``."""
     ranks, software = job.cluster.ranks, job.software
     tensor, pipe, seq = (run.get(field) or 1 for field in ("tensor", "pipe", "context"))
@@ -192,7 +192,7 @@ def layouts_of(run: Run, job: Job) -> Iterator[Layout]:
     spread = tensor > 1 and software.sequence_parallel and job.sequence % (tensor * seq) == 0
     spread = spread and (not recompute_text(run).startswith("full") or software.overlaps_model)
     for micro, virtual, kind in product(micros, virtuals, recompute_of(run, software)):
-        yield Layout(topology, micro, zero, kind, virtual, spread, run.get("expert_parallel", 1))
+        yield JobLayout(topology, micro, zero, kind, virtual, spread, run.get("expert_parallel", 1))
 
 
 def recompute_text(run: Run) -> str:

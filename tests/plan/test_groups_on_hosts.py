@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.plan.explain import host_traffic
-from ds_topo.plan.job import FP32, Job, Layout
+from ds_topo.plan.job import FP32, Job, JobLayout
 from ds_topo.plan.stages import Costs
 from ds_topo.plan.step_time import factors_of, gradient_messages, layout_spans, span_of
 from ds_topo.topology.process_topology import ProcessTopology
@@ -49,7 +49,7 @@ def test_spans_match_groups_listed_rank_by_rank(placement: tuple[ProcessTopology
         ) or not sampled
 
 
-def ring_bytes(layout: Layout, axes: list[str], size: float, slots: int, passes: int) -> list[float]:
+def ring_bytes(layout: JobLayout, axes: list[str], size: float, slots: int, passes: int) -> list[float]:
     """Return the bytes that each host sends for a ring over every group, edge by edge."""
     topology = layout.topology
     world = topology.world_size()
@@ -64,7 +64,7 @@ def ring_bytes(layout: Layout, axes: list[str], size: float, slots: int, passes:
 @pytest.mark.parametrize("spec", ["data=2,model=4", "model=4,data=2", "data=4,model=2", "model=2,data=4"])
 def test_host_traffic_matches_rings_counted_edge_by_edge(spec: str) -> None:
     made = job(precision=FP32, tied=False)
-    layout = Layout(ProcessTopology.from_spec(spec), micro_batch=2)
+    layout = JobLayout(ProcessTopology.from_spec(spec), micro_batch=2)
     [traffic, *_] = sorted(host_traffic(Costs(made), layout), key=lambda sent: -sum(sent.values()))
     costs = Costs(made)
     [kind] = costs.stage_kinds(layout)
@@ -87,7 +87,7 @@ def test_host_traffic_matches_rings_counted_edge_by_edge(spec: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_only_axes_that_cross_hosts_have_host_traffic(made: tuple[Job, Layout]) -> None:
+def test_only_axes_that_cross_hosts_have_host_traffic(made: tuple[Job, JobLayout]) -> None:
     task, layout = made
     costs = Costs(task)
     spans = layout_spans(costs, layout)

@@ -8,7 +8,7 @@ import pytest
 
 from ds_topo.cli.plan_report import deepspeed_config
 from ds_topo.plan.hardware import accelerator_of, cluster_of
-from ds_topo.plan.job import DEEPSPEED, PRECISIONS, Job, Layout, Recompute
+from ds_topo.plan.job import DEEPSPEED, PRECISIONS, Job, JobLayout, Recompute
 from ds_topo.plan.memory import MemoryUse
 from ds_topo.plan.model import Block, Experts, FeedForward, Model, transformer
 from ds_topo.plan.search import Plan, evaluate
@@ -45,7 +45,7 @@ def model_of(case: Case) -> Model:
 def planned(case: Case, expert_load: float = 1.0) -> tuple[Job, Plan]:
     topology = ProcessTopology.from_spec(case.topology)
     recompute = Recompute.FULL if case.recompute else Recompute.NONE
-    layout = Layout(topology, case.micro_batch, case.zero, recompute)
+    layout = JobLayout(topology, case.micro_batch, case.zero, recompute)
     layout = replace(layout, expert_parallel=layout.replicas if case.experts else 1)
     cluster = cluster_of(accelerator_of("A100"), 1, topology.world_size())
     batch = case.micro_batch * case.micro_batches * layout.data

@@ -18,7 +18,7 @@ from ds_topo.plan.job import (
     MEGATRON_2021,
     MEGATRON_2022,
     Job,
-    Layout,
+    JobLayout,
     Recompute,
     layout_problem,
 )
@@ -35,14 +35,14 @@ from tests.plan.jobs import job, jobs_and_layouts
     [(0, 120.0), (1, 31.40625), (2, 16.640625), (3, 1.875)],
 )
 def test_states_match_the_zero_paper(zero: int, gigabytes: float) -> None:
-    layout = Layout(ProcessTopology.from_spec("data=64"), 1, zero)
+    layout = JobLayout(ProcessTopology.from_spec("data=64"), 1, zero)
     states = state_bytes(StageParameters(7_500_000_000, 0), layout, BF16, DEEPSPEED)
     assert states.total == pytest.approx(gigabytes * 1e9, rel=1e-6)
 
 
 @given(st.integers(1, 10**12), st.integers(0, 3), st.sampled_from([1, 2, 8, 64]))
 def test_states_of_megatron_are_divided_without_padding(parameters: int, zero: int, ranks: int) -> None:
-    layout = Layout(ProcessTopology.from_spec(f"data={ranks}"), 1, zero)
+    layout = JobLayout(ProcessTopology.from_spec(f"data={ranks}"), 1, zero)
     states = state_bytes(StageParameters(parameters, 0), layout, FP16, MEGATRON_2022)
     assert states.optimizer == 12 * parameters / (ranks if zero else 1)
     assert states.gradients == 4 * parameters / (ranks if zero >= 2 else 1)
@@ -50,7 +50,7 @@ def test_states_of_megatron_are_divided_without_padding(parameters: int, zero: i
 
 
 def test_states_of_experts_are_divided_by_their_own_replicas() -> None:
-    layout = Layout(ProcessTopology.from_spec("data=8"), 1, 1, expert_parallel=4)
+    layout = JobLayout(ProcessTopology.from_spec("data=8"), 1, 1, expert_parallel=4)
     states = state_bytes(StageParameters(0, 1024), layout, BF16, DEEPSPEED)
     assert states.optimizer == 12 * 1024 / 2
 
@@ -105,7 +105,7 @@ def test_kept_activations_match_korthikanti_et_al(
     assert isinstance(block, Block)
     unit, scores = sequence * micro_batch * hidden, 5 * count * sequence / hidden
     for spread in (False, True):
-        layout = Layout(ProcessTopology.from_spec(f"model={tensor}"), micro_batch, sequence_parallel=spread)
+        layout = JobLayout(ProcessTopology.from_spec(f"model={tensor}"), micro_batch, sequence_parallel=spread)
         kept = block_bytes(block, layout, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
         whole = 34 / tensor if spread else 10 + 24 / tensor  # times s b h
         assert kept[Recompute.NONE] == pytest.approx(unit * (whole + scores / tensor))
@@ -116,7 +116,7 @@ def test_kept_activations_match_korthikanti_et_al(
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_memory_falls_with_sharding_and_recomputation(made: tuple[Job, Layout]) -> None:
+def test_memory_falls_with_sharding_and_recomputation(made: tuple[Job, JobLayout]) -> None:
     task, layout = made
     costs = Costs(task)
     use = memory_use(costs, layout)
@@ -135,7 +135,7 @@ def test_memory_falls_with_sharding_and_recomputation(made: tuple[Job, Layout]) 
 def test_longer_pipelines_hold_less_per_rank() -> None:
     made = job(hosts=1, slots=8, layers=32, batch=64, precision=FP32, software=MEGATRON)
     weights = [
-        memory_use(Costs(made), Layout(ProcessTopology.from_spec(f"pipe={pipe},data={8 // pipe}"), 1)).weights
+        memory_use(Costs(made), JobLayout(ProcessTopology.from_spec(f"pipe={pipe},data={8 // pipe}"), 1)).weights
         for pipe in (1, 2, 4, 8)
     ]
     assert weights == sorted(weights, reverse=True)
@@ -143,7 +143,7 @@ def test_longer_pipelines_hold_less_per_rank() -> None:
 
 
 def test_each_further_expert_of_a_token_keeps_its_row_its_result_and_its_activations() -> None:
-    layout = Layout(ProcessTopology.from_spec("data=8"), 2)
+    layout = JobLayout(ProcessTopology.from_spec("data=8"), 2)
     kept = []
     for top_k in (1, 2):
         made = job(experts=4, top_k=top_k, gated=True, software=MEGATRON)
@@ -156,6 +156,6 @@ def test_each_further_expert_of_a_token_keeps_its_row_its_result_and_its_activat
 def test_measured_layers_keep_values_and_indices() -> None:
     made = job(sequence=64)
     layer = MeasuredLayer("embedding", positions=32, kept=10.0, kept_indices=256.0, output=7.0)
-    found = piece_bytes(layer, Layout(ProcessTopology.from_spec("data=8"), 3), made)
+    found = piece_bytes(layer, JobLayout(ProcessTopology.from_spec("data=8"), 3), made)
     assert found.kept == {Recompute.NONE: 6 * (10 * 2 + 256), Recompute.SELECTIVE: 6 * 276, Recompute.FULL: 6 * 14}
     assert (found.working, found.output) == (2 * 6 * 14, 6 * 14)

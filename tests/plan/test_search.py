@@ -13,7 +13,7 @@ from ds_topo.errors import TopologyError
 from ds_topo.plan import search as search_module
 from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.job import DEEPSPEED, MEGATRON, Job, Layout, Software, layout_problem
+from ds_topo.plan.job import DEEPSPEED, MEGATRON, Job, JobLayout, Software, layout_problem
 from ds_topo.plan.memory import largest_states, memory_use
 from ds_topo.plan.search import Wanted, evaluate, fewest_axes_first, orders_of, search, smallest_cluster
 from ds_topo.plan.stages import Costs
@@ -43,7 +43,7 @@ def test_search_finds_the_best_of_all_layouts(software: Software, change: dict[s
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_no_layout_beats_its_bound(made: tuple[Job, Layout]) -> None:
+def test_no_layout_beats_its_bound(made: tuple[Job, JobLayout]) -> None:
     task, layout = made
     costs = Costs(task)
     seconds = step_time(costs, layout).total
@@ -74,7 +74,7 @@ BETTER: dict[str, Callable[[Cluster], Cluster]] = {
 @pytest.mark.parametrize("name", BETTER)
 @settings(deadline=None, max_examples=40)
 @given(made=jobs_and_layouts())
-def test_better_machine_is_never_slower(name: str, made: tuple[Job, Layout]) -> None:
+def test_better_machine_is_never_slower(name: str, made: tuple[Job, JobLayout]) -> None:
     task, layout = made
     better = replace(task, cluster=BETTER[name](task.cluster))
     worse, faster = (step_time(Costs(one), layout).total for one in (task, better))
@@ -83,7 +83,7 @@ def test_better_machine_is_never_slower(name: str, made: tuple[Job, Layout]) -> 
 
 @settings(deadline=None, max_examples=40)
 @given(jobs_and_layouts())
-def test_explanations_add_up(made: tuple[Job, Layout]) -> None:
+def test_explanations_add_up(made: tuple[Job, JobLayout]) -> None:
     task, layout = made
     costs, plan = Costs(task), evaluate(task, layout)
     assert sum(term.value for term in explain_time(costs, plan)) == pytest.approx(plan.seconds)
@@ -100,7 +100,7 @@ def test_bubble_of_equal_stages_matches_narayanan_et_al() -> None:
     """It is (p - 1) / (v m) of the time without it (Narayanan et al., section 2.2), sends aside."""
     made = job(hosts=1, slots=4, layers=16, batch=32, vocabulary=1, software=MEGATRON)
     for virtual in (1, 2, 4):
-        time = step_time(Costs(made), Layout(ProcessTopology.from_spec("pipe=4"), 1, virtual_stages=virtual))
+        time = step_time(Costs(made), JobLayout(ProcessTopology.from_spec("pipe=4"), 1, virtual_stages=virtual))
         assert time.bubble / (time.compute + time.recompute) == pytest.approx(3 / (virtual * 32), rel=0.2)
 
 
@@ -128,7 +128,7 @@ def test_search_keeps_decisions() -> None:
 
 def test_deepspeed_has_no_zero_3_with_expert_parallelism() -> None:
     made = job(experts=4, top_k=2, batch=64)
-    split = Layout(ProcessTopology.from_spec("data=8"), 1, zero=3, expert_parallel=2)
+    split = JobLayout(ProcessTopology.from_spec("data=8"), 1, zero=3, expert_parallel=2)
     assert "no ZeRO 3 where experts are distributed over ranks, only [0, 1, 2]" in (layout_problem(made, split) or "")
     assert layout_problem(made, replace(split, zero=2)) is None
     assert layout_problem(made, replace(split, expert_parallel=1)) is None
@@ -179,7 +179,7 @@ def test_memory_error_names_missing_bytes_and_smallest_cluster() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_states_never_exceed_all_bytes(made: tuple[Job, Layout]) -> None:
+def test_states_never_exceed_all_bytes(made: tuple[Job, JobLayout]) -> None:
     task, layout = made
     costs = Costs(task)
     assert 0 < largest_states(costs, layout) <= memory_use(costs, layout).total
@@ -206,9 +206,9 @@ def test_activations_are_not_computed_if_states_are_too_large(monkeypatch: pytes
 def test_no_bound_is_computed_if_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(batch=64)
     made = replace(made, cluster=replace(made.cluster, memory_limit=0.2e9))
-    bounded: list[Layout] = []
+    bounded: list[JobLayout] = []
 
-    def bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
+    def bound(costs: Costs, layout: JobLayout, *, even: bool = False) -> float:
         bounded.extend([] if even else [layout])
         return schedule_bound(costs, layout, even=even)
 

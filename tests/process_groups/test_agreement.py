@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology
+from ds_topo.base.torch_names import append
 from ds_topo.errors import DisagreementError, TopologyError
-from ds_topo.process_groups import agreement
-from ds_topo.process_groups.agreement import MAX_MESSAGE, Round, agree
-from ds_topo.torch_names import append
+from ds_topo.launch import agreement
+from ds_topo.launch.agreement import MAX_MESSAGE, Round, agree
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
 from tests.support.world import Worlds

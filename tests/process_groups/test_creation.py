@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid, torch_names
+from ds_topo import PipelineParallelGrid
+from ds_topo.base import torch_names
+from ds_topo.base.torch_names import default_store
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups import creation
 from ds_topo.process_groups.creation import ProcessGroups
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.torch_names import default_store
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups, sum_of_ranks
 from tests.support.ranks import run_ranks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutError
+from ds_topo.launch.agreement import within
 from ds_topo.process_groups import creation
-from ds_topo.process_groups.agreement import within
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.served_store import serve_a_store
 

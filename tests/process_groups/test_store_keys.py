@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid, groups, torch_names
+from ds_topo import PipelineParallelGrid, groups
+from ds_topo.base import torch_names
 from tests.support.ranks import run_ranks
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Backend, ReduceOp
 
-from ds_topo.backends import TRAITS
+from ds_topo.base.backends import TRAITS
 from tests.support.nccl_tensors import Reduction, check, overlap, real
 from tests.support.rank_mesh import connect
 from tests.support.strict_calls import Communicator, Plan, SeveralWorks, StrictWork, stack_here

@@ -28,7 +28,7 @@ from ds_topo import PipelineParallelGrid, clip_grad_norm_
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine import checks
 from ds_topo.engine.grid import PipelineEngineGrid
-from ds_topo.mpu.mpu import registry
+from ds_topo.mpu import registry
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 from tests.support import gpt_training
 from tests.support.gpt_training import batch

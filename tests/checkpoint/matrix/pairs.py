@@ -35,8 +35,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, checkpoint, groups, initialize
+from ds_topo.base import supported
 from ds_topo.errors import CheckpointError, TopologyError
-from ds_topo.mpu import supported
 from tests.support.moe_training import Expert, Mixture
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config

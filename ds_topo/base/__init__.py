@@ -1,0 +1,1 @@
+"""Hold what all other packages need: backends, patches, classes for objects of others, and the supported releases."""

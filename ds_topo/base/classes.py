@@ -1,0 +1,176 @@
+"""Give one of DeepSpeed's objects a class of ours, and give it its own class back.
+
+An engine on a grid gets a class that derives from a mixin of ours and from its own class, as torch's ``fully_shard``
+gives a module a class that derives from ``FSDPModule``. So everything that differs from DeepSpeed is a method, calls
+the original by ``super()``, and can be read in one place. Objects that no mixin was given to run DeepSpeed's own code.
+
+Several mixins of one object are independent: each is taken away by itself. The order of their methods is that of
+``mixin_order`` and not that of time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, wraps
+from types import FunctionType
+from typing import Any
+
+from ds_topo.base.ledger import Row, name_of
+
+CALLED_BY_PROGRAMS = frozenset(
+    [
+        *("backward", "coalesce_grad_reduction", "compile", "deepspeed_io", "destroy", "eval_batch", "forward"),
+        *("load_checkpoint", "load_state_dict", "offload_states", "reset_activation_shape", "save_16bit_model"),
+        *("save_checkpoint", "set_train_batch_size", "set_train_micro_batch_size", "state_dict", "step"),
+        *("train_batch", "zero_grad"),
+    ]
+)
+"""The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
+ON_GRID, REDUCED, RECORDED, COMPARED = range(4)
+"""Orders of the methods of mixins, from the innermost on: a grid's, a reducer's, a recorder's, ``check_replicas``'s."""
+
+
+class Mixin:
+    """The marker of mixins that :func:`adopt` gives to objects; they derive from a class of DeepSpeed, too."""
+
+    mixin_order = ON_GRID
+    """Methods of mixins with larger numbers run first, and call those of the others by ``super()``."""
+    mixin_suffix = ""
+    """What is appended to the name of the object's class."""
+    mixin_state = ""
+    """The name of the object's attribute that these methods use; it goes with the mixin."""
+
+    def __init_subclass__(cls) -> None:
+        """Let these methods work after their mixin was taken away: a program may have kept one, to wrap it."""
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType) and name in CALLED_BY_PROGRAMS:
+                setattr(cls, name, _while_adopted(cls, method))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, content, *others = reduced
+        states = {mixin.mixin_state for mixin in mixins_of(self)}
+        arguments = tuple(stock_class(self) if each is type(self) else each for each in arguments)
+        if isinstance(content, dict):
+            content = {name: value for name, value in content.items() if name not in states}
+        return make, arguments, content, *others
+
+
+def _while_adopted(mixin: type[Mixin], method: FunctionType) -> Any:
+    @wraps(method)
+    def called(self: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(self, mixin):
+            return method(self, *arguments, **options)
+        return getattr(type(self), method.__name__)(self, *arguments, **options)
+
+    return called
+
+
+def stock_class(target: object) -> type:
+    """Return the class that an object had before it got mixins."""
+    kind = type(target)
+    return kind.__bases__[-1] if _IS_MADE in vars(kind) else kind
+
+
+def mixins_of(target: object) -> tuple[type[Mixin], ...]:
+    """Return the mixins of an object, outermost first."""
+    kind = type(target)
+    return kind.__bases__[:-1] if _IS_MADE in vars(kind) else ()
+
+
+@dataclass(frozen=True)
+class Override(Row):
+    """A method or attribute of DeepSpeed's classes that mixins override."""
+
+    by: str
+    """The mixins."""
+    why: str
+
+
+def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
+    """Return what a mixin overrides: the names, each with DeepSpeed's class that defines it."""
+    kinds = [kind for kind in mixin.__mro__ if issubclass(kind, Mixin) and kind is not Mixin]
+    stock = [kind for kind in mixin.__mro__ if not issubclass(kind, Mixin) and kind is not object]
+    found: dict[str, type] = {}
+    for name in [name for kind in kinds for name in vars(kind) if not name.startswith("__")]:
+        owner = next((kind for kind in stock if name in vars(kind)), None)
+        if owner is not None:
+            found[name] = owner
+    return found
+
+
+def overrides() -> tuple[Override, ...]:
+    """Return all overrides of this package's mixins that are imported."""
+    by_name: dict[tuple[type, str], dict[type, None]] = {}
+    for mixin in (each for each in mixins() if each.__module__.startswith("ds_topo.")):
+        for name, owner in overridden_by(mixin).items():
+            kind = next(kind for kind in mixin.__mro__ if name in vars(kind))
+            by_name.setdefault((owner, name), {})[kind] = None
+    return tuple(
+        Override(owner, name, by=", ".join(kind.__name__ for kind in kinds), why=_reason(next(iter(kinds)), name))
+        for (owner, name), kinds in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
+    )
+
+
+def _reason(mixin: type, name: str) -> str:
+    text = inspect.getdoc(vars(mixin)[name]) or ""
+    return " ".join(text.split("\n\nArgs:")[0].split())
+
+
+def mixins(kind: type[Mixin] = Mixin) -> Iterator[type[Mixin]]:
+    """Yield the mixins that are imported."""
+    for each in kind.__subclasses__():
+        if _IS_MADE not in vars(each):
+            yield each
+            yield from mixins(each)
+
+
+def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
+    """Give an object a mixin; return the function that takes it away, which is idempotent and keeps no object alive.
+
+    Raises:
+        RuntimeError: the object has the mixin already.
+
+    >>> class Stock:
+    ...     def step(self): return "stock"
+    >>> class OnGrid(Mixin, Stock):
+    ...     mixin_suffix = "OnGrid"
+    ...     def step(self): return f"before, {super().step()}, after"
+    >>> target = Stock()
+    >>> release = adopt(target, OnGrid)
+    >>> target.step(), type(target).__name__, release(), target.step(), type(target).__name__
+    ('before, stock, after', 'StockOnGrid', None, 'stock', 'Stock')
+    """
+    present = mixins_of(target)
+    if mixin in present:
+        raise RuntimeError(f"{type(target).__name__} has {mixin.__name__} already: release it first")
+    _set(target, (*present, mixin))
+    reference = weakref.ref(target)
+
+    def release() -> None:
+        living = reference()
+        if living is not None and mixin in (present := mixins_of(living)):
+            _set(living, tuple(each for each in present if each is not mixin))
+            vars(living).pop(mixin.mixin_state, None)
+
+    return release
+
+
+def _set(target: Any, mixins: tuple[type[Mixin], ...]) -> None:
+    stock = stock_class(target)
+    in_order = tuple(sorted(mixins, key=lambda mixin: -mixin.mixin_order))
+    target.__class__ = _made(stock, in_order) if in_order else stock
+
+
+_IS_MADE = "ds_topo_is_made"
+"""An attribute of the classes that :func:`adopt` makes."""
+
+
+@cache
+def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
+    name = stock.__name__ + "".join(mixin.mixin_suffix for mixin in reversed(mixins))
+    return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True})

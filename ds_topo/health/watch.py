@@ -1,0 +1,516 @@
+"""Watch a job from one rank: judge the others where the store cannot be used, and end calls that are blocked.
+
+There are three parts. The :class:`~ds_topo.health.heartbeat.Heartbeat` thread uses the store, and may hang in it when
+the store's server stops. The judging thread here makes no call that can hang. The witness, a small process, answers
+for this one while it holds the interpreter.
+
+One rank writes a verdict, and all adopt it. The judging thread then shuts down gloo's connections, which ends a blocked
+collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that makes
+no progress (``activity.Progress``) is ended with a dump of all stacks. One that computes, saves or evaluates may
+continue: it will raise in its next collective. A call that holds the interpreter stops the judging thread, too: the
+rank can be ended only after that call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import re
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ds_topo.base.torch_names import (
+    abort_nccl,
+    calls_of,
+    clone,
+    default_store,
+    flight_record,
+    gloo_threads,
+    job_timeout,
+    served_at,
+)
+from ds_topo.errors import LaunchError, abridged
+from ds_topo.health import heartbeat
+from ds_topo.health.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
+from ds_topo.health.heartbeat import Heartbeat, RankFault, Ring, Verdict
+from ds_topo.health.witness import State, Witness, ask
+from ds_topo.launch.agreement import agree, within
+from ds_topo.launch.joining import address_towards
+from ds_topo.process_groups.creation import require_initialized
+
+DEFAULT_LIMIT = 30.0
+ENVIRONMENT = "DS_TOPO_WATCH"
+EXIT_CODE = 70
+"""The exit code of a rank that had to be ended, ``EX_SOFTWARE``."""
+_ABORT_SECONDS = 2.0
+"""The seconds that NCCL has to abort before a rank is ended."""
+_SECONDS_TO_START = 5.0
+"""The shortest time limit of the start."""
+_TICK = 0.2
+"""The seconds between two looks of the judging thread."""
+_SECONDS_BETWEEN_WITNESSES = 10.0
+"""The shortest time between two starts of a witness, if something kills it again and again."""
+_RANKS_PER_SECOND = 2000
+"""The most beats per second that the store receives; beats of larger jobs are less frequent."""
+_OF_TRANSPORT = re.compile(
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused|was)|no connection|Failed to recv|Timed out|wait timeout|"
+    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within|was lost"
+)
+
+
+def watch_limit(given: float | None) -> float | None:
+    """Return the limit in seconds, or None for no watch.
+
+    The environment (``DS_TOPO_WATCH=60``, or ``off``) overrides the given limit.
+
+    >>> watch_limit(20.0), watch_limit(None)
+    (20.0, None)
+
+    Raises:
+        TypeError: the limit is not a number.
+        ValueError: the limit is not positive.
+    """
+    text = os.environ.get(ENVIRONMENT, "")
+    if text.lower() in ("off", "0", "no", "false"):
+        return None
+    try:
+        limit = float(text) if text else given
+    except ValueError:
+        raise ValueError(f"{ENVIRONMENT}={text!r} is not a number: give seconds above 0, or off") from None
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+        raise TypeError(f"watch={abridged(limit)} is not a number: give seconds above 0, or None for no watch")
+    if limit is not None and not 0 < limit < float("inf"):
+        raise ValueError(f"{ENVIRONMENT if text else 'watch'}={text or limit}: give seconds above 0")
+    return limit
+
+
+class Watch:
+    """Names a rank that dies, stops, fails or does not come, on every other rank, and ends ranks that wait for it.
+
+    Construction is collective over the job. The watch lasts until :meth:`stop`, or the end of the process. Programs
+    create it by ``ds_topo.init_distributed(watch=30)``.
+
+    A slow rank is no fault: a long computation, save, compilation, evaluation or collective, a debugger, or a call that
+    holds the interpreter for minutes.
+
+    Args:
+        limit: the seconds without a beat of a rank after which its host and process are checked. It may be much shorter
+            than the timeout of collectives.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: the limit is not positive.
+        DisagreementError: ranks passed other limits, or did not come.
+
+    >>> import torch.distributed as dist
+    >>> store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> with Watch(limit=30) as watch:
+    ...     print(watch.verdict)
+    None
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, limit: float = DEFAULT_LIMIT) -> None:
+        require_initialized("Watch")
+        if not 0 < limit < float("inf"):
+            raise ValueError(f"limit={limit}: give seconds above 0")
+        self.limit = limit
+        self._pid = os.getpid()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._job_store = default_store()
+        """A reference that keeps the store's server alive."""
+        place = served_at(self._job_store)
+        if place is None:
+            raise RuntimeError("Watch: the store of this job is not a TCPStore, so ranks cannot exchange heartbeats")
+        self._server_place = place
+        self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._serves = self._is_served_by_rank_0 and rank == 0
+        self._local: Verdict | None = None
+        """The verdict of this rank alone, without the store."""
+        self._last_doing: Activity | None = None
+        """The activity when the program's last exception was raised."""
+        self._is_told = self._has_spoken = False
+        self._stopped = threading.Event()
+        self._witness = Witness(address_towards(*place) or socket.gethostname())
+        self._next_witness_at = 0.0
+        """The earliest time for another witness, by the monotonic clock."""
+        self._ports = {place[1], self._witness.address.port}
+        """Ports of the watch's own connections."""
+        self._bytes_moved = partial(bytes_moved, self._ports)
+        self._observer, self._progress = Observer(self._bytes_moved), Progress(self._bytes_moved)
+        try:
+            token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
+            interval = min(1.0, limit / 6) * max(1.0, world_size / _RANKS_PER_SECOND)
+            self._ring = Ring(f"{token}/watch", rank, socket.gethostname(), world_size, limit, interval)
+            self._prepare()
+        except BaseException:
+            self._witness.end()
+            raise
+        self._heart.start()
+        self._judge = threading.Thread(target=self._run, name="ds_topo watch: judge", daemon=True)
+        self._judge.start()
+        self._hook_before, self._hook = sys.excepthook, self._on_exception
+        sys.excepthook = self._hook
+        atexit.register(self._at_exit)
+
+    def _prepare(self) -> None:
+        """Publish this rank and find rank 0's witness, within a limit, since all ranks have come a moment ago."""
+        bound = timedelta(seconds=max(self.limit, _SECONDS_TO_START))
+        subject = "the start of the watch"
+        others = ports_towards(self._server_place[1])
+        store = within(bound, subject, lambda: clone(self._job_store))
+        self._ports |= ports_towards(self._server_place[1]) - others
+        self._heart = Heartbeat(store, self._ring, self._observer.look, serves=self._serves)
+        try:
+            within(bound, subject, lambda: self._heart.prepare(self._witness.address))
+            agree("all are ready", range(self._ring.world_size), bound, subject=subject)
+        except Exception as error:
+            if self._heart.first_witness is not None and is_of_transport(error):
+                self._heart.lost, self._last_doing = error, self._observer.read_traceback(error.__traceback__)
+                self._judge_store(f"could not be asked at {subject}")
+                self._tell()
+            raise
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._note_exception(error, trace)
+        self.stop()
+
+    @property
+    def verdict(self) -> str | None:
+        """The description of a fault, the same text on all ranks; None without a fault."""
+        found = self._heart.verdict or self._local
+        return found.text if found else None
+
+    @property
+    def is_of_this_job(self) -> bool:
+        """Return whether the watch is running, in the ``torch.distributed`` world in which it was started."""
+        try:
+            return not self._stopped.is_set() and default_store() is self._job_store
+        except ValueError:  # torch.distributed was destroyed
+            return False
+
+    def stop(self) -> None:
+        """Stop the watch on this rank; other ranks then know that this one has ended. Idempotent."""
+        if self._stopped.is_set() or os.getpid() != self._pid:
+            return
+        self._stopped.set()
+        self._heart.stop(0.0 if self._local is not None else 2 * self._ring.interval + 2)
+        if self._heart.verdict is not None and self._heart.verdict.speaker == self._ring.rank:
+            self._speak()  # it may have come with the last beat, when the judging thread had ended
+        if self._serves and self.verdict is not None and self._heart.lost is not None:
+            time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
+        self._judge.join(2)
+        self._witness.end()
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._hook_before
+        atexit.unregister(self._at_exit)
+        if job_watch.watch is self:
+            job_watch.watch = None
+
+    # -- the judging thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        unanswered, asked_since, before = 0.0, None, time.monotonic()
+        while not self._stopped.wait(_TICK):
+            self._keep_witness()
+            now = time.monotonic()
+            awake, before = min(now - before, 5 * _TICK), now  # time in which this process was stopped does not count
+            since = self._heart.asked_since
+            unanswered = unanswered + awake if since is not None and since == asked_since else 0.0
+            asked_since = since
+            if self.verdict is None and unanswered >= heartbeat.ASK_AT * self.limit:
+                self._judge_store(f"has not answered for {unanswered:.0f} s")
+                unanswered = 0.0
+            elif self.verdict is None and self._heart.lost is not None and self._needs_the_store(awake):
+                self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
+            if self.verdict is not None:
+                self._end_what_is_blocked()
+                return
+
+    def _keep_witness(self) -> None:
+        """Start another witness if this rank's was killed; without one, a rank in a long C call looks dead."""
+        if not self._witness.has_ended or time.monotonic() < self._next_witness_at:
+            return
+        self._next_witness_at = time.monotonic() + _SECONDS_BETWEEN_WITNESSES
+        with suppress(LaunchError, OSError):  # it is tried again later
+            self._witness = Witness(self._witness.address.host)
+            self._ports.add(self._witness.address.port)
+            self._heart.move_witness(self._witness.address)
+
+    def _needs_the_store(self, passed: float) -> bool:
+        """Return whether this rank waits, maybe for the process that served the store; that one may end before."""
+        doing = self._observer.look()
+        self._progress.look(doing, passed)
+        if doing.wait is not None or (doing.still >= STILL and doing.phase not in (SAVES, OTHERWISE)):
+            return True
+        has_ended = self._heart.first_rank.state == heartbeat.HAS_ENDED
+        waits_long = self._progress.seconds >= heartbeat.ASK_AT * self.limit
+        return not has_ended and self._progress.is_stuck(doing) and waits_long
+
+    def _judge_store(self, what: str) -> None:
+        """Decide on this rank alone, without the store, whether the process that serves the store is at fault."""
+        host, port = self._server_place
+        lines = [f"the store of the job at {host}:{port} {what}."]
+        if self._is_served_by_rank_0:
+            last, witness = self._heart.first_rank, self._heart.first_witness
+            assert witness is not None
+            state = ask(witness, heartbeat.WITNESS_SECONDS)
+            if state is State.ALIVE and self._heart.lost is None:
+                return
+            lines += [f"{last.named(0)}, which serves it, {state.value}.", f"  It was last seen {last.doing}."]
+        else:
+            lines.append("The launcher on that host serves it: it has ended or stopped, or its host is cut off.")
+        self._local = Verdict("\n".join([heartbeat.headline(self._ring.world_size), *lines]), self._ring.rank)
+
+    def _end_what_is_blocked(self) -> None:
+        """Shut down connections while the main thread waits; end the process if it makes no progress."""
+        verdict = self._heart.verdict or self._local
+        assert verdict is not None
+        if verdict.speaker == self._ring.rank:
+            self._speak()
+        progress = self._progress = Progress(self._bytes_moved)
+        while not self._stopped.wait(_TICK):
+            doing = self._observer.look()
+            progress.look(doing, _TICK)
+            if not self.is_of_this_job:
+                progress.seconds = 0.0
+            elif doing.wait is not None or doing.still >= STILL or progress.seconds >= STILL:
+                shut_down(self._server_place[1], self._ports)
+            if progress.is_stuck(doing):
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """Print the verdict and all stacks, and end this process."""
+        self._tell()
+        self._witness.end()
+        end_process()
+
+    # -- output --------------------------------------------------------------------------------------------------------
+
+    def _speak(self) -> None:
+        if not self._has_spoken:
+            self._has_spoken = True
+            print(self.verdict or "", file=sys.stderr, flush=True)
+
+    def _tell(self) -> None:
+        """Print the verdict and the activity of this rank, once."""
+        if self._is_told:
+            return
+        self._is_told = True
+        self._speak()
+        record = save_flight_record(self._ring.rank)
+        collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
+        print(
+            f"Here: {self._ring.here}, {self._last_doing or self._observer.look()}.{collectives}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    # -- the end of the program ----------------------------------------------------------------------------------------
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._hook_before(kind, error, trace)
+        if os.getpid() == self._pid:
+            self._note_exception(error, trace)
+            self._limit_the_end()
+
+    def _note_exception(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Report this rank's exception to the others, or wait for the cause if it is only a consequence."""
+        if self._last_doing is not None or self._stopped.is_set():
+            return
+        self._last_doing = doing = self._observer.read_traceback(trace)
+        is_consequence = self.verdict is not None or is_of_transport(error)
+        self._heart.state = heartbeat.HAS_FAILED
+        if self.verdict is None:
+            kind = heartbeat.TRANSPORT if is_consequence else heartbeat.FAILED
+            what = f"{'could not reach others' if is_consequence else 'has failed'}: {first_line(error)}"
+            found = RankFault(kind, self._ring.rank, f"{self._ring.here} {what}.\n  It was {doing}.")
+            self._heart.report(found, doing.wait.ranks if doing.wait and is_consequence else ())
+        if not isinstance(error, KeyboardInterrupt):
+            self._await_verdict(self.limit + 3 if is_consequence else 3 * self._ring.interval + 1)
+        if self.verdict is not None and is_consequence:
+            self._tell()
+
+    def _await_verdict(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self.verdict is None and time.monotonic() < until and (self._heart.lost is None or self._local is None):
+            if self._heart.lost is not None:
+                self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
+            time.sleep(_TICK / 4)
+
+    def _at_exit(self) -> None:
+        """Report an exception that was not caught, after its traceback: Python keeps it as ``sys.last_value``."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and os.getpid() == self._pid:
+            self._note_exception(error, error.__traceback__)
+            self._limit_the_end()
+        self.stop()
+
+    def _limit_the_end(self) -> None:
+        """End the process in time after a fault, since torch may wait for other ranks at the end of a process."""
+        if self.verdict is not None:
+            faulthandler.dump_traceback_later(GRACE, exit=True)
+
+
+class JobWatch:
+    """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+
+    def start(self, limit: float) -> Watch:
+        """Return the watch of the job, and start it unless it is running."""
+        if self.watch is None or not self.watch.is_of_this_job:
+            if self.watch is not None:
+                self.watch.stop()
+            self.watch = Watch(limit)
+        return self.watch
+
+    def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
+        """Let the watch, if it is running, compare the steps of the ranks of a group.
+
+        Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
+        next one. A difference is printed on standard error, once. Nothing waits for the comparison or is ended.
+
+        Args:
+            group: the group of the collectives. The nth call for it is compared with the nth calls on other ranks.
+            taken: the number of steps taken.
+        """
+        if self.watch is not None and self.watch.is_of_this_job:
+            self.watch._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
+
+
+job_watch = JobWatch()
+
+
+def end_process() -> NoReturn:
+    """Print all stacks, and end this process, whatever its main thread does."""
+    faulthandler.dump_traceback(all_threads=True)
+    # NCCL is aborted here and no earlier: calls that wait for the GPU would return, and go on with wrong results
+    faulthandler.dump_traceback_later(_ABORT_SECONDS + 1, exit=True)  # abort_nccl() may hold the interpreter
+    abort = threading.Thread(target=abort_nccl, daemon=True)
+    abort.start()
+    abort.join(_ABORT_SECONDS)
+    os._exit(EXIT_CODE)
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Return whether an exception, or a cause of it, says only that another rank could not be reached."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__ or each.__context__
+    return any(isinstance(each, (RuntimeError, OSError)) and _OF_TRANSPORT.search(str(each)) for each in chain)
+
+
+def save_flight_record(rank: int) -> Path | None:
+    """Write what torch's flight recorder knows of this rank's last collectives; return None if there is nothing.
+
+    The file's name is ``TORCH_FR_DUMP_TEMP_FILE``, by default ``/tmp/comm_lib_trace_rank_``, followed by the rank, as
+    torch names it for NCCL. ``torchfrtrace -p comm_lib_trace_rank_ FOLDER`` compares the records of all ranks, once
+    they are in one folder. The recorder is on by default; ``TORCH_FR_BUFFER_SIZE=0`` switches it off.
+    """
+    record = flight_record()
+    if not record:
+        return None
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or Path(tempfile.gettempdir(), "comm_lib_trace_rank_")
+    path = Path(f"{prefix}{rank}")
+    try:
+        path.write_bytes(record)
+    except OSError:  # a full disk must not hide the fault
+        return None
+    return path
+
+
+# -- the connections over which process groups communicate -------------------------------------------------------------
+# ``abort()`` and ``shutdown()`` of a gloo group do not end a blocked collective. The end of its connections does so at
+# once. A connection is gloo's if one of gloo's own threads waits for it: ``/proc`` lists what a thread's ``epoll``
+# waits for. This covers every group, whoever created it, and connections that gloo opens later. All others are left
+# alone: those of a logger, of an upload, or of NCCL. torch 2.8 does not name gloo's threads, so none is gloo's there.
+
+_BYTES_ACKED_AND_RECEIVED = 120
+"""Their offset in Linux's ``struct tcp_info``."""
+_WELL_KNOWN = 1024
+"""Ports below belong to services, not to ranks."""
+_INODE = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
+"""A file that an ``epoll`` waits for, in ``/proc/self/fdinfo``."""
+
+
+def _connections() -> Iterator[tuple[socket.socket, int, int]]:
+    """Yield the established TCP connections of this process, with the ports of this end and of the other end.
+
+    Each is a duplicate, which is closed when the next one is requested.
+    """
+    if sys.platform != "linux":
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
+                    continue
+                own, other = each.getsockname()[1], each.getpeername()[1]
+                if min(own, other) >= _WELL_KNOWN:
+                    yield each, own, other
+
+
+def ports_towards(port: int) -> set[int]:
+    """Return this process's own ports of connections to a port."""
+    return {own for _, own, other in _connections() if other == port}
+
+
+def bytes_moved(besides: Collection[int]) -> int | None:
+    """Return the bytes sent and received on connections without one of these ports; None where this is unknown."""
+    counts = []
+    for each, *ports in _connections():
+        if not set(ports) & set(besides):
+            with suppress(OSError, struct.error):
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                counts.append(sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED)))
+    return sum(counts) if counts else None
+
+
+def shut_down(store_port: int, spared: Collection[int]) -> None:
+    """End gloo's connections and those to the job's store, except from the ports ``spared``; calls in them raise.
+
+    A thread of gloo's that is not waiting at this moment is left out, so call this until nothing waits any more.
+    """
+    of_gloo = _inodes_of_gloo()
+    for each, own, other in _connections():
+        if own not in spared and (other == store_port or os.fstat(each.fileno()).st_ino in of_gloo):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _inodes_of_gloo() -> set[int]:
+    """Return the inodes of the sockets and other files that gloo's threads wait for."""
+    found: set[int] = set()
+    for thread in gloo_threads():
+        with suppress(OSError, ValueError):  # the thread has ended, or runs
+            call = Path(f"/proc/self/task/{thread}/syscall").read_text()
+            _, descriptor, *_ = call.split()  # the number of epoll_wait, and its arguments
+            waits_for = Path(f"/proc/self/fdinfo/{int(descriptor, 16)}").read_text()
+            found |= {int(inode, 16) for inode in _INODE.findall(waits_for)}
+    return found

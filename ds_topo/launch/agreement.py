@@ -1,0 +1,329 @@
+"""Let ranks agree on what they are about to do, through the job's store, before any of them does it.
+
+``torch.distributed.new_group`` hangs when ranks pass different lists. Here every rank first appends one line to a key
+of the store: its rank, its host and what it brings. The last rank to come reads all lines and writes a verdict, which
+the others wait for: four small requests per rank. If some ranks do not come, the first rank whose patience ends writes
+the verdict. All ranks then continue, or raise the same error, which names the ranks and hosts that differ.
+
+A store request can block without limit, because torch's own timeout does not expire when the store's server process
+is stopped or its host is cut off. :func:`within` runs such requests in a thread with a deadline.
+
+Keys of the store are deleted when no rank needs them any more, see :func:`leave`. A verdict has at most
+``MAX_MESSAGE`` characters, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ds_topo.base.backends import device_in_use
+from ds_topo.base.torch_names import Store, address_of_store, append, communicates, default_store
+from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
+from ds_topo.launch.joining import await_readers
+
+Result = TypeVar("Result")
+UNANSWERED_AFTER = 1.2
+"""The share of a timeout after which the store's own timeouts, where they work, have expired."""
+MAX_MESSAGE = 4000
+_PATIENCE = 0.9
+"""The share of the timeout after which a rank writes the verdict itself; the rest is for the others to read it."""
+_SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
+_COMPARED = 3
+"""The number of different plans that are compared line by line."""
+_FAILED = "failed: "
+
+_rounds: Counter[str] = Counter()
+"""The number of agreements of each set of members; equal on all members, since they agree together."""
+_left: WeakKeyDictionary[Store, dict[int, list[tuple[Sequence[int], str]]]] = WeakKeyDictionary()
+"""For each store and each rank that wrote to it: pairs of (ranks that may still read a key, the key)."""
+
+
+def leave(store: Store, rank: int, readers: Sequence[int], keys: Iterable[str]) -> None:
+    """Delete these keys later, once all ``readers`` have come to an agreement that starts after this call.
+
+    torch deletes nothing from the job's store. A rank that has come to a later agreement has finished all its earlier
+    reads, so the rank that wrote a key can then delete it without asking. NCCL's own communicator ids stay.
+    """
+    _left.setdefault(store, {}).setdefault(rank, []).extend((readers, key) for key in keys)
+
+
+def take_due(store: Store, rank: int, came: Sequence[int]) -> list[str]:
+    """Return and forget this rank's keys that no rank needs, now that the ranks ``came`` are at an agreement."""
+    left = _left.get(store, {}).get(rank)
+    if not left:
+        return []
+    here = set(came)
+    due = [key for readers, key in left if here.issuperset(readers)]
+    left[:] = [(readers, key) for readers, key in left if not here.issuperset(readers)]
+    return due
+
+
+def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
+    """Return the result of ``call()``, or raise its error, but wait no longer than ``limit``.
+
+    The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit.
+
+    Args:
+        limit: the deadline for the whole call.
+        what: a description of the call, for the error message.
+        call: the function that sends requests to the store.
+
+    Raises:
+        StoreTimeoutError: the limit has expired. The message names the process that serves the store.
+
+    >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
+    2
+    """
+    result: Future[Result] = Future()
+    device = device_in_use()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            result.set_result(call())
+        except BaseException as error:  # re-raised in the caller's thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"ds_topo {what}", daemon=True).start()
+    try:
+        return result.result(limit.total_seconds())
+    except TimeoutError:
+        if result.done():  # it finished at the last moment, or the call itself raised this error
+            return result.result()
+        raise StoreTimeoutError(
+            f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
+            "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"
+        ) from None
+
+
+def agree(
+    description: str,
+    members: Sequence[int],
+    timeout: timedelta,
+    *,
+    failure: Exception | None = None,
+    subject: str = "the process groups to create",
+    lines: Sequence[str] | None = None,
+) -> str:
+    """Check that all ``members`` (global ranks) bring the same ``description``; return a token unique to this round.
+
+    A rank that has already failed passes its ``failure``. The other ranks then raise at once instead of waiting for it,
+    and the rank itself re-raises it.
+
+    Args:
+        description: the text that must be equal on all ranks, or a digest of it.
+        members: the ranks that take part, ascending; the same on all of them.
+        timeout: the time limit for the whole round.
+        failure: the reason why this rank cannot take part.
+        subject: the thing to agree on, for the message.
+        lines: further text that must be equal on all ranks, of which they compare a digest. Where it differs, the
+            message names the lines that differ.
+
+    Raises:
+        DisagreementError: descriptions differ, a rank failed, or ranks did not come within ``timeout``. The message
+            names ranks and hosts and is the same on every rank.
+    """
+    first, last = members[0], members[-1]
+    is_run = last - first + 1 == len(members)  # as the largest sets are: O(1) for them
+    text = f"{first}-{last}" if is_run else ",".join(map(str, members))
+    key = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
+    _rounds[key] += 1
+    token = f"ds_topo/{key}/{_rounds[key]}"
+    if len(members) == 1 or not communicates():
+        if failure is not None:
+            raise failure
+        return token
+    if lines is not None:
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        description = f"{description}{len(lines)} lines of digest {digest}"
+    outcome = f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
+    round_ = Round(default_store(), token, dist.get_rank(), members, timeout, subject)
+    try:
+        verdict = within(timeout * UNANSWERED_AFTER, f"agreement on {subject}", lambda: round_.verdict(outcome, lines))
+    except StoreTimeoutError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    if verdict:
+        raise DisagreementError(verdict)
+    return token
+
+
+@dataclass(frozen=True)
+class Round:
+    """One agreement, as one of its members takes part in it.
+
+    Args:
+        store: the job's store.
+        token: the prefix of this round's keys, the same on all members.
+        rank: this rank.
+        members: all ranks that take part.
+        timeout: the time limit for the whole round.
+        subject: the thing to agree on, for messages.
+    """
+
+    store: Store
+    token: str
+    rank: int
+    members: Sequence[int]
+    timeout: timedelta
+    subject: str
+    own: list[str] = field(default_factory=list)
+    """Keys that this rank deletes once all members have left this round."""
+
+    def verdict(self, outcome: str, lines: Sequence[str] | None) -> str:
+        """Return the same text on all members: a description of the disagreement, or "" if all outcomes are equal."""
+        try:
+            if self._bring(outcome):
+                self._decide()
+            decided = json.loads(self._await_verdict())
+            text = str(decided["text"])
+            if text:
+                text += self._compared(decided["compare"], lines) if lines is not None and decided["compare"] else ""
+                self.store.add(self._key("read"), 1)
+                if self.rank == 0:
+                    came = self._key("number")
+                    await_readers(self.store, self._key("read"), lambda: self.store.add(came, 0), self.timeout)
+            if decided["all_came"]:  # and so all members have left earlier rounds
+                for key in take_due(self.store, self.rank, self.members):
+                    self.store.delete_key(key)
+        except RuntimeError as error:
+            text = f"{self._disagreement} {unanswered(error, self.timeout)}"
+        leave(self.store, self.rank, self.members, self.own)
+        return text
+
+    def _key(self, name: str) -> str:
+        return f"{self.token}/{name}"
+
+    @property
+    def _disagreement(self) -> str:
+        return f"the ranks do not agree on {self.subject}:"
+
+    def _bring(self, outcome: str) -> bool:
+        """Add this rank's outcome; return whether it is the last member to come."""
+        digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
+        line = json.dumps([self.rank, socket.gethostname(), digest, _shortened(outcome, _SHOWN_TEXT)])
+        append(self.store, self._key("came"), f"{line}\n")
+        is_last = self.store.add(self._key("number"), 1) == len(self.members)
+        if is_last:
+            self.own.extend(map(self._key, ("came", "number", "patience", "verdict", "difference", "read")))
+        return is_last
+
+    def _await_verdict(self) -> str:
+        """Wait for the verdict; the first rank that waits in vain writes it."""
+        verdict = self._key("verdict")
+        try:
+            self.store.wait([verdict], self.timeout * _PATIENCE)
+        except RuntimeError:
+            if self.store.add(self._key("patience"), 1) == 1:
+                self._decide()
+            try:
+                self.store.wait([verdict], self.timeout * (1 - _PATIENCE))
+            except RuntimeError:  # the rank that was to write it has died
+                self._decide()
+        return str(self.store.get(verdict).decode())
+
+    def _decide(self) -> None:
+        """Write the verdict on what the members brought, unless another rank has written one."""
+        # compare_set reads without blocking: where all agree, the last rank may have deleted the lines by now
+        came = self.store.compare_set(self._key("came"), "", "").decode().splitlines()
+        reports = [(int(rank), host, digest, text) for rank, host, digest, text in map(json.loads, came)]
+        here = {rank for rank, *_ in reports}
+        missing = [rank for rank in self.members if rank not in here]
+        agreed = not missing and len({digest for _, _, digest, _ in reports}) == 1
+        agreed = agreed and not reports[0][3].startswith(_FAILED)
+        verdict = {"text": "", "all_came": True} if agreed else self._problems(reports, missing)
+        written = json.dumps(verdict)
+        if self.store.compare_set(self._key("verdict"), "", written).decode() == written and agreed:
+            for name in ("came", "number"):  # the others only wait for the verdict
+                self.store.delete_key(self._key(name))
+
+    def _problems(self, reports: Sequence[tuple[int, str, str, str]], missing: Sequence[int]) -> dict[str, Any]:
+        """Return the verdict on outcomes that differ: the message, and one rank of each plan to be compared."""
+        text_of: dict[str, str] = {}
+        hosts_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, host, digest, text in reports:
+            text_of[digest] = text
+            hosts_of[digest][host].append(rank)
+        size = {digest: sum(map(len, hosts.values())) for digest, hosts in hosts_of.items()}
+        first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
+        ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
+        shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
+        waited = self.timeout * _PATIENCE
+        problems = [f"ranks {listed(missing, 4 * _SHOWN_RANKS)} did not come within {waited}"] if missing else []
+        problems += [f"{_where(hosts_of[digest])} -> {text_of[digest]}" for digest in shown]
+        if len(ordered) > len(shown):
+            problems.append(f"and {len(ordered) - len(shown)} further plans")
+        planned = [first[digest] for digest in ordered if not text_of[digest].startswith(_FAILED)]
+        text = _shortened("\n  ".join([self._disagreement, *problems]), MAX_MESSAGE - 1000)
+        return {"text": text, "compare": planned[:_COMPARED] if len(planned) > 1 else [], "all_came": not missing}
+
+    def _compared(self, ranks: Sequence[int], lines: Sequence[str]) -> str:
+        """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""
+        end = self._key("difference")
+        with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
+            if self.rank in ranks:
+                self.own.append(self._key(f"lines/{self.rank}"))
+                self.store.set(self.own[-1], "\n".join(lines))
+            if self.rank == ranks[0]:
+                keys = [self._key(f"lines/{rank}") for rank in ranks]
+                self.store.wait(keys, self.timeout)
+                plans = {rank: self.store.get(key).decode().split("\n") for rank, key in zip(ranks, keys, strict=True)}
+                self.store.set(end, _difference(plans))
+            self.store.wait([end], self.timeout)
+            return str(self.store.get(end).decode())
+        return ""
+
+
+def _where(hosts: Mapping[str, Sequence[int]]) -> str:
+    """Describe ranks by host, in the order of the first ones, with the first few ranks named.
+
+    >>> _where({"b": [1], "a": [2, 0]})
+    'ranks [0, 2] on a; ranks [1] on b'
+    """
+    parts, left = [], _SHOWN_RANKS
+    for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1])):
+        if left > 0:
+            parts.append(f"ranks {sorted(ranks)[:left]} on {host:.64}")
+            left -= len(ranks)
+    more = sum(map(len, hosts.values())) - _SHOWN_RANKS
+    on = f"{len(hosts)} host{'s' * (len(hosts) != 1)}"
+    return "; ".join(parts) + (f" and {more} more, on {on}" if more > 0 else "")
+
+
+def _difference(plans: Mapping[int, Sequence[str]]) -> str:
+    """Compare the lines of each rank's plan with those of the first rank.
+
+    >>> _difference({0: ["a", "b"], 3: ["a", "c"]})
+    "\\n  only rank 0: ['b']; only rank 3: ['c']"
+    """
+    (first, reference), *others = plans.items()
+    expected = set(reference)
+    problems = []
+    for rank, plan in others:
+        here = set(plan)
+        only_first = [line for line in reference if line not in here]
+        only_here = [line for line in plan if line not in expected]
+        text = f"only rank {first}: {listed(only_first)}; only rank {rank}: {listed(only_here)}"
+        problems.append(text if only_first or only_here else f"rank {rank}: the same in another order")
+    return "".join(f"\n  {_shortened(problem, 1000 // _COMPARED)}" for problem in problems)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 4]} ..."

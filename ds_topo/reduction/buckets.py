@@ -1,0 +1,557 @@
+"""Plan buckets of gradients, give them memory, and copy gradients into and out of them.
+
+A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds
+the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
+:func:`accumulate_gradient` and :func:`copy_in` move them there, and :func:`hand_out` leaves the results to parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.options import BucketSizes, ReductionOptions
+from ds_topo.reduction.parameters import ParameterState, Route, expert_group_name
+
+
+def plan_buckets(
+    nbytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    order: Sequence[int],
+    sizes: BucketSizes,
+    capacities: Mapping[Hashable, int] | None = None,
+) -> list[tuple[int, ...]]:
+    """Distribute parameters over buckets, as torch's ``compute_bucket_assignment_by_size`` does.
+
+    Args:
+        nbytes: the size of every parameter's gradient.
+        kinds: only parameters of the same kind share a bucket.
+        order: indices in the order in which gradients are expected to be ready.
+        sizes: the capacities.
+        capacities: capacities in bytes of certain kinds, for all their buckets, the first and the last included.
+
+    Returns:
+        Indices by bucket; the buckets in the order in which they are expected to be full.
+
+    >>> sizes = BucketSizes(bucket_bytes=100, first_bytes=10, last_bytes=30)
+    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32"] * 6, range(6), sizes)
+    [(0,), (1, 2), (3,), (4, 5)]
+    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
+    [(0,), (1, 3), (2, 4), (5,)]
+    """
+    capacities = capacities or {}
+    last = () if kinds[order[-1]] in capacities else _last_bucket(nbytes, kinds, order, sizes.last_bytes)
+    in_last = set(last)
+    buckets: list[tuple[int, ...]] = []
+    open_members: dict[Hashable, list[int]] = defaultdict(list)
+    open_bytes: dict[Hashable, int] = defaultdict(int)
+    for index in order:
+        kind = kinds[index]
+        if index in in_last:
+            continue
+        open_members[kind].append(index)
+        open_bytes[kind] += nbytes[index]
+        if open_bytes[kind] >= capacities.get(kind, sizes.bucket_bytes if buckets else sizes.first_bytes):
+            buckets.append(tuple(open_members.pop(kind)))
+            del open_bytes[kind]
+    buckets += [tuple(members) for members in open_members.values()]
+    buckets += [last] if last else []
+    position = {index: place for place, index in enumerate(order)}
+    return sorted(buckets, key=lambda members: max(position[index] for index in members))
+
+
+def _last_bucket(
+    nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacity: int
+) -> tuple[int, ...]:
+    """Return the last parameter and the ones of its kind before it that fit."""
+    members: list[int] = []
+    total = 0
+    for index in reversed(order):
+        if kinds[index] == kinds[order[-1]]:
+            total += nbytes[index]
+            if members and total > capacity:
+                break
+            members.append(index)
+    return tuple(reversed(members))
+
+
+def plan_parameters(
+    states: Sequence[ParameterState], sizes: BucketSizes, order: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return indices by bucket, for gradients that are expected in this order.
+
+    Parameters of a kind have one data type, device and route. Each region is one bucket. Buckets over a user's buffers
+    follow memory, downwards. Buckets of experts go by falling index, not by the order: replicas of an expert may be in
+    several data-parallel groups, each of which learns an order of its own. None of these has small first or last
+    buckets.
+    """
+    if not states:
+        return []
+    runs = _runs_of_buffers(states)
+    kinds: list[Hashable] = []
+    capacities: dict[Hashable, int] = {}
+    without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
+    for state in states:
+        apart = state.index if state.is_sparse else state.region or runs.get(state.index)
+        kind = (state.dtype, state.parameter.device, id(state.route), apart)
+        kinds.append(kind)
+        if state.region is not None:
+            capacities[kind] = capacities.get(kind, 0) + state.nbytes
+        elif state.grad_buffer is not None or expert_group_name(state.parameter) is not None:
+            without_order[kind].append(state)
+            capacities[kind] = state.route.bucket_bytes
+    downwards = {
+        kind: iter(sorted(members, key=lambda state: (state.address, state.index), reverse=True))
+        for kind, members in without_order.items()
+    }
+    order = [next(downwards[kinds[index]]).index if kinds[index] in downwards else index for index in order]
+    return plan_buckets([state.nbytes for state in states], kinds, order, sizes, capacities)
+
+
+def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str, int]]:
+    """Return, for every parameter with a user's buffer, its run of adjacent buffers without gaps."""
+    runs: dict[int, tuple[str, int]] = {}
+    end, number = None, 0
+    buffers = [(state.grad_buffer, state.index) for state in states if state.grad_buffer is not None]
+    for buffer, index in sorted(buffers, key=lambda entry: entry[0].data_ptr()):
+        start = (buffer.untyped_storage().data_ptr(), buffer.dtype, buffer.data_ptr())
+        number += start != end
+        runs[index] = ("run of buffers", number)
+        end = (*start[:2], buffer.data_ptr() + buffer.nbytes)
+    return runs
+
+
+class GradientBucket:
+    """Contiguous memory for the gradients of some parameters, which are reduced together.
+
+    Args:
+        index: its position in the order of reduction.
+        members: parameters of one data type, device and route.
+    """
+
+    def __init__(self, index: int, members: Sequence[ParameterState]) -> None:
+        self.index = index
+        self.members = sorted(members, key=operator.attrgetter("address"))
+        self.pending = len(self.members)
+        """The number of members whose contribution is not complete."""
+        first = self.members[0]
+        self.route, self.region, self.is_sparse = first.route, first.region, first.is_sparse
+        self.is_scattered = first.region is not None and not first.region.is_whole
+        """True if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
+        self.accumulates = first.accumulates
+        """True if the gradients of all micro-batches are summed here."""
+        self._lasts = first.region is None or first.region.gradients.lasts
+        """True if its memory lasts from step to step; otherwise it has some from :meth:`open` to :meth:`give_back`."""
+        self.is_open = self._lasts
+        """True while it has memory."""
+        numels = [member.parameter.numel() for member in self.members]
+        if self.region is not None:
+            start = self.region.region.start
+            self.offsets = [member.address - start for member in self.members]
+        else:
+            self.offsets = [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
+        """The offset of each member; in a region there may be gaps, for frozen parameters."""
+        ends = [start + numel for start, numel in zip(self.offsets, numels, strict=True)]
+        self._gaps = [slice(end, start) for end, start in zip([0, *ends], self.offsets, strict=False) if end < start]
+        self._gaps.append(slice(ends[-1], None))
+        self.numel = ends[-1]
+        self.nbytes = self.numel * first.dtype.itemsize
+        self.flat = self._memory()
+        """The gradients, one after the other: ``[numel]``, then padding."""
+        if self.region is None:
+            self.flat[self.numel :].zero_()
+
+    def _memory(self) -> torch.Tensor:
+        """Return new memory, or the members' buffers as one tensor."""
+        first = self.members[0]
+        if self.region is not None:
+            return self.region.gradients.place(self.region.region) if self._lasts else torch.empty(0)
+        if first.grad_buffer is not None:
+            return first.grad_buffer.as_strided((self.numel,), (1,))
+        if self.is_sparse:
+            return torch.empty(0, dtype=first.dtype, device=first.parameter.device)
+        two_level = self.route.two_level
+        multiple = 1 if two_level is None else two_level.slices
+        return torch.empty(-(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.parameter.device)
+
+    def install(self) -> None:
+        """Point the members at this bucket; gradients that they hold move along."""
+        for member in self.members:
+            member.bucket = self
+        if self.is_sparse:
+            return
+        if self._lasts:
+            self._set_views()
+        else:
+            self.give_back()
+
+    def open(self) -> None:
+        """Borrow memory."""
+        assert self.region is not None
+        self.flat, self.is_open = self.region.gradients.place(self.region.region), True
+        self._set_views()
+
+    def fill(self) -> None:
+        """Copy in gradients that had to wait for memory, and clear the gaps of a region."""
+        if self.region is None:
+            return
+        if not self.accumulates:
+            self.open()
+            copy_in(self.members)
+        for gap in self._gaps:
+            self.flat[gap].zero_()
+
+    def give_back(self) -> None:
+        """Return borrowed memory."""
+        if not self._lasts:
+            self.flat, self.is_open = self.flat.new_empty(0), False
+            for member in self.members:
+                member.view, member.holds_sum = self.flat, False
+
+    def _set_views(self) -> None:
+        for member, offset in zip(self.members, self.offsets, strict=True):
+            parameter, buffer = member.parameter, member.grad_buffer
+            # Strides are those of autograd's gradients, except in a user's buffer, which is plain memory.
+            if buffer is not None or self.region is not None:
+                stride = torch.empty(parameter.shape, device="meta").stride()
+            elif parameter.is_contiguous():
+                stride = parameter.stride()
+            else:
+                stride = torch.empty_like(parameter, device="meta").stride()
+            view = self.flat.as_strided(parameter.shape, stride, self.flat.storage_offset() + offset)
+            if member.holds_live_view and buffer is None:
+                view.copy_(member.view)
+                parameter.grad = parameter.grad if member.is_apart else view
+            member.view = view
+
+    def release(self) -> None:
+        """Free the memory; gradients that are views of it keep it alive."""
+        self.flat = self.flat.new_empty(0)
+        for member in self.members:
+            if not member.holds_live_view:
+                del member.view
+
+    def reset(self) -> None:
+        """Expect every gradient anew."""
+        self.pending = len(self.members)
+        for member in self.members:  # no calls: this runs for every parameter in every step
+            member.is_copied_in = False
+            member.holds_sum = False
+            member.arrived = 0
+
+
+class CommHookBucket:
+    """The argument of DDP communication hooks: a ``torch.distributed.GradBucket``, which Python cannot construct."""
+
+    def __init__(self, bucket: GradientBucket, is_last: bool) -> None:
+        self._bucket, self._is_last = bucket, is_last
+        self._buffer = bucket.flat[: bucket.numel]
+
+    def index(self) -> int:
+        """Return the bucket's position in the order of reduction."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """Return the gradients, one after the other: ``[numel]``."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the tensor that ``buffer()`` returns."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients in their parameters' shapes, as views of ``buffer()``."""
+        members = self._bucket.members
+        return [
+            self._buffer[offset:].as_strided(member.view.shape, member.view.stride())
+            for offset, member in zip(self._bucket.offsets, members, strict=True)
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, in the order of ``gradients()``."""
+        return [member.parameter for member in self._bucket.members]
+
+    def is_last(self) -> bool:
+        """Return True for the last bucket of the step."""
+        return self._is_last
+
+
+class BucketLayout:
+    """The buckets of a reducer.
+
+    In the first step they follow the parameters of the module in reverse. From the second step on they follow the order
+    in which the first rank's gradients became ready.
+
+    Args:
+        states: the parameters.
+        sizes: the capacities of buckets.
+    """
+
+    def __init__(self, states: Sequence[ParameterState], sizes: BucketSizes) -> None:
+        self._states, self._sizes = states, sizes
+        self.buckets: list[GradientBucket] = []
+        """The buckets, in the order of reduction."""
+        self.arrivals: list[int] | None = []
+        """Parameters as their gradients became ready in the first step; None from then on."""
+        self._plan = plan_parameters(states, sizes, range(len(states) - 1, -1, -1))
+        self._next_plan: list[tuple[int, ...]] | None = None
+        self._lay_out()
+
+    def learn(self, group: ProcessGroup) -> None:
+        """Plan the buckets of all later steps after the first one; collective over ``group``."""
+        if self.arrivals is None or not self._states:
+            return
+        last_arrivals = list(dict.fromkeys(reversed(self.arrivals)))[::-1]
+        arrived = set(last_arrivals)
+        order = last_arrivals + [state.index for state in reversed(self._states) if state.index not in arrived]
+        for state in self._states:
+            state.expected = state.expected or max(1, state.arrived)
+        agreed = torch.tensor(order, device=self._states[0].parameter.device)
+        dist.broadcast(agreed, group_src=0, group=group)
+        self.arrivals = None
+        plan = plan_parameters(self._states, self._sizes, agreed.tolist())
+        if plan != self._plan:
+            self._next_plan = plan
+
+    def absent(self) -> list[ParameterState]:
+        """Return the parameters without a gradient in the last micro-batch."""
+        found = [state for bucket in self.buckets if bucket.pending for state in bucket.members if not state.arrived]
+        return sorted(found, key=operator.attrgetter("index"))
+
+    def renew(self) -> None:
+        """Build the buckets that were learned; called before the first gradient of a step or of its accumulation."""
+        if self._next_plan is not None:
+            self._plan, self._next_plan = self._next_plan, None
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Build the buckets of the plan; gradients that are still needed move along."""
+        for bucket in self.buckets:
+            bucket.release()
+        self.buckets = []
+        for index, members in enumerate(self._plan):
+            bucket = GradientBucket(index, [self._states[member] for member in members])
+            bucket.install()  # frees the old memory of its members before the next bucket gets memory
+            self.buckets.append(bucket)
+
+
+_STRIDED = torch.strided
+_LARGE_NUMEL = 1 << 14
+"""From this size on a gradient is scaled into its bucket alone, while caches hold it, not together with others."""
+
+
+def is_copied_at_once(state: ParameterState) -> bool:
+    """Return True if this parameter is copied in as soon as its gradient is complete."""
+    if state.is_apart and (state.grad_buffer is not None or state.region is None or not state.accumulates):
+        return False
+    return state.parameter.numel() >= _LARGE_NUMEL and not state.is_sparse
+
+
+def accumulate_gradient(state: ParameterState) -> None:
+    """Move a gradient of an earlier micro-batch into its bucket."""
+    gradient = state.parameter.grad
+    if state.is_sparse or gradient is None or gradient is state.view:
+        return
+    if not state.bucket.is_open:
+        state.bucket.open()
+    if state.is_apart and state.holds_sum:
+        state.view.add_(_dense(gradient, state))
+    else:
+        state.view.copy_(_dense(gradient, state))
+    state.holds_sum = state.is_apart
+    state.parameter.grad = None if state.is_apart else state.view
+
+
+def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
+    """Write this rank's scaled contributions to the views of a bucket.
+
+    Args:
+        members: members of one bucket; those that were copied in already are skipped.
+        in_one_pass: copy and scale each gradient by one operation, for large ones, not all of them by two.
+
+    Returns:
+        The members without a gradient, whose views are now zero.
+    """
+    views: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    in_place: list[torch.Tensor] = []
+    without: list[ParameterState] = []
+    for state in members:
+        if state.is_copied_in:
+            continue
+        state.is_copied_in = True
+        parameter = state.parameter
+        gradient = parameter.grad
+        if state.is_sparse:
+            state.view = _no_rows(state) if gradient is None else _rows(gradient, state) * state.scale
+        elif state.is_apart:
+            if not state.bucket.is_open:
+                state.bucket.open()
+            if in_one_pass and not state.holds_sum and gradient is not None and gradient.dtype == state.dtype:
+                torch.mul(_dense(gradient, state), state.scale, out=state.view)
+                state.holds_sum, parameter.grad = True, None
+            else:
+                accumulate_gradient(state)
+                in_place.append(state.view if state.holds_sum else state.view.zero_())
+        elif gradient is None:
+            state.view.zero_()
+            without.append(state)
+        elif gradient is (view := state.view):
+            in_place.append(gradient)
+        elif in_one_pass:
+            torch.mul(_dense(gradient, state), state.scale, out=view)
+            parameter.grad = view
+        else:
+            if gradient.requires_grad or gradient.layout is not _STRIDED:
+                gradient = _dense(gradient, state)
+            views.append(view)
+            gradients.append(gradient)
+            parameter.grad = view
+        if state.repeats:
+            parameter.grad = None  # a further gradient must not be added to a bucket in flight
+    if views:
+        torch._foreach_copy_(views, gradients)
+    if members[0].scale != 1.0 and (views or in_place):
+        torch._foreach_mul_(views + in_place, members[0].scale)
+    return without
+
+
+def _no_rows(state: ParameterState) -> torch.Tensor:
+    parameter = state.parameter
+    indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
+    rows = parameter.new_zeros(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, rows, parameter.shape, check_invariants=False)
+
+
+def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
+    """Return the gradient of a sparse embedding; raise if it is dense."""
+    if gradient.layout is _STRIDED:
+        raise ValueError(
+            f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True), but got a dense gradient: use "
+            "the weight in that embedding alone, or give it sparse=False"
+        )
+    return gradient.detach()
+
+
+def start_sum_of_rows(gradient: torch.Tensor, route: Route) -> Callable[[], torch.Tensor]:
+    """Start the sum of sparse gradients over a route's group; collective.
+
+    NCCL does not sum sparse tensors. There the ranks gather each other's rows, padded to the longest, as DeepSpeed's
+    ``sparse_allreduce`` does; the caller waits for their number.
+
+    Returns:
+        A function that waits for the sum and returns it, coalesced.
+    """
+    gradient = gradient.coalesce()
+    if route.traits.sums_sparse:
+        work = dist.all_reduce(gradient, group=route.group, async_op=True)
+
+        def summed() -> torch.Tensor:
+            work.wait()
+            return gradient.coalesce()
+
+        return summed
+    indices, values = gradient.indices()[0], gradient.values()
+    counts = indices.new_empty(route.size)
+    dist.all_gather_into_tensor(counts, counts.new_tensor([len(indices)]), group=route.group)
+    numbers: list[int] = counts.tolist()
+    most = max(numbers)
+    all_indices = indices.new_empty(route.size * most)
+    all_values = values.new_empty(route.size * most, *values.shape[1:])
+    works = []
+    for everyone, own in ((all_indices, indices), (all_values, values)):
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        works.append(dist.all_gather_into_tensor(everyone, padded, group=route.group, async_op=True))
+
+    def gathered() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        is_row = torch.arange(most, device=counts.device) < counts[:, None]
+        rows = is_row.flatten().nonzero()[:, 0]
+        indices, values = all_indices[rows][None], all_values[rows]
+        return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()
+
+    return gathered if most else lambda: gradient
+
+
+def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
+    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it is sparse."""
+    if gradient.layout is not _STRIDED:
+        if state.region is not None:
+            return gradient.detach().to_dense()
+        raise ValueError(
+            f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
+            "dense gradient"
+        )
+    return gradient.detach() if gradient.requires_grad else gradient
+
+
+def late_gradient(state: ParameterState) -> torch.Tensor:
+    """Return the gradient that arrived after the copy, in the view's type and layout; zeros if there is none."""
+    gradient = state.parameter.grad
+    if state.is_sparse:
+        return _no_rows(state) if gradient is None else _rows(gradient, state)
+    if gradient is None:
+        return torch.zeros_like(state.parameter, dtype=state.dtype)
+    return torch.empty_like(state.parameter, dtype=state.dtype).copy_(_dense(gradient, state))
+
+
+def add_late_gradients(late: Sequence[ParameterState], scales: tuple[float, float]) -> None:
+    """Reduce the gradients that arrived after the copy and add them to the views; collective over each one's group.
+
+    Args:
+        late: the parameters, the same on all ranks.
+        scales: the factors before and after the sum.
+    """
+    before, after = scales
+    for state in sorted(late, key=operator.attrgetter("index")):
+        gradient = late_gradient(state) * before
+        if state.is_sparse:
+            gradient = start_sum_of_rows(gradient, state.route)()
+        else:
+            dist.all_reduce(gradient, group=state.route.group)
+        gradient.mul_(after)
+        if state.region is None:
+            state.view = state.view.add_(gradient)
+        else:
+            state.region.gradients.add(state.parameter, gradient)
+
+
+def hand_out(
+    states: Sequence[ParameterState],
+    options: ReductionOptions,
+    without: Sequence[ParameterState],
+    unused: Sequence[ParameterState],
+) -> None:
+    """Set ``parameter.grad`` where it is not yet the reduced gradient.
+
+    Args:
+        states: all parameters.
+        options: the options of the reducer.
+        without: the parameters without a gradient on this rank.
+        unused: the parameters that no rank used; they keep their ``grad``.
+    """
+    keep = {state.index for state in unused}
+    for state in states if options.allow_late_gradients else without:
+        if state.index not in keep and not state.is_apart and state.parameter.requires_grad:
+            state.parameter.grad = state.view
+    for state in states:
+        if not (state.is_apart or state.is_sparse):
+            continue
+        parameter = state.parameter
+        if not state.leaves_gradient:
+            parameter.grad = None
+        elif state.index in keep:
+            continue
+        elif state.is_sparse:
+            parameter.grad = state.view
+        else:
+            setattr(parameter, "main_grad", state.view)  # noqa: B010
+            parameter.grad = state.view.to(parameter.dtype)

@@ -1,0 +1,618 @@
+"""Find the parameters that a reducer serves, define their routes, and notice what the program does to them.
+
+A route is the group and method by which gradients are reduced. A reducer learns by patches that an optimizer is about
+to step and that gradients are discarded, and compares the module with what it was, to refuse what it cannot reduce.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import Self
+
+from ds_topo.base.backends import BackendTraits
+from ds_topo.base.ledger import Make, Patch, around, ledger
+from ds_topo.base.torch_names import (
+    ZERO_GRAD_OF_MODULES,
+    ZERO_GRAD_OF_OPTIMIZERS,
+    ReduceOp,
+    job_timeout,
+)
+from ds_topo.errors import abridged, listed
+from ds_topo.launch.agreement import agree
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.exchange import Exchange
+from ds_topo.reduction.options import ReductionArguments, ReductionOptions
+from ds_topo.reduction.partitions import RegionOfGradients
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+
+CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
+"""A communication hook of torch's DDP, ``(state, bucket) -> future``; its state may be anything."""
+
+
+@dataclass(eq=False)
+class Route:
+    """The process group that reduces some parameters, and the scaling around the sum over it."""
+
+    label: str
+    group: ProcessGroup
+    traits: BackendTraits
+    """The traits of the group's backend for gradients."""
+    before: float
+    """The factor for gradients before the sum, on their way into the bucket."""
+    after: float
+    """The factor after the sum."""
+    op: ReduceOp
+    """The operation of the sum; NCCL's may divide by itself."""
+    communication_dtype: torch.dtype | None
+    bucket_bytes: int
+    """The capacity of its buckets; equal on all ranks of the group."""
+    two_level: Exchange | None = None
+    """The exchange that sums inside hosts first, then across hosts."""
+    hook: CommHook | None = None
+    hook_state: object = None
+    last_hook: torch.futures.Future[Any] | None = None
+    """The result of the hook for the previous bucket, unless streams order its collectives."""
+
+    def wait_for_hook(self) -> None:
+        """Wait for the last hook: its callbacks may start collectives, which must not mix with others."""
+        if self.last_hook is not None:
+            self.last_hook.wait()
+            self.last_hook = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return dist.get_world_size(self.group)
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class ParameterState:
+    """The state of one parameter (compare FSDP2's ``FSDPParam``)."""
+
+    # -- fixed at construction
+    index: int
+    """Its position in the module's list of parameters."""
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    """The type in which its gradient accumulates."""
+    is_sparse: bool
+    repeats: bool = False
+    """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
+    grad_buffer: torch.Tensor | None = None
+    """The user's memory for its gradient: contiguous, ``numel`` elements."""
+    region: RegionOfGradients | None = None
+    """The region of its gradient, if that is partitioned."""
+
+    is_apart: bool = field(init=False)
+    """True if the view cannot be ``parameter.grad``: it has another data type, a user's buffer, or a region."""
+
+    # -- set when routes are assigned, and by the first step
+    route: Route = field(init=False)
+    scale: float = 1.0
+    """The factor for its gradient before the reduction."""
+    expected: int = 1
+    """The number of gradients that it gets in the last micro-batch; 0 while that is unknown."""
+
+    # -- set by each layout of buckets
+    view: torch.Tensor = field(init=False)
+    """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that is sparse."""
+    bucket: Any = field(init=False)
+    """Its :class:`~ds_topo.reduction.buckets.GradientBucket`."""
+
+    # -- the step: written by hooks and copies, reset by the bucket at the end
+    arrived: int = 0
+    """The number of gradients that arrived in the last micro-batch."""
+    is_copied_in: bool = False
+    """True if this rank's contribution is in the bucket, scaled."""
+    holds_sum: bool = False
+    """True if a view apart from ``parameter.grad`` holds the sum of earlier micro-batches."""
+
+    def __post_init__(self) -> None:
+        self.note_type()
+
+    def note_type(self) -> None:
+        """Update ``is_apart`` after a cast of the parameter."""
+        self.is_apart = not self.leaves_gradient or self.dtype != self.parameter.dtype
+
+    @property
+    def leaves_gradient(self) -> bool:
+        """True if its gradient ends in ``parameter.grad``, not in a user's buffer or a partition."""
+        return self.grad_buffer is None and self.region is None
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the gradients of all micro-batches are summed in its view."""
+        return self.region is None or self.region.gradients.keeps
+
+    @property
+    def stays_in_grad(self) -> bool:
+        """True if hooks of the program, if there are some, find the sum of all gradients in ``parameter.grad``.
+
+        The gradient then stays there until ``finish()``. Otherwise a hook that changes it would not change what was
+        moved to the partition before.
+        """
+        return self.repeats and self.is_apart and self.dtype == self.parameter.dtype
+
+    @property
+    def address(self) -> int:
+        """The sort key of its gradient among those of its bucket."""
+        if self.region is not None:
+            return self.region.gradients.offsets[self.parameter]
+        return 0 if self.grad_buffer is None else self.grad_buffer.data_ptr()
+
+    @property
+    def holds_live_view(self) -> bool:
+        """True if the view holds gradients that are still needed."""
+        if self.is_apart:
+            return self.holds_sum
+        return self.parameter.grad is not None and self.parameter.grad is getattr(self, "view", None)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradient as it accumulates."""
+        return self.parameter.numel() * self.dtype.itemsize
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the user has replaced or removed the gradient since it was copied in."""
+        gradient = self.parameter.grad
+        if self.repeats:
+            return gradient is not None and self.arrived <= self.expected
+        if gradient is self.view:
+            return False
+        return gradient is None if self.is_sparse else gradient is not None or not self.is_apart
+
+    def discard_sum(self) -> None:
+        """Discard gradients that are not in ``parameter.grad``."""
+        self.holds_sum = False
+        if self.is_apart and hasattr(self.parameter, "main_grad"):
+            del self.parameter.main_grad
+
+
+def expert_group_name(parameter: torch.Tensor) -> str | None:
+    """Return the ``group_name`` of an expert's parameter, None for any other.
+
+    DeepSpeed marks experts with ``allreduce = False``: their replicas are on the expert-data group alone.
+    """
+    return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
+
+
+def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
+    """Return the state of each trainable parameter of a module, once each, without the ignored ones.
+
+    Raises:
+        ValueError: nothing to train, an unknown ignored name, an expert without a group, or a sparse embedding whose
+            weight is used elsewhere.
+        RuntimeError: a parameter already has a reducer.
+    """
+    ignored = ignored_identities(module, options)
+    embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    states: list[ParameterState] = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad or id(parameter) in ignored:
+            continue
+        region = options.region_of(parameter)
+        state = ParameterState(
+            index=len(states),
+            name=name,
+            parameter=parameter,
+            dtype=options.accumulation_dtype_of(parameter),
+            is_sparse=id(parameter) in sparse and region is None,
+            repeats=options.allow_late_gradients,
+            grad_buffer=options.grad_buffers.get(parameter),
+            region=region,
+        )
+        if options.static_graph and state.accumulates:  # counting others first would need memory for all gradients
+            state.expected = 0
+        if state.is_sparse:
+            _check_sparse(module, state)
+        group = expert_group_name(parameter)
+        if group is not None and group not in options.expert_groups:
+            raise ValueError(
+                f"expert_groups: parameter {name!r} is an expert of group {group!r}, which is not among "
+                f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{group!r}: group}}"
+            )
+        states.append(state)
+    if not states and not may_be_empty:
+        raise ValueError(
+            "module: no parameter requires a gradient, so there is nothing to reduce: unfreeze one, or build no reducer"
+        )
+    without_values = [state.name for state in states if state.parameter.is_meta]
+    if without_values:
+        raise ValueError(
+            f"module: parameters {listed(without_values)} are on the meta device, without values: give them memory "
+            "and values first, such as by module.to_empty(device=...) and load_state_dict()"
+        )
+    taken = [state.name for state in states if state.parameter in owners and owners[state.parameter]() is not None]
+    if taken:
+        raise RuntimeError(
+            f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
+        )
+    return states
+
+
+def _check_sparse(module: nn.Module, state: ParameterState) -> None:
+    """Refuse a sparse embedding that shares its weight with another layer: together their gradients are dense."""
+    for prefix, part in module.named_modules():
+        is_embedding = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        for name, parameter in part._parameters.items():
+            if parameter is state.parameter and not is_embedding:
+                other = f"{prefix}.{name}".lstrip(".")
+                raise ValueError(
+                    f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True) and of another layer, "
+                    f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
+                )
+
+
+def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
+    """Return the identities of the ignored parameters.
+
+    Raises:
+        ValueError: no parameter has a given name.
+    """
+    if not options.ignored_parameters:
+        return set()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    ignored = set()
+    for entry in options.ignored_parameters:
+        if isinstance(entry, str) and entry not in named:
+            raise ValueError(
+                f"ignored_parameters: no parameter is named {entry!r}; names look like {next(iter(named), '')!r}"
+            )
+        ignored.add(id(named[entry] if isinstance(entry, str) else entry))
+    return ignored
+
+
+def check_module(module: object) -> None:
+    """Refuse a value that is not a module, and modules whose gradients torch reduces already.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: torch's DDP, or a module in one.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
+    if isinstance(module, DistributedDataParallel) or is_held_by(
+        module, DistributedDataParallel, "require_backward_grad_sync"
+    ):
+        raise ValueError(
+            "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
+        )
+
+
+def is_held_by(module: nn.Module, kind: type, attribute: str) -> bool:
+    """Return True if an existing object holds the module as its attribute or submodule ``module``.
+
+    A wrapper such as DDP leaves no mark on the module, so the garbage collector is asked which objects refer to it.
+
+    Args:
+        module: the module.
+        kind: the class of the object.
+        attribute: an attribute that only objects of this class have.
+    """
+    return any(
+        isinstance(owner, kind) or (isinstance(owner, dict) and attribute in owner)
+        for holder in gc.get_referrers(module)
+        if isinstance(holder, dict) and holder.get("module") is module
+        for owner in gc.get_referrers(holder)
+    )
+
+
+class HasDataParallelGroup(Protocol):
+    """A grid, or any mpu."""
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Return the group of all replicas of a parameter."""
+        ...
+
+
+def data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
+    """Return a grid's data-parallel group, the given group, or by default the group of all ranks.
+
+    Raises:
+        ValueError: both are given, or the group does not contain this rank.
+        TypeError: either is something else.
+    """
+    if grid is not None and process_group is not None:
+        raise ValueError("grid and process_group are both given, and each names a group: give one of them")
+    if grid is not None and not hasattr(grid, "get_data_parallel_group"):
+        raise TypeError(
+            f"grid={abridged(grid)}: give a grid or another mpu, which has get_data_parallel_group(), such as "
+            "PipelineParallelGrid('data=2,model=2')"
+        )
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise TypeError(f"process_group={abridged(process_group)}: give a torch.distributed process group, or a grid")
+    group = grid.get_data_parallel_group() if grid is not None else process_group or dist.group.WORLD
+    assert group is not None
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"process_group: rank {dist.get_rank()} is not in its ranks {listed(ranks)}; build the reducer only there"
+        )
+    return group
+
+
+def agreed_inputs(
+    module: nn.Module, arguments: ReductionArguments, group: ProcessGroup, may_be_empty: bool
+) -> tuple[ReductionOptions, list[ParameterState]]:
+    """Return options and parameters, after all ranks have compared them; collective over the group.
+
+    A rank on which this fails tells the others, so that no rank waits.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: invalid options, or parameters that cannot be served.
+        DisagreementError: parameters or options differ, or another rank failed; raised on every rank.
+    """
+    failure: Exception | None = None
+    options, states = ReductionOptions(), []
+    try:
+        options = ReductionOptions(**arguments)
+        states = find_parameters(module, options, may_be_empty)
+    except (TypeError, ValueError, RuntimeError) as error:
+        failure = error
+    lines = options.summary() + [_description(state) for state in states]
+    members = sorted(dist.get_process_group_ranks(group))
+    parameters = f"{len(states)} parameters, with options "
+    agree(parameters, members, job_timeout(), failure=failure, subject="what to reduce", lines=lines)
+    return options, states
+
+
+def _description(state: ParameterState) -> str:
+    text = f"{state.name} {list(state.parameter.shape)} {state.parameter.dtype}"
+    expert = expert_group_name(state.parameter)
+    return text + (" sparse" if state.is_sparse else "") + (f" expert of {expert}" if expert is not None else "")
+
+
+def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:
+    """Give every rank the parameters and buffers of the group's first rank, frozen ones too; collective.
+
+    Ignored parameters stay as they are. Experts get the values of the first rank of their own group.
+    """
+    ignored = ignored_identities(module, options)
+    by_name: dict[str | None, list[torch.Tensor]] = {None: [buffer.detach() for buffer in module.buffers()]}
+    for parameter in module.parameters():
+        if id(parameter) not in ignored:
+            by_name.setdefault(expert_group_name(parameter), []).append(parameter.detach())
+    for name, tensors in by_name.items():
+        replicas = group if name is None else options.expert_groups.get(name)
+        if replicas is not None:
+            _broadcast(tensors, replicas)
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
+    """Broadcast the values of the group's first rank, in place; collective."""
+    targets = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]  # gloo's types
+    values = [each.contiguous() for each in targets]
+    works = [dist.broadcast(each, group_src=0, group=group, async_op=True) for each in values]
+    for target, value, work in zip(targets, values, works, strict=True):
+        work.wait()
+        if value is not target:
+            target.copy_(value)
+
+
+# -- the reducers of parameters ----------------------------------------------------------------------------------------
+
+
+owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
+"""The reducer of each parameter; an entry ends with either of them, or with ``detach()``."""
+KEPT = "_ds_topo_reducer"
+"""The attribute of a module that keeps its reducer alive; see Note [Lifetime] in ``reducer.py``."""
+
+
+class ReducerReference:
+    """A module's reference to its reducer, which is neither copied nor pickled."""
+
+    def __init__(self, reducer: object = None) -> None:
+        self.reducer = reducer
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[ReducerReference], tuple[()]]:
+        return type(self), ()
+
+
+_watched: list[weakref.ref[Any]] = []
+"""The reducers to call before optimizer steps and ``zero_grad()``."""
+_step_hook = ExitStack()
+"""The one hook of all reducers. torch iterates over its hooks in a step, in which reducers may be freed."""
+
+
+def watch(reducer: Any) -> Callable[[], None]:
+    """Call a reducer before optimizer steps and ``zero_grad()``, until the returned function is called or it is freed.
+
+    Reducers define ``before_optimizer_step(parameters)`` and ``before_zero_grad(parameters)``.
+    """
+    own = weakref.ref(reducer)
+    with ExitStack() as bound:  # restores the names if an error occurs
+        for change, make in _CHANGES:
+            bound.callback(ledger.bind(change, make))
+        undo = bound.pop_all()
+    if not _watched:
+        _step_hook.callback(register_optimizer_step_pre_hook(_before_step).remove)
+    _watched.append(own)
+    undo.callback(_forget, own)
+    leave = weakref.finalize(reducer, undo.close)
+    leave.atexit = False
+    return leave
+
+
+def _forget(own: weakref.ref[Any]) -> None:
+    _watched.remove(own)
+    if not _watched:
+        _step_hook.close()
+
+
+def _reducers() -> list[Any]:
+    return [reducer for own in tuple(_watched) if (reducer := own()) is not None]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for reducer in _reducers():
+        reducer.before_optimizer_step(_parameters_of(optimizer))
+
+
+def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
+    @around
+    def zero(zero_grad: Any, owner: Any, *args: Any, **options: Any) -> None:
+        for reducer in _reducers():
+            reducer.before_zero_grad(parameters_of(owner))
+        zero_grad(owner, *args, **options)
+
+    return zero
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+_CHANGES: tuple[tuple[Patch, Make], ...] = (
+    (ZERO_GRAD_OF_MODULES, _telling_reducers(nn.Module.parameters)),
+    (ZERO_GRAD_OF_OPTIMIZERS, _telling_reducers(_parameters_of)),
+)
+
+
+# -- changes of a module -----------------------------------------------------------------------------------------------
+
+
+_GRADIENT, _VIEW = operator.attrgetter("grad"), operator.attrgetter("view")
+
+
+class Changes:
+    """Detects changes of a module since construction that cannot be reduced.
+
+    Args:
+        module: the module.
+        states: the served parameters.
+        nodes: the autograd nodes that have their hooks, by index.
+        options: the options of the reducer.
+        remedy: what to do about parameters that were unfrozen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        states: Sequence[ParameterState],
+        nodes: Mapping[int, Node],
+        options: ReductionOptions,
+        remedy: str,
+    ) -> None:
+        self._module, self._states, self._nodes, self._remedy = module, states, nodes, remedy
+        self._may_be_frozen = options.may_miss
+        self._ignored = ignored_identities(module, options)
+        self._parameters = [state.parameter for state in states]
+        self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
+        named = list(self._named())
+        self._known = {name: id(parameter) for name, parameter in named}
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self._note_parts()
+
+    def _note_parts(self) -> None:
+        """Record the parameters and submodules of every part of the module."""
+        self._holders: list[dict[str, Any]] = []
+        for part in self._module.modules():
+            self._holders += part._parameters, part._modules
+        self._held = [dict(holder) for holder in self._holders]
+        self._single = [
+            (holder, name, held)
+            for holder in self._holders
+            for name, held in holder.items()
+            if isinstance(held, torch.Tensor) and held.numel() == 1
+        ]
+        """Parameters of one element, which ``==`` compares by value."""
+
+    def _holds_the_same(self) -> bool:
+        """Return True if every part holds the objects that were recorded.
+
+        The first comparison is one call in C, and compares equal objects by identity alone. Torch raises if it
+        compares two tensors of several elements.
+        """
+        try:
+            same = self._holders == self._held
+        except RuntimeError:
+            return False
+        return same and all(holder[name] is held for holder, name, held in self._single)
+
+    def problem(self, absent: Sequence[ParameterState]) -> str | None:
+        """Return a description of changed parameters, or of replaced gradients; None if there are none.
+
+        Args:
+            absent: the parameters without a gradient in the last micro-batch.
+        """
+        return self._changed_parameters(absent) or self._replaced_gradients()
+
+    def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
+        if not self._holds_the_same():
+            # Listing parameters by name takes longer than this comparison.
+            named = dict(self._named())
+            new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]
+            new = [name for name in new if id(named[name]) not in self._known.values()]
+            for names, how in (
+                ([name for name in new if name in self._known], "replaced"),
+                (new, "added"),
+                ([name for name in self._known if name not in named], "removed"),
+            ):
+                if names:
+                    return _changed(names, how)
+            self._note_parts()
+        lost = [
+            state
+            for state in absent
+            if state.parameter.requires_grad and get_gradient_edge(state.parameter).node is not self._nodes[state.index]
+        ]
+        if lost:
+            for state in lost:
+                state.note_type()  # so that the step can still be ended
+            return _changed([state.name for state in lost], "moved or cast")
+        frozen = [state.name for state in absent if not state.parameter.requires_grad]
+        if frozen and not self._may_be_frozen:
+            return _changed(frozen, "frozen")
+        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        return _changed(unfrozen, "unfrozen", self._remedy) if unfrozen else None
+
+    def _replaced_gradients(self) -> str | None:
+        gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
+        if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
+            return None
+        replaced = [state.name for state in self._states if state.is_copied_in and state.is_replaced]
+        if replaced:
+            return (
+                f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
+                "or after finish()"
+            )
+        return None
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) not in self._ignored
+        )
+
+
+REBUILD = "detach() and build a new GradientReducer"
+
+
+def _changed(names: Sequence[str], how: str, remedy: str = REBUILD) -> str:
+    return f"parameters {listed(names)} were {how} after construction: {remedy}"

@@ -1,0 +1,417 @@
+"""Partition a flat tensor over the ranks of a group, and sum gradients of which each rank owns a part.
+
+DeepSpeed's ZeRO places parameters one after the other and cuts the whole once. One part of backward then belongs to one
+rank, and links carry its gradients in one direction at a time. In a balanced layout every region is cut evenly, as in
+Megatron-LM's distributed optimizer: all ranks send and receive all the time, and the regions that forward needs first
+arrive first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import Self
+
+from ds_topo.base.torch_names import ReduceOp
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.exchange import Exchange, PartitionHolders, Pending, exchange_of
+
+ALIGNMENT = 2
+"""The number of elements that slices are a multiple of, as DeepSpeed's partitions."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a parameter that one rank owns; all numbers are elements."""
+
+    parameter: int
+    """The parameter's index in the flat tensor."""
+    start: int
+    """The offset of the part in the parameter."""
+    rank: int
+    """The owner."""
+    address: int
+    """The offset of the part in the owner's partition."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Adjacent parameters that are exchanged together, padded so that every rank has an equal slice."""
+
+    index: int
+    start: int
+    """The offset of the region in the flat tensor."""
+    members: tuple[int, ...]
+    """The parameters, in the order of their addresses."""
+    slice_numel: int
+    size: int
+    """The number of slices."""
+
+    @property
+    def numel(self) -> int:
+        """The size of the region, padding included."""
+        return self.slice_numel * self.size
+
+    @property
+    def address(self) -> int:
+        """The offset of each rank's slice in its partition."""
+        return self.start // self.size
+
+
+@dataclass(frozen=True)
+class PartitionLayout:
+    """The layout of a flat tensor of parameters that the ranks of a group share."""
+
+    numels: tuple[int, ...]
+    """The number of elements of each parameter."""
+    offsets: tuple[int, ...]
+    """The offset of each parameter in the flat tensor."""
+    regions: tuple[Region, ...]
+    """The regions, in the order of the flat tensor."""
+
+    @classmethod
+    def balanced(cls, numels: Sequence[int], groups: Sequence[Sequence[int]], size: int, copies: int = 1) -> Self:
+        """Lay out one region for every group of parameters.
+
+        Args:
+            numels: the number of elements of each parameter.
+            groups: indices of parameters, each in exactly one group, in the order of the flat tensor.
+            size: the number of ranks that share the tensor.
+            copies: the number of ranks that hold each slice; the slice is cut evenly over them while it is summed.
+
+        >>> layout = PartitionLayout.balanced([3, 2, 4], [(0, 1), (2,)], size=2)
+        >>> layout.offsets, layout.numel, layout.partition_numel
+        ((0, 3, 8), 12, 6)
+        >>> for fragment in layout.fragments(1):
+        ...     print(fragment)
+        Fragment(parameter=1, start=1, rank=1, address=0, numel=1)
+        Fragment(parameter=2, start=2, rank=1, address=4, numel=2)
+        """
+        offsets = [0] * len(numels)
+        regions: list[Region] = []
+        start = 0
+        for members in groups:
+            end = start
+            for member in members:
+                offsets[member] = end
+                end += numels[member]
+            aligned = ALIGNMENT * copies
+            slice_numel = -(-(end - start) // (aligned * size)) * aligned
+            regions.append(Region(len(regions), start, tuple(members), slice_numel, size))
+            start += slice_numel * size
+        return cls(tuple(numels), tuple(offsets), tuple(regions))
+
+    @classmethod
+    def flat(cls, numels: Sequence[int], offsets: Sequence[int], partition_numel: int, size: int) -> Self:
+        """Lay out a single region, as DeepSpeed does; its cuts may fall anywhere in a parameter.
+
+        >>> list(PartitionLayout.flat([3, 5], [0, 3], partition_numel=4, size=2).fragments(1))
+        [Fragment(parameter=1, start=1, rank=1, address=0, numel=4)]
+        """
+        members = tuple(sorted(range(len(numels)), key=offsets.__getitem__))
+        return cls(tuple(numels), tuple(offsets), (Region(0, 0, members, partition_numel, size),))
+
+    @property
+    def numel(self) -> int:
+        """The size of the flat tensor, padding included."""
+        return sum(region.numel for region in self.regions)
+
+    @property
+    def partition_numel(self) -> int:
+        """The size of each rank's partition, padding included."""
+        return sum(region.slice_numel for region in self.regions)
+
+    def fragments(self, rank: int) -> Iterator[Fragment]:
+        """Yield the parts that a rank owns, in the order of its partition, without padding."""
+        for region in self.regions:
+            start = region.start + rank * region.slice_numel
+            for member in region.members:
+                first = max(self.offsets[member], start)
+                last = min(self.offsets[member] + self.numels[member], start + region.slice_numel)
+                if first < last:
+                    yield Fragment(
+                        member, first - self.offsets[member], rank, region.address + first - start, last - first
+                    )
+
+    def owners(self, parameter: int, start: int, numel: int) -> Iterator[Fragment]:
+        """Yield the owners of a part of a parameter, in the order of its elements.
+
+        >>> for owner in PartitionLayout.flat([3, 5], [0, 3], partition_numel=4, size=2).owners(1, start=0, numel=3):
+        ...     print(owner)
+        Fragment(parameter=1, start=0, rank=0, address=3, numel=1)
+        Fragment(parameter=1, start=1, rank=1, address=0, numel=2)
+        """
+        region = self._region_of[parameter]
+        position, end = start, start + numel
+        while position < end:
+            in_region = self.offsets[parameter] + position - region.start
+            rank, in_slice = divmod(in_region, region.slice_numel)
+            length = min(end - position, region.slice_numel - in_slice)
+            yield Fragment(parameter, position, rank, region.address + in_slice, length)
+            position += length
+
+    @cached_property
+    def _region_of(self) -> dict[int, Region]:
+        return {member: region for region in self.regions for member in region.members}
+
+
+def moved(
+    partition: torch.Tensor, source: PartitionLayout, target: PartitionLayout, group: ProcessGroup
+) -> torch.Tensor:
+    """Return this rank's partition in another layout of the same parameters; collective over ``group``.
+
+    Each rank sends the others what they own in the new layout. Padding is zero.
+
+    Args:
+        partition: this rank's partition in ``source``, ``[source.partition_numel]``.
+        source: the present layout.
+        target: the new layout.
+        group: the ranks that share the flat tensor.
+
+    Returns:
+        New memory, ``[target.partition_numel]``.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    leaving, arriving = _places(source, target, rank), _places(target, source, rank)
+    parts = [partition[here.address : here.address + here.numel] for here, _ in leaving]
+    outgoing = torch.cat(parts) if parts else partition.new_empty(0)
+    incoming = partition.new_empty(sum(here.numel for here, _ in arriving))
+    dist.all_to_all_single(incoming, outgoing, _counts(arriving, size), _counts(leaving, size), group=group)
+    result = partition.new_zeros(target.partition_numel)
+    for (here, _), part in zip(arriving, incoming.split([here.numel for here, _ in arriving]), strict=True):
+        result[here.address : here.address + here.numel] = part
+    return result
+
+
+def _places(source: PartitionLayout, target: PartitionLayout, rank: int) -> list[tuple[Fragment, Fragment]]:
+    """Return the parts that ``rank`` owns in ``source``, each with its place in ``target``.
+
+    They go by peer, parameter and offset: the same order at the sender and the receiver.
+    """
+    places = [
+        (Fragment(own.parameter, owner.start, rank, own.address + owner.start - own.start, owner.numel), owner)
+        for own in source.fragments(rank)
+        for owner in target.owners(own.parameter, own.start, own.numel)
+    ]
+    return sorted(places, key=lambda place: (place[1].rank, place[0].parameter, place[0].start))
+
+
+def _counts(pairs: list[tuple[Fragment, Fragment]], size: int) -> list[int]:
+    """Return the number of elements exchanged with each peer."""
+    counts = [0] * size
+    for here, there in pairs:
+        counts[there.rank] += here.numel
+    return counts
+
+
+_LENT = 3
+"""The number of regions in flight at a time where gradients are not kept."""
+
+
+class PartitionedGradients:
+    """The gradients of one flat tensor's parameters, of which each rank owns a partition.
+
+    Memory for whole gradients is ``memory``, if given. Otherwise it is lent region by region, until the region's sum is
+    collected.
+
+    Args:
+        parameters: the parameters of the flat tensor, in the layout's numbering.
+        layout: their places and those of this rank's slices.
+        group: the ranks that share the flat tensor.
+        dtype: the type that gradients accumulate in.
+        keeps: if True, gradients of all micro-batches accumulate whole and are exchanged after the last one (ZeRO 1).
+            If False, every micro-batch's gradients are exchanged, and only this rank's partition accumulates (ZeRO 2).
+        whole: indices of regions that every rank needs whole, such as those of tied layers.
+        memory: lasting memory of all gradients.
+        copies: the ranks that hold copies of the partitions, if there are any; sums include them.
+        ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch. Without
+            ``keeps``, sums of earlier ones do not include the copies, and the last exchange adds those.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: PartitionLayout,
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        *,
+        keeps: bool,
+        whole: Collection[int] = (),
+        memory: torch.Tensor | None = None,
+        copies: PartitionHolders | None = None,
+        ends_step: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.layout, self.group, self.keeps, self.whole = layout, group, keeps, frozenset(whole)
+        self.copies, self._ends_step = copies, ends_step
+        self.rank = dist.get_rank(group)
+        self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
+        self._memory = memory
+        self._partition = self._empty(0)
+        """The sums collected for this rank's partition, if there is no lasting memory."""
+        self._collected: set[int] = set()
+        """Indices of the regions in it."""
+        self._whole: dict[int, torch.Tensor] = {}
+        """Sums that every rank needs whole, by the index of the region."""
+        self._lent: deque[Pending] = deque()
+        self.regions = {
+            parameters[member]: owned
+            for owned in (RegionOfGradients(self, region) for region in layout.regions)
+            for member in owned.region.members
+        }
+        """The region of every parameter."""
+        self.offsets = dict(zip(parameters, layout.offsets, strict=True))
+        """The offset of every parameter's gradient in the flat tensor."""
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The exchange of slices; the first access is collective over the group."""
+        return exchange_of(self.group, self._device, self.copies)
+
+    def start_sum(self, region: Region, flat: torch.Tensor, op: ReduceOp, unit: float) -> Pending:
+        """Start to sum this rank's slice of a region, over all ranks that hold the parameters.
+
+        If the slice has copies and earlier micro-batches were not summed over these, their sums are added first.
+
+        Args:
+            region: the region.
+            flat: its gradients, ``[region.numel]``.
+            op: the operation.
+            unit: the sum that has been collected for 1.0 in ``flat``.
+        """
+        if self.copies is None or self.keeps:
+            return self.exchange.reduce_scatter(flat, op)
+        over_copies = self._ends_step()
+        if over_copies and region.index in self._collected:
+            self._collected.remove(region.index)
+            flat.view(region.size, -1)[self.rank].add_(self._place_in_partition(region), alpha=1 / unit)
+        return self.exchange.reduce_scatter(flat, op, over_copies=over_copies)
+
+    @property
+    def lasts(self) -> bool:
+        """True if the memory of whole gradients lasts from step to step."""
+        return self._memory is not None
+
+    @property
+    def partition(self) -> torch.Tensor:
+        """This rank's partition, ``[partition_numel]``, at the front of lasting memory; after :meth:`take`."""
+        assert self._memory is not None
+        return self._memory[: self.layout.partition_numel]
+
+    def take(self) -> torch.Tensor:
+        """Return this rank's partition, ``[partition_numel]``; in lasting memory, valid until the next backward."""
+        if self._memory is not None:
+            return self._compact(self._memory)
+        for index, flat in self._whole.items():
+            self._into_partition(self.layout.regions[index], flat)
+        for region in self.layout.regions:
+            if region.index not in self._collected:
+                self._place_in_partition(region).zero_()
+        taken = self._partition
+        self.discard()
+        return taken
+
+    def _compact(self, memory: torch.Tensor) -> torch.Tensor:
+        """Move the slices next to each other, to the front.
+
+        Each slice moves to or before the start of its region, so nothing that is still needed is overwritten.
+        """
+        for region in self.layout.regions:
+            end, position = region.address + region.slice_numel, region.start + self.rank * region.slice_numel
+            if position != region.address:
+                own = memory[position : position + region.slice_numel]
+                memory[region.address : end].copy_(own.clone() if position < end else own)
+        return self.partition
+
+    def place(self, region: Region) -> torch.Tensor:
+        """Return memory for a region's gradients, padding included: lasting, or lent until their sum is collected."""
+        if self._memory is not None:
+            return self._memory[region.start : region.start + region.numel]
+        while not self.keeps and len(self._lent) >= _LENT:
+            self._lent[0].wait()
+            self._lent.popleft()
+        return self._empty(region.numel)
+
+    def place_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the sum of a parameter that every rank needs whole, ``[numel]``; valid until :meth:`take`."""
+        region, offset = self.regions[parameter].region, self.offsets[parameter]
+        if self._memory is not None:
+            return self._memory[offset : offset + parameter.numel()]
+        return self._whole[region.index][offset - region.start :][: parameter.numel()]
+
+    def note(self, reduction: Pending) -> None:
+        """Record a region in flight; its memory can be lent again after the wait for it."""
+        if self._memory is None:
+            while self._lent and self._lent[0].is_done():
+                self._lent.popleft().wait()
+            self._lent.append(reduction)
+
+    def collect(self, region: Region, flat: torch.Tensor) -> None:
+        """Copy what this rank needs of a region's sum, unless the sum stays in lasting memory."""
+        if self._memory is not None:
+            return
+        if region.index in self.whole:
+            self._whole[region.index] = flat
+        else:
+            self._into_partition(region, flat)
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a late sum of a whole parameter to the sums that have been collected."""
+        region, offset = self.regions[parameter].region, self.offsets[parameter]
+        if self.copies is not None and not self.keeps and not self._ends_step():
+            gradient = gradient / self.copies.number  # the last exchange of the step sums it over the copies
+        if self._memory is not None or region.index in self.whole:
+            self.place_of(parameter).add_(gradient.reshape(-1))
+            return
+        start = region.start + self.rank * region.slice_numel
+        first, last = max(start, offset), min(start + region.slice_numel, offset + gradient.numel())
+        if first < last:
+            own = self._place_in_partition(region)[first - start : last - start]
+            own.add_(gradient.reshape(-1)[first - offset : last - offset])
+
+    @property
+    def holds_sums(self) -> bool:
+        """True if sums have been collected that were not taken yet."""
+        return bool(self._collected)
+
+    def discard(self) -> None:
+        """Discard the collected sums; lasting memory is overwritten by the next gradients."""
+        self._lent.clear()
+        self._partition = self._empty(0)
+        self._collected.clear()
+        self._whole.clear()
+
+    def _into_partition(self, region: Region, flat: torch.Tensor) -> None:
+        place, own_slice = self._place_in_partition(region), flat.view(region.size, -1)[self.rank]
+        if region.index in self._collected:
+            place.add_(own_slice)
+        else:
+            place.copy_(own_slice)
+            self._collected.add(region.index)
+
+    def _place_in_partition(self, region: Region) -> torch.Tensor:
+        if not len(self._partition):
+            self._partition = self._empty(self.layout.partition_numel)
+        return self._partition[region.address : region.address + region.slice_numel]
+
+    def _empty(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self._device)
+
+
+@dataclass(frozen=True, eq=False)
+class RegionOfGradients:
+    """One region of partitioned gradients."""
+
+    gradients: PartitionedGradients
+    region: Region
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every rank needs all of it."""
+        return self.region.index in self.gradients.whole

@@ -1,0 +1,297 @@
+"""A rank that fails alone in a call of an engine is named by all ranks within seconds, without the watch."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.errors import FailedRankError
+from ds_topo.health import first_cause
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.fake_world import fake_world
+from tests.support.small_engines import settings, start
+from tests.support.world import Worlds, names_threads
+
+LIMIT = 10.0
+"""The seconds within which all ranks must raise."""
+GRACE = 1.0
+"""Instead of the package's own seconds, where the default set waits for them."""
+WIDTH = 8
+PHASES = ("construction", "step", "evaluation", "save", "load")
+KINDS = ("pipe1", "plain1", "plain3")
+TEXT = "a sample that cannot be read"
+
+
+class InjectedError(Exception):
+    """The fault."""
+
+
+# -- one fault of each kind --------------------------------------------------------------------------------------------
+
+
+def _fail_in(kind: str, name: str) -> tuple[str, str]:
+    """Fail on rank 3 in a method of the optimizer or the model in the second step; return the error of this rank."""
+    start()
+    first_cause.GRACE = GRACE
+    with PipelineParallelGrid("pipe=2,data=2" if kind.startswith("pipe") else "data=4") as grid:
+        build, phases = _builders(kind, grid)
+        engine = build()
+        phases["step"](engine, "")
+        if dist.get_rank() == 3:
+            _break(engine, name)
+        try:
+            phases["step"](engine, "")
+        except Exception as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("no rank has failed")
+
+
+def _break(engine: Any, name: str) -> None:
+    def fail(*_: Any) -> None:
+        raise InjectedError(TEXT)
+
+    if name == "step":
+        engine.optimizer.step = fail
+    elif name == "backward":
+        next(engine.module.parameters()).register_hook(fail)
+    else:
+        engine.module.register_forward_pre_hook(fail)
+
+
+@names_threads
+@pytest.mark.parametrize(
+    ("kind", "name", "backend"),
+    [("pipe1", "forward", "gloo"), ("plain1", "step", "strict"), ("plain3", "backward", "gloo")],
+)
+def test_all_ranks_name_the_one_that_fails(world: Worlds, kind: str, name: str, backend: str) -> None:
+    *others, (own, own_text) = world(4).run(_fail_in, kind, name, backend=backend)
+    assert (own, own_text) == ("InjectedError", TEXT)
+    (error, text), *_ = others
+    assert error == "FailedRankError"
+    assert TEXT in text
+    assert len(set(others)) == 1, "all other ranks say the same"
+    where = r"rank 3 \((pipe=1 data=1|data=3)\) on \S+ failed in \w+ after 1 step, so this rank cannot finish"
+    assert re.match(where, text)
+
+
+# -- programs that go on -----------------------------------------------------------------------------------------------
+
+
+def _train_on_after(errors_of: int) -> list[str]:
+    """Raise an error before a step on the last ranks, handle it, and train on; return what was raised."""
+    start()
+    first_cause.GRACE = 2.0
+    caught = []
+    with PipelineParallelGrid("data=4") as grid:
+        build, phases = _builders("plain1", grid)
+        engine = build()
+        for _ in range(3):
+            inputs = torch.ones(2, WIDTH + (dist.get_rank() >= 4 - errors_of))
+            try:
+                engine(inputs)
+            except RuntimeError as error:
+                caught.append(str(error).partition("(")[0])
+            phases["step"](engine, "")
+        listener = first_cause.guard._listener
+        assert listener is not None
+        while listener.known is not None:
+            time.sleep(0.05)
+        phases["step"](engine, "")
+        engine.destroy()
+    return caught
+
+
+@pytest.mark.parametrize("errors_of", [1, 4])
+def test_error_that_a_program_handles_ends_nothing(world: Worlds, errors_of: int) -> None:
+    found = world(4).run(_train_on_after, errors_of)
+    assert list(map(len, found)) == [0] * (4 - errors_of) + [3] * errors_of
+
+
+def _fail_outside_of_calls() -> str:
+    start()
+    first_cause.GRACE = GRACE
+    with PipelineParallelGrid("data=4") as grid:
+        build, phases = _builders("plain1", grid)
+        engine = build()
+        if dist.get_rank() == 3:
+            try:
+                raise InjectedError(TEXT)
+            except InjectedError:
+                kind, error, trace = sys.exc_info()
+            assert kind is not None
+            assert error is not None
+            sys.excepthook(kind, error, trace)
+            return str(error)
+        with pytest.raises(FailedRankError) as raised:
+            phases["step"](engine, "")
+        return str(raised.value)
+
+
+@names_threads
+def test_exception_that_ends_a_process_is_named(world: Worlds) -> None:
+    assert all(TEXT in text for text in world(4).run(_fail_outside_of_calls))
+
+
+def test_no_thread_without_other_processes() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=4"), first_cause.guard.over("step"):
+        assert first_cause.guard._listener is None
+
+
+def test_a_store_that_does_not_answer_is_asked_again_by_the_next_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(store: object, call: object) -> None:
+        asked.append(store)
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(first_cause, "_can_listen", lambda: True)
+    monkeypatch.setattr(first_cause, "default_store", lambda: "store")
+    monkeypatch.setattr(first_cause, "FailureListener", refuse)
+    guard = first_cause.Guard()
+    for attempts in (1, 2):
+        release = guard.hold()
+        for _ in range(3):
+            with fake_world(0, 4), guard.over("a call"):
+                pass
+        assert len(asked) == attempts
+        release()
+
+
+# -- faults at random places -------------------------------------------------------------------------------------------
+
+
+class Place:
+    """Counts the calls of DeepSpeed's, torch's and ds_topo's functions in a phase, or raises at one of them."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number, self.calls, self.where = number, 0, ""
+
+    def __enter__(self) -> Place:
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not _may_fail(frame):
+            return
+        self.calls += 1
+        if self.calls == self.number:
+            sys.setprofile(None)
+            self.where = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+            raise InjectedError(TEXT)
+
+
+def _may_fail(frame: FrameType) -> bool:
+    """Tell whether a function of an engine is called, from where exceptions come: not in a destructor or a getter."""
+    code: Any = frame.f_code
+    if not any(part in code.co_filename for part in ("/deepspeed/runtime/", "/ds_topo/engine/", "/ds_topo/checkpoint")):
+        return False
+    return code.co_name not in ("__getattr__", "__del__", "__hash__", "__eq__", "<genexpr>", "__exit__")
+
+
+def _builders(
+    kind: str, grid: PipelineParallelGrid
+) -> tuple[Callable[[], Any], dict[str, Callable[[Any, str], object]]]:
+    """Return a function that builds an engine, and the phases after it."""
+    samples = ((torch.ones(2, WIDTH), torch.ones(2, WIDTH)) for _ in count())
+    config = settings(zero_optimization={"stage": int(kind[-1])}, gradient_accumulation_steps=1)
+
+    def build() -> Any:
+        if kind.startswith("pipe"):
+            model: nn.Module = PipelineModule(
+                [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)], grid=grid, loss_fn=F.mse_loss
+            )
+            return initialize(model=model, config=config)[0]
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        return initialize(model=model, mpu=grid, config=config)[0]
+
+    def step(engine: Any, _: str) -> None:
+        if kind.startswith("pipe"):
+            engine.train_batch(samples)
+            return
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+
+    def evaluate(engine: Any, _: str) -> None:
+        if kind.startswith("pipe"):
+            engine.eval_batch(samples)
+            return
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(2, WIDTH))
+        engine.train()
+
+    def save(engine: Any, folder: str) -> None:
+        engine.save_checkpoint(folder)
+
+    def load(engine: Any, folder: str) -> None:
+        engine.load_checkpoint(folder)
+
+    return build, {"step": step, "evaluation": evaluate, "save": save, "load": load}
+
+
+def _fail_at(kind: str, phase: str, share: float, victim: int, folder: str) -> tuple[str, str, float, str]:
+    """Fail on one rank after a share of the calls of a phase; return the error, its seconds, and the place."""
+    start()
+    is_victim = dist.get_rank() == victim
+    with PipelineParallelGrid("pipe=2,data=2" if kind.startswith("pipe") else "data=4") as grid:
+        build, phases = _builders(kind, grid)
+        counted, fault, begin = Place(), Place(), 0.0
+        try:
+            for is_second in (False, True):
+                engine: Any = None
+                for name in PHASES:
+                    if name == phase and is_second:
+                        fault.number, begin = 1 + int(share * counted.calls), time.monotonic()
+                    place = fault if is_second else counted
+                    if is_victim and name == phase:
+                        with place:
+                            engine = build() if engine is None else phases[name](engine, folder) or engine
+                    else:
+                        engine = build() if engine is None else phases[name](engine, folder) or engine
+            for _ in range(3):  # ranks that had nothing more to exchange with the one that has failed
+                phases["step"](engine, folder)
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - begin, fault.where
+    return "", "", 0.0, fault.where
+
+
+def _random_places() -> list[tuple[str, str, float, int]]:
+    numbers = random.Random(46)
+    return [
+        (kind, PHASES[place % len(PHASES)], numbers.random(), numbers.randrange(4))
+        for kind in KINDS
+        for place in range(30)
+    ]
+
+
+@names_threads
+@pytest.mark.parametrize(("kind", "phase", "share", "victim"), mark_exhaustive(_random_places(), lambda *_: False))
+def test_fault_at_a_random_place_is_named_by_all_ranks(
+    world: Worlds, tmp_path: Path, kind: str, phase: str, share: float, victim: int
+) -> None:
+    found = world(4).run(_fail_at, kind, phase, share, victim, str(tmp_path))
+    where = found[victim][3]
+    assert where, "the fault happened"
+    for name, text, seconds, _ in found:
+        if not name and all(not other for other, *_ in found):
+            return  # DeepSpeed has handled the error, and all ranks have gone on
+        assert TEXT in text or (name == "EndOfSamplesError" and f"rank {victim} " in text), (name, text, where)
+        assert seconds < LIMIT, (name, text, where)

@@ -1,0 +1,560 @@
+"""Plans of buckets, their memory, and the copies of gradients into it, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_topo.reduction import buckets as buckets_module
+from ds_topo.reduction.buckets import (
+    BucketLayout,
+    CommHookBucket,
+    GradientBucket,
+    accumulate_gradient,
+    copy_in,
+    is_copied_at_once,
+    late_gradient,
+    plan_buckets,
+    plan_parameters,
+    start_sum_of_rows,
+)
+from ds_topo.reduction.options import BucketSizes
+from ds_topo.reduction.parameters import ParameterState
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
+from tests.support.fake_world import fake_world
+
+KINDS = ("float32", "bfloat16", "expert")
+CAPACITIES = st.integers(1, 40)
+
+
+@st.composite
+def parameters_in_order(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[int]]:
+    """Draw the bytes and kinds of some parameters, and an order of them."""
+    parameters = draw(st.lists(st.tuples(st.integers(0, 20), st.sampled_from(KINDS)), min_size=1, max_size=30))
+    return parameters, list(draw(st.permutations(range(len(parameters)))))
+
+
+@settings(deadline=None)
+@given(
+    parameters_in_order(),
+    st.builds(BucketSizes, CAPACITIES, CAPACITIES, CAPACITIES),
+    st.dictionaries(st.just("expert"), CAPACITIES),
+)
+def test_plan_closes_buckets_of_each_kind_at_their_capacity(
+    given: tuple[list[tuple[int, str]], list[int]], sizes: BucketSizes, own: dict[str, int]
+) -> None:
+    parameters, order = given
+    nbytes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
+    plan = plan_buckets(nbytes, kinds, order, sizes, own)
+    has_small_last = kinds[order[-1]] not in own
+    assert all(plan), "no bucket is empty"
+    assert all(order.index(a[-1]) < order.index(b[-1]) for a, b in pairwise(plan)), (
+        "buckets are in the order in which they fill"
+    )
+    for kind in set(kinds):
+        buckets = [members for members in plan if kinds[members[0]] == kind]
+        assert [index for members in buckets for index in members] == [index for index in order if kinds[index] == kind]
+        full = buckets[:-1] if has_small_last and kind == kinds[order[-1]] else buckets
+        for members in full:
+            largest = own.get(kind, max(sizes.bucket_bytes, sizes.first_bytes))
+            assert sum(nbytes[index] for index in members[:-1]) < largest, (
+                "the member that reaches the capacity closes the bucket"
+            )
+        for members in full[:-1]:
+            smallest = own.get(kind, min(sizes.bucket_bytes, sizes.first_bytes))
+            assert sum(nbytes[index] for index in members) >= smallest, "only one bucket of a kind may stay open"
+
+
+def test_last_bucket_holds_only_parameters_that_fit() -> None:
+    sizes = BucketSizes(bucket_bytes=1000, first_bytes=10, last_bytes=30)
+    assert plan_buckets([10, 10, 10, 10, 10, 10], ["kind"] * 6, range(6), sizes) == [(0,), (1, 2), (3, 4, 5)]
+    assert plan_buckets([10, 10, 10, 15, 10], ["kind"] * 5, range(5), sizes) == [(0,), (1, 2), (3, 4)]
+    assert plan_buckets([10, 10, 40], ["kind"] * 3, range(3), sizes) == [(0,), (1,), (2,)], (
+        "the last bucket has at least one member"
+    )
+
+
+def test_first_bucket_is_closed_by_the_parameter_that_reaches_its_capacity() -> None:
+    sizes = BucketSizes(bucket_bytes=100, first_bytes=30, last_bytes=1)
+    assert plan_buckets([20, 20, 60, 60, 10], ["kind"] * 5, range(5), sizes) == [(0, 1), (2, 3), (4,)]
+
+
+# -- plans of parameters -------------------------------------------------------------------------------------------
+
+GREAT = BucketSizes(10**9, 10**9, 10**9)
+SMALL = BucketSizes(bucket_bytes=1000, first_bytes=1, last_bytes=1)
+
+
+def _state(
+    index: int,
+    shape: Sequence[int] = (4,),
+    dtype: torch.dtype = torch.float32,
+    is_sparse: bool = False,
+    route: Any = None,
+    **more: Any,
+) -> ParameterState:
+    marks = {name: more.pop(name) for name in ("allreduce", "group_name") if name in more}
+    parameter = nn.Parameter(torch.ones(tuple(shape)))
+    for name, mark in marks.items():
+        setattr(parameter, name, mark)
+    state = ParameterState(index, f"p{index}", parameter, dtype, is_sparse, **more)
+    state.route = route or ROUTE
+    return state
+
+
+def _route(bucket_bytes: int = 10**9, two_level: Any = None) -> Any:
+    return SimpleNamespace(bucket_bytes=bucket_bytes, two_level=two_level)
+
+
+ROUTE = _route()
+
+
+def _buckets(
+    states: Sequence[ParameterState], sizes: BucketSizes = GREAT, order: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    return plan_parameters(states, sizes, range(len(states)) if order is None else order)
+
+
+@pytest.mark.parametrize("name", ["bucket_bytes", "first_bytes", "last_bytes"])
+def test_bucket_sizes_refuse_capacities_below_one(name: str) -> None:
+    enough = {"bucket_bytes": 1, "first_bytes": 1, "last_bytes": 1}
+    BucketSizes(**enough)
+    with pytest.raises(ValueError, match=f"^{name}=0: a capacity is in bytes and at least 1"):
+        BucketSizes(**enough | {name: 0})
+
+
+def test_parameters_share_a_bucket_if_type_and_route_are_equal() -> None:
+    assert _buckets([]) == []
+    assert _buckets([_state(0), _state(1), _state(2)], order=[2, 0, 1]) == [(2, 0, 1)]
+    assert sorted(_buckets([_state(0), _state(1, dtype=torch.bfloat16), _state(2)])) == [(0, 2), (1,)]
+    routes = [_route(), _route()]
+    assert sorted(_buckets([_state(index, route=routes[index % 2]) for index in range(4)])) == [(0, 2), (1, 3)]
+
+
+def test_each_sparse_gradient_has_a_bucket_of_its_own() -> None:
+    states = [_state(0), _state(1, is_sparse=True), _state(2, is_sparse=True), _state(3)]
+    assert sorted(_buckets(states)) == [(0, 3), (1,), (2,)]
+
+
+def test_experts_fill_buckets_of_their_routes_size_by_falling_index() -> None:
+    route, order = _route(32), [3, 0, 4, 2, 1]
+    experts = [_state(index, route=route, allreduce=False, group_name="e") for index in range(5)]
+    for expected in (range(5), order):
+        assert _buckets(experts, SMALL, expected) == [(4, 3), (2, 1), (0,)]
+    assert _buckets([_state(index, route=route) for index in range(5)], SMALL, order) == [(3,), (0, 4, 2), (1,)]
+
+
+def test_buckets_over_grad_buffers_have_no_gaps() -> None:
+    memory, apart = torch.zeros(40), torch.zeros(8)
+    places = [memory[8:12], memory[4:8], memory[12:16], memory[20:24], apart[:4], memory[0:4], apart[4:]]
+    states = [_state(index, grad_buffer=place) for index, place in enumerate(places)]
+    plan = _buckets([*states, _state(7)])
+    assert sorted(map(sorted, plan)) == [[0, 1, 2, 5], [3], [4, 6], [7]]
+    assert (2, 0, 1, 5) in plan, "by falling address"
+    route = _route(32)
+    states = [_state(index, route=route, grad_buffer=memory[start:][:4]) for index, start in enumerate((8, 4, 12))]
+    assert _buckets(states, SMALL, [1, 2, 0]) == [(2, 0), (1,)]
+    whole = torch.zeros(8, dtype=torch.bfloat16)
+    other_type = whole.view(torch.float32)[2:]
+    states = [_state(0, grad_buffer=whole[:4], dtype=torch.bfloat16), _state(1, (2,), grad_buffer=other_type)]
+    assert sorted(_buckets(states)) == [(0,), (1,)], "buffers of different types do not share a bucket"
+
+
+# -- the memory of a bucket ----------------------------------------------------------------------------------------
+
+
+def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
+    route = _route(two_level=SimpleNamespace(slices=multiple))
+    for state in states:
+        state.route = route
+    bucket = GradientBucket(7, states)
+    bucket.install()
+    return bucket
+
+
+def test_views_are_consecutive_and_have_the_strides_of_parameters() -> None:
+    plain, last, sliced = _state(0, (2, 3)), _state(1, (2, 2, 3, 1)), _state(2, (3, 4))
+    last.parameter.data = last.parameter.data.to(memory_format=torch.channels_last)
+    sliced.parameter.data = torch.ones(3, 9)[:, ::2][:, :4]
+    bucket = _bucket(plain, last, sliced, multiple=5)
+    assert (bucket.index, bucket.numel, bucket.nbytes, bucket.pending) == (7, 30, 120, 3)
+    assert len(bucket.flat) == 30
+    bucket.flat.copy_(torch.arange(30.0))
+    assert plain.view.flatten().tolist() == list(range(6))
+    assert last.view.stride() == last.parameter.stride()
+    assert sorted(last.view.flatten().tolist()) == list(range(6, 18))
+    assert sliced.view.flatten().tolist() == list(range(18, 30))
+    assert all(state.view.shape == state.parameter.shape and state.bucket is bucket for state in (plain, last, sliced))
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 10), (2, 10), (3, 12), (4, 12), (16, 16)])
+def test_padding_is_zero(multiple: int, length: int) -> None:
+    with mock.patch.object(torch, "empty", lambda *size, **kind: torch.full(size, torch.nan, **kind)):
+        bucket = _bucket(_state(0), _state(1, (6,)), multiple=multiple)
+    assert len(bucket.flat) == length
+    assert bucket.flat[10:].tolist() == [0.0] * (length - 10)
+    assert bucket.flat[:10].isnan().all(), "only the padding is written"
+
+
+def test_bucket_over_grad_buffers_is_their_memory() -> None:
+    memory = torch.arange(12.0)
+    upper, lower = _state(0, (2, 3), grad_buffer=memory[6:]), _state(1, (2, 2), grad_buffer=memory[2:6])
+    upper.parameter.data = upper.parameter.data.t().contiguous().t()
+    bucket = _bucket(upper, lower, multiple=100)
+    assert bucket.members == [lower, upper]
+    assert bucket.flat.data_ptr() == memory[2:].data_ptr()
+    assert bucket.flat.tolist() == list(range(2, 12))
+    assert upper.view.tolist() == [[6, 7, 8], [9, 10, 11]], "a user's buffer has plain strides"
+    assert lower.view.tolist() == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(keeps: bool) -> None:
+    layout = PartitionLayout.balanced([3, 2, 4], [(0, 1, 2)], 2)
+    with fake_world(0, 2):
+        parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, keeps=keeps)
+        served = [parameters[0], parameters[2]]  # the second one is frozen
+        bucket = _bucket(*(_region_state(number, each, gradients) for number, each in enumerate(served)))
+        assert not bucket.is_open
+        for parameter in served:
+            parameter.grad = torch.ones_like(parameter)
+        with mock.patch.object(gradients, "place", lambda region: torch.full((region.numel,), torch.nan)):
+            if keeps:
+                copy_in(bucket.members)
+            bucket.fill()
+        assert bucket.is_open
+        assert bucket.flat.tolist() == [1.0] * 3 + [0.0] * 2 + [1.0] * 4 + [0.0] * (layout.numel - 9)
+        bucket.give_back()
+        assert not bucket.is_open
+        assert not any(len(state.view) or state.holds_sum for state in bucket.members)
+
+
+def _region_state(index: int, parameter: nn.Parameter, gradients: PartitionedGradients) -> ParameterState:
+    return ParameterState(index, "p", parameter, torch.float32, False, region=gradients.regions[parameter])
+
+
+def test_live_gradients_move_to_the_new_bucket() -> None:
+    live, replaced, none = (_state(index) for index in range(3))
+    summed, unsummed = (_state(index, dtype=torch.float64) for index in range(3, 5))
+    first = [_bucket(live, replaced, none), _bucket(summed, unsummed)]
+    for state in (live, summed, unsummed):
+        state.view.fill_(5.0)
+    live.parameter.grad, summed.holds_sum = live.view, True
+    replaced.parameter.grad = own = torch.full((4,), 6.0)
+    summed.parameter.grad = small = torch.ones(4)
+    for bucket in first:
+        bucket.release()
+        assert len(bucket.flat) == 0
+    assert [hasattr(state, "view") for state in (live, replaced, none, summed, unsummed)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    second = [_bucket(none, live, replaced), _bucket(unsummed, summed)]
+    assert second[0].flat[4:8].tolist() == [5.0] * 4
+    assert live.parameter.grad is live.view
+    assert replaced.parameter.grad is own
+    assert none.parameter.grad is None
+    assert second[1].flat[4:].tolist() == [5.0] * 4
+    assert summed.parameter.grad is small
+
+
+def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
+    sparse = _bucket(_state(0, is_sparse=True))
+    assert sparse.is_sparse
+    assert len(sparse.flat) == 0
+    states = [_state(0), _state(1)]
+    bucket = _bucket(*states)
+    assert not bucket.is_sparse
+    bucket.pending = 0
+    for state in states:
+        state.is_copied_in, state.holds_sum, state.arrived = True, True, 3
+    bucket.reset()
+    assert bucket.pending == 2
+    assert all((state.is_copied_in, state.holds_sum, state.arrived) == (False, False, 0) for state in states)
+
+
+def test_comm_hook_bucket_has_gradients_parameters_and_index() -> None:
+    states = [_state(0, (2, 3)), _state(1, (2, 2, 1, 2))]
+    states[1].parameter.data = states[1].parameter.data.to(memory_format=torch.channels_last)
+    bucket = _bucket(*states, multiple=8)
+    seen = CommHookBucket(bucket, True)
+    assert (seen.index(), seen.is_last(), CommHookBucket(bucket, False).is_last()) == (7, True, False)
+    assert len(seen.buffer()) == 14
+    for gradient, parameter, state in zip(seen.gradients(), seen.parameters(), states, strict=True):
+        assert parameter is state.parameter
+        assert gradient.data_ptr() == state.view.data_ptr()
+        assert (gradient.shape, gradient.stride()) == (state.view.shape, state.view.stride())
+    other = torch.arange(14.0)
+    seen.set_buffer(other)
+    assert seen.buffer() is other
+    assert seen.gradients()[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def _layout(count: int = 4, **route: Any) -> BucketLayout:
+    """Build a layout with one bucket for each parameter."""
+    shared = _route(**route)
+    return BucketLayout([_state(index, route=shared) for index in range(count)], BucketSizes(1, 1, 1))
+
+
+def _members(layout: BucketLayout) -> list[list[int]]:
+    return [[state.index for state in bucket.members] for bucket in layout.buckets]
+
+
+def test_layout_follows_the_order_in_which_gradients_last_arrived() -> None:
+    layout = _layout()
+    states = [bucket.members[0] for bucket in reversed(layout.buckets)]
+    assert _members(layout) == [[3], [2], [1], [0]], "at first in the reverse order of parameters"
+    assert [bucket.index for bucket in layout.buckets] == [0, 1, 2, 3]
+    assert layout.arrivals == []
+    layout.arrivals += [1, 0, 1]
+    states[0].expected, states[0].arrived, states[1].expected, states[1].arrived, states[2].expected = 1, 5, 0, 2, 0
+    with mock.patch.object(buckets_module.dist, "broadcast") as told:
+        layout.learn("group")  # type: ignore[arg-type]
+        assert _members(layout) == [[3], [2], [1], [0]], "the new order applies from the next step on"
+        layout.renew()
+        assert _members(layout) == [[0], [1], [3], [2]], "parameters that did not arrive come last, in reverse order"
+        assert [state.expected for state in states[:3]] == [1, 2, 1]
+        assert layout.arrivals is None
+        buckets = list(layout.buckets)
+        layout.renew()
+        layout.learn("group")  # type: ignore[arg-type]
+        assert layout.buckets == buckets
+        assert told.call_count == 1
+        assert told.call_args.kwargs == {"group_src": 0, "group": "group"}
+
+
+def test_layout_follows_the_order_of_the_first_rank_and_stays_if_it_is_equal() -> None:
+    def of_first_rank(tensor: torch.Tensor, **_: object) -> None:
+        tensor.copy_(torch.tensor(order))
+
+    for order in ([2, 0, 3, 1], [3, 2, 1, 0]):
+        layout = _layout()
+        assert layout.arrivals is not None
+        layout.arrivals += [0, 1, 2, 3]
+        before = list(layout.buckets)
+        with mock.patch.object(buckets_module.dist, "broadcast", of_first_rank):
+            layout.learn(None)  # type: ignore[arg-type]
+        layout.renew()
+        assert _members(layout) == [[index] for index in order]
+        assert (layout.buckets == before) is (order == [3, 2, 1, 0])
+        assert all(len(bucket.flat) == 0 for bucket in before) or layout.buckets == before
+    empty = BucketLayout([], GREAT)
+    empty.learn(None)  # type: ignore[arg-type]
+    assert empty.buckets == []
+
+
+def test_two_level_buckets_are_padded() -> None:
+    assert [len(bucket.flat) for bucket in _layout(two_level=SimpleNamespace(slices=3)).buckets] == [6] * 4
+    assert [len(bucket.flat) for bucket in _layout().buckets] == [4] * 4
+
+
+# -- copies into buckets --------------------------------------------------------------------------------------------
+
+VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0])
+SPARSE = torch.sparse_coo_tensor([[1, 1]], torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+PLACES: dict[str, dict[str, Any]] = {
+    "in the bucket": {},
+    "of another type": {"dtype": torch.float64},
+    "in the user's memory": {"grad_buffer": True},
+}
+
+
+def _installed(place: str = "in the bucket", gradient: object = None, **more: Any) -> ParameterState:
+    """Return a parameter whose view holds nan, with its own gradient, one in place, or none."""
+    given = PLACES[place] | more
+    if "grad_buffer" in given:
+        given["grad_buffer"] = torch.zeros(4)
+    state = _state(0, **given)
+    state.scale = 0.5
+    if not state.is_sparse:
+        _bucket(state)
+        state.view.fill_(torch.nan)
+    if gradient == "in place":
+        state.view.copy_(VALUES)
+        state.parameter.grad = state.view
+    elif isinstance(gradient, torch.Tensor):
+        state.parameter.grad = gradient.clone()
+    return state
+
+
+def test_only_large_dense_gradients_are_copied_at_once() -> None:
+    assert is_copied_at_once(_state(0, (1 << 14,)))
+    assert not is_copied_at_once(_state(0, ((1 << 14) - 1,)))
+    assert not is_copied_at_once(_state(0, (1 << 14,), is_sparse=True))
+    assert not is_copied_at_once(_state(0, (1 << 14,), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("gradient", [VALUES, "in place", None], ids=["its own", "in place", "none"])
+def test_copy_in_writes_the_scaled_gradient_to_the_view(
+    in_one_pass: bool, repeats: bool, scale: float, gradient: object
+) -> None:
+    state = _installed(gradient=gradient, repeats=repeats)
+    state.scale = scale
+    without = copy_in([state], in_one_pass)
+    assert without == ([state] if gradient is None else [])
+    assert state.is_copied_in
+    assert torch.equal(state.view, torch.zeros(4) if gradient is None else VALUES * scale)
+    if repeats:
+        assert state.parameter.grad is None, "a further gradient must not be added to a bucket in flight"
+    elif gradient is not None:
+        assert state.parameter.grad is state.view
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
+    state = _installed(place)
+    accumulate_gradient(state)
+    assert state.view.isnan().all(), "there was no gradient"
+    for count in (1, 2, 3):
+        state.parameter.grad = VALUES.clone() if state.parameter.grad is None else state.parameter.grad.add_(VALUES)
+        accumulate_gradient(state)
+        assert torch.equal(state.view, VALUES.to(state.dtype) * count)
+        assert state.holds_sum is state.is_apart
+        assert state.parameter.grad is (None if state.is_apart else state.view)
+    assert copy_in([state]) == []
+    assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
+def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str, in_one_pass: bool) -> None:
+    state = _installed(place, gradient=VALUES)
+    copy_in([state], in_one_pass)
+    assert torch.equal(state.view, VALUES.to(state.dtype) / 2)
+    assert state.holds_sum
+    assert state.parameter.grad is None
+
+
+@pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
+def test_view_of_another_type_or_memory_is_zero_without_a_gradient(place: str) -> None:
+    state = _installed(place)
+    copy_in([state])
+    assert torch.equal(state.view, torch.zeros(4, dtype=state.dtype))
+
+
+def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None:
+    own, in_place, none, done = (_state(index) for index in range(4))
+    bucket = _bucket(own, in_place, none, done)
+    bucket.flat.fill_(torch.nan)
+    for state in (own, in_place, none, done):
+        state.scale = 0.5
+    own.parameter.grad, done.is_copied_in = VALUES.clone().requires_grad_(), True
+    in_place.view.copy_(VALUES)
+    in_place.parameter.grad = in_place.view
+    done.view.fill_(9.0)
+    assert copy_in(bucket.members) == [none]
+    assert bucket.flat.tolist() == [*(VALUES / 2).tolist() * 2, *[0.0] * 4, *[9.0] * 4]
+    assert not own.view.requires_grad
+    assert copy_in(bucket.members) == []
+
+
+def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
+    state, repeated, none = (
+        _installed(is_sparse=True),
+        _installed(is_sparse=True, repeats=True),
+        _installed(is_sparse=True),
+    )
+    for one in (state, repeated):
+        one.parameter.grad = SPARSE.clone()
+        accumulate_gradient(one)
+        assert one.parameter.grad is not None
+    for one in (state, repeated, none):
+        assert copy_in([one]) == []
+        assert one.view.is_sparse
+    assert state.view.to_dense().tolist() == repeated.view.to_dense().tolist() == [0, 2.5, 0, 0]
+    assert none.view.to_dense().tolist() == [0] * 4
+    assert (none.view._nnz(), none.view.shape) == (0, (4,))
+    assert state.parameter.grad is not None
+    assert repeated.parameter.grad is None
+
+
+def test_rows_are_gathered_if_the_backend_cannot_sum_them() -> None:
+    ours = torch.sparse_coo_tensor([[2, 0, 2]], torch.arange(6.0).view(3, 2), (4, 2), check_invariants=True)
+    theirs = torch.sparse_coo_tensor([[0, 1, 3]], torch.ones(3, 2), (4, 2), check_invariants=True).coalesce()
+    others = [torch.tensor([3]), theirs.indices()[0], theirs.values()]
+
+    def gather(everyone: torch.Tensor, own: torch.Tensor, group: object, async_op: bool = False) -> Any:
+        everyone.view(2, *own.shape).copy_(torch.stack([own, others.pop(0)]))
+        return SimpleNamespace(wait=lambda: None)
+
+    route: Any = SimpleNamespace(traits=SimpleNamespace(sums_sparse=False), size=2, group=None)
+    with mock.patch.object(dist, "all_gather_into_tensor", gather):
+        found = start_sum_of_rows(ours, route)()
+    assert found.is_coalesced()
+    assert found.indices().tolist() == [[0, 1, 2, 3]]
+    assert torch.equal(found.to_dense(), ours.to_dense() + theirs.to_dense())
+
+
+def _copy_in_one_pass(state: ParameterState) -> None:
+    copy_in([state], in_one_pass=True)
+
+
+@pytest.mark.parametrize(
+    "fill", [_copy_in_one_pass, accumulate_gradient, lambda state: copy_in([state]), late_gradient]
+)
+def test_gradient_of_unexpected_layout_is_named_in_error(fill: Any) -> None:
+    with pytest.raises(ValueError, match=r"parameter 'p0' got a sparse gradient, but no nn\.Embedding"):
+        fill(_installed(gradient=SPARSE))
+    if fill is not accumulate_gradient:
+        with pytest.raises(ValueError, match=r"parameter 'p0' is the weight of an nn\.Embedding\(sparse=True\)"):
+            fill(_installed(gradient=VALUES, is_sparse=True))
+
+
+def test_late_gradient_has_the_type_of_the_view() -> None:
+    for place in PLACES:
+        state = _installed(place)
+        assert torch.equal(late_gradient(state), torch.zeros_like(state.view))
+        state.parameter.grad = VALUES.clone()
+        late = late_gradient(state)
+        assert torch.equal(late, VALUES.to(state.dtype))
+        assert late.data_ptr() != state.view.data_ptr()
+    sparse = _installed(is_sparse=True)
+    assert late_gradient(sparse).to_dense().tolist() == [0] * 4
+    sparse.parameter.grad = SPARSE.clone()
+    assert late_gradient(sparse).to_dense().tolist() == [0, 5, 0, 0]
+
+
+def test_is_replaced_detects_gradients_replaced_after_the_copy() -> None:
+    for gradient in (None, VALUES):
+        state = _installed(gradient="in place")
+        copy_in([state])
+        assert not state.is_replaced
+        state.parameter.grad = gradient
+        assert state.is_replaced
+    apart = _installed("of another type", gradient=VALUES)
+    copy_in([apart])
+    assert not apart.is_replaced, "the view never was the parameter's gradient"
+    apart.parameter.grad = VALUES
+    assert apart.is_replaced
+    sparse = _installed(is_sparse=True, gradient=SPARSE)
+    copy_in([sparse])
+    assert not sparse.is_replaced
+    sparse.parameter.grad = None
+    assert sparse.is_replaced
+    repeated = _installed(gradient=VALUES, repeats=True)
+    copy_in([repeated])
+    assert not repeated.is_replaced
+    repeated.parameter.grad, repeated.arrived, repeated.expected = VALUES, 1, 1
+    assert repeated.is_replaced
+    repeated.arrived = 2
+    assert not repeated.is_replaced, "a late gradient is not a replacement"
