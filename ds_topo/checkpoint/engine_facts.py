@@ -170,7 +170,7 @@ def experts_of(module: nn.Module) -> dict[str, Any]:
 
     A rank numbers the experts of DeepSpeed's ``MoE`` in their names. AutoEP stacks them, ``[experts, ...]``.
     """
-    found = {}
+    found: dict[str, Any] = {}
     stacking: Any = sys.modules.get("deepspeed.module_inject.auto_ep_layer")  # slow to import, and only AutoEP needs it
     for prefix, layer in module.named_modules():
         is_stacked = stacking is not None and isinstance(layer, stacking.AutoEPMoELayer)
@@ -256,6 +256,8 @@ def _difference(kind: str, own: Mapping[str, tuple[int, ...]], saved: Mapping[st
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that checkpoints hold, except those of experts."""
+    if next(module.buffers(), None) is None:
+        return {}  # at once: a state dict of many parameters takes long
     saved = module.state_dict(keep_vars=True)
     return {name: one for name, one in module.named_buffers() if name in saved and not head_of(name)}
 

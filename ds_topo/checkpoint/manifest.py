@@ -210,18 +210,22 @@ class SavedParameter:
             )
 
 
+_NUMBERS = re.compile(r"(\d+)")
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Sort names so that the numbers in them rise.
 
     >>> in_order({"10.weight", "2.weight", "2.bias"})
     ['2.bias', '2.weight', '10.weight']
     """
-    return sorted(
-        names,
-        key=lambda name: [
-            (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)
-        ],
-    )
+
+    def parts(name: str) -> tuple[list[str | int], str]:
+        found: list[str | int] = list(_NUMBERS.split(name))  # texts and numbers in turn
+        found[1::2] = map(int, found[1::2])
+        return found, name
+
+    return sorted(names, key=parts)
 
 
 @dataclass(frozen=True)

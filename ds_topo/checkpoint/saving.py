@@ -386,6 +386,9 @@ class BackgroundSave:
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)
         self._described: dict[str, Any] = {}
         """This rank's parameters."""
+        self._name_of_table = ""
+        self._names: set[str] = set()
+        """The names of this rank's parameters."""
         self._left_early = False
         self._path: Path | None = None
         try:
@@ -451,10 +454,8 @@ class BackgroundSave:
         ]
         replica, model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
         self._described = {"parameters": rows if replica == 0 else [], "table": None}
-        if self._recorder is not None and (table := self._recorder.table()).vectors:
-            name = f"table_replica_{replica}_mp_rank_{model_rank:02d}.json"
-            self._files.write(table.to_text(), self._draft / self._tag / name, _write_text)
-            self._described["table"] = table.described(name, {row.name for row in rows}, self._recorder.partition)
+        self._name_of_table = f"table_replica_{replica}_mp_rank_{model_rank:02d}.json"
+        self._names = {row.name for row in rows}
         self._files.start()
 
     def _describe(self, content: Any, file: str) -> None:
@@ -479,7 +480,11 @@ class BackgroundSave:
         return self._root / self._tag
 
     def _written(self) -> dict[str, Any]:
-        """Wait for this rank's files; return its part of the manifest."""
+        """Write the table, and wait for this rank's files; return its part of the manifest."""
+        if self._recorder is not None and (table := self._recorder.table()).vectors:
+            self._files.write(table.to_text(), self._draft / self._tag / self._name_of_table, _write_text)
+            self._files.start()
+            self._described["table"] = table.described(self._name_of_table, self._names, self._recorder.partition)
         return {"files": self._files.finish(), **self._described}
 
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -228,8 +229,7 @@ class ExpertName(NamedTuple):
 
 def expert_of(name: str) -> ExpertName | None:
     """Parse the name of a parameter; return None if it does not belong to an expert."""
-    found = _EXPERT_NAME.fullmatch(name)
-    if found is None:
+    if "deepspeed_experts" not in name or (found := _EXPERT_NAME.fullmatch(name)) is None:
         return None
     number = found["number"]
     return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
@@ -359,10 +359,10 @@ class Table:
         """
         positions = {name: at for at, name in enumerate(in_order(names))}
         held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
-        rows = [positions[row] for name in held for row in {name, starred(name)} if row in positions]
+        rows = {positions[row] for name in held for row in (name, starred(name)) if row in positions}
         has_buffers = any(BUFFER in vector.tensors for vector in self.vectors)
-        found = SavedTable.of(path, self.model_rank, set(rows), has_buffers=has_buffers)
-        is_right = all(
+        found = SavedTable.of(path, self.model_rank, rows, has_buffers=has_buffers)
+        is_right = partition[1] > 1 and all(
             start <= part.start and part.stop <= stop
             for vector in self.vectors
             for part in (vector.parts if BUFFER not in vector.tensors else ())
@@ -631,4 +631,9 @@ class FileRecorder:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of_type(tensor.dtype)
+
+
+@cache
+def _name_of_type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
