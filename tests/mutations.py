@@ -72,12 +72,20 @@ IMPORTS = (
 MESSAGES = {"warn", "listed", "print", "write"}
 """Functions whose arguments are texts for people."""
 TESTS = {
+    "checkpoint/deepspeed_reader": "checkpoint/test_table.py checkpoint/test_loading_stock_checkpoints.py "
+    "checkpoint/test_converting.py checkpoint/test_damaged_files.py",
     "checkpoint/engine_facts": "checkpoint/test_saving.py checkpoint/test_loading.py",
-    "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_optimizer_groups.py",
-    "checkpoint/loader": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py",
+    "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
+    "checkpoint/loader": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py "
+    "checkpoint/test_torch.py",
     "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
+    "checkpoint/rank_zero": "checkpoint/test_saving.py checkpoint/test_loading.py checkpoint/test_background.py",
+    "checkpoint/safe_reading": "checkpoint/test_unusual_input.py checkpoint/test_damaged_files.py",
+    "checkpoint/saved_model": "checkpoint/test_converting.py checkpoint/test_converting_experts.py "
+    "checkpoint/test_padded_vocabularies.py",
     "checkpoint/table": "checkpoint/test_table.py checkpoint/test_parts_of_tensors.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py",
+    "checkpoint/without_manifest": "checkpoint/test_loading_stock_checkpoints.py",
     "engine/__main__": "engine/test_fingerprints.py engine/test_patches.py",
     "engine/activations": "engine/test_activation_shapes.py engine/test_pipeline.py",
     "engine/loss_scales": "engine/test_loss_scales.py engine/test_idle_stages.py engine/test_norms.py",
@@ -101,6 +109,7 @@ TESTS = {
     "engine/unused_parameters": "engine/test_accumulation.py",
     "engine/use": "engine/test_use.py "
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
+    "launch/agreement": "process_groups/test_agreement.py",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_device_mesh.py engine/test_grid.py engine/test_batches.py",
     "reduction/options": "reduction/test_mistakes.py reduction/test_buckets.py",

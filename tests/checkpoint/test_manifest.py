@@ -351,6 +351,7 @@ def test_impossible_parameter_is_refused(wrong: dict[str, Any]) -> None:
     right = SavedParameter("weight", (2, 0), "torch.float32", (0, 2), split_dim=-1, experts=1)
     with pytest.raises(ValueError, match=r"impossible|do not rise"):
         replace(right, **wrong)
+    assert len(replace(right, shape=(1,) * 64).shape) == 64, "torch has tensors of so many dimensions"
 
 
 @pytest.mark.parametrize("experts", [0, -1, 2**62])

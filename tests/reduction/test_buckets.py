@@ -218,13 +218,14 @@ def test_bucket_over_grad_buffers_is_their_memory() -> None:
     assert lower.view.tolist() == [[2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("frozen", [0, 1, 2])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(keeps: bool) -> None:
+def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(keeps: bool, frozen: int) -> None:
     layout = PartitionLayout.balanced([3, 2, 4], [(0, 1, 2)], 2)
     with fake_world(0, 2):
         parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
         gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, keeps=keeps)
-        served = [parameters[0], parameters[2]]  # the second one is frozen
+        served = [one for number, one in enumerate(parameters) if number != frozen]
         bucket = _bucket(*(_region_state(number, each, gradients) for number, each in enumerate(served)))
         assert not bucket.is_open
         for parameter in served:
@@ -234,7 +235,8 @@ def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(keeps: 
                 copy_in(bucket.members)
             bucket.fill()
         assert bucket.is_open
-        assert bucket.flat.tolist() == [1.0] * 3 + [0.0] * 2 + [1.0] * 4 + [0.0] * (layout.numel - 9)
+        values = [float(number != frozen) for number, numel in enumerate(layout.numels) for _ in range(numel)]
+        assert bucket.flat.tolist() == values + [0.0] * (layout.numel - 9)
         bucket.give_back()
         assert not bucket.is_open
         assert not any(len(state.view) or state.holds_sum for state in bucket.members)
@@ -439,8 +441,9 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
 @pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
 def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str, in_one_pass: bool) -> None:
     state = _installed(place, gradient=VALUES)
+    state.scale = 1 / 3
     copy_in([state], in_one_pass)
-    assert torch.equal(state.view, VALUES.to(state.dtype) / 2)
+    assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
     assert state.holds_sum
     assert state.parameter.grad is None
 

@@ -91,6 +91,25 @@ def _unused() -> None:
         assert found["branches.0.weight"] is not None or step == 3
 
 
+def _used_before_the_last_micro_batch(options: dict[str, Any]) -> None:
+    module = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    reducer = GradientReducer(module, find_unused_parameters=True, **options)
+    inputs = torch.full((1, 2), dist.get_rank() + 1.0)
+    for _ in range(2):
+        module.zero_grad()
+        with reducer.no_sync():
+            (module[0](inputs) + module[1](inputs)).sum().backward()
+        module[0](inputs).sum().backward()
+        reducer.finish()
+        assert torch.equal(module[0].weight.grad, torch.full((2, 2), 3.0)), "twice the mean of 1 and 2"
+        assert torch.equal(module[1].weight.grad, torch.full((2, 2), 1.5))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_dtype": torch.float64}], ids=["views", "sums apart"])
+def test_parameter_of_an_earlier_micro_batch_is_used(world: Worlds, options: dict[str, Any]) -> None:
+    world(2).run(_used_before_the_last_micro_batch, options)
+
+
 def test_find_unused_parameters_gives_gradients_of_ddp(world: Worlds) -> None:
     world(2).run(_unused)
 
