@@ -187,11 +187,7 @@ class WholeModel:
     def names_on(self, model_rank: int) -> list[str]:
         """Return the names of the parameters of a model rank, with those of all experts of its layers."""
         rows = {row.name for row in self._rows if model_rank in row.model_ranks}
-        return [
-            name
-            for name, one in self.parameters.items()
-            if (name in rows or (one.experts > 0 and starred(name) in rows))
-        ]
+        return [name for name in self.parameters if name in rows or starred(name) in rows]
 
     @cached_property
     def _positions(self) -> dict[int, dict[str, int]]:

@@ -29,6 +29,7 @@ from ds_topo.checkpoint.folder import (
     look_at,
     named_latest,
     open_file,
+    other_kind,
     problem_of_latest,
     remove_old,
     replace_text,
@@ -347,3 +348,14 @@ def test_json_of_odd_names_is_complete(folder: Path, capsys: pytest.CaptureFixtu
         "step2",
         "step1",
     ]
+
+
+def test_other_kind_names_the_call_that_loads_weights(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    file.touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").touch()
+    assert other_kind(file).endswith(f"or into the engine, by load(engine, {str(file)!r})")
+    assert other_kind(tmp_path).endswith(f"or into the engine, by load(engine, {str(file)!r})")
+    assert other_kind(tmp_path / "model").endswith(f"by load(engine, {str(tmp_path / 'model')!r})")
+    assert other_kind(tmp_path / "none") == ""

@@ -31,6 +31,11 @@ def _scales(gradients: list[float]) -> list[float]:
     return seen
 
 
+def test_loss_is_multiplied_by_the_scale_of_fp16() -> None:
+    scaler = loss_scales.LossScaler(mock.Mock(cur_scale=3.0))
+    assert scaler.scale(torch.tensor(0.5, dtype=torch.float16)) == 1.5
+
+
 def test_scale_is_halved_by_an_overflow_and_doubled_after_many_steps_without_one() -> None:
     with mock.patch.multiple(loss_scales, FIRST_SCALE=8.0, STEPS_TO_GROW=3, LOWEST_SCALE=2.0):
         assert _scales([1.0] * 5) == [8.0, 8.0, 8.0, 16.0, 16.0]

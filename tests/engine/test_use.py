@@ -223,6 +223,10 @@ def _partitioned() -> None:
         with deepspeed.zero.Init(config_dict_or_path=config):  # as from_pretrained() does: without a group
             module = nn.Linear(8, 8)
         assert dist.get_process_group_ranks(module.weight.ds_process_group) == grid.get_ranks("data")
+        given = grid.get_group(["data", "model"])
+        with deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=given):
+            other = nn.Linear(8, 8)
+        assert other.weight.ds_process_group == given, "the program's own group counts"
         engine, *_ = deepspeed.initialize(model=module, config=config)
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 8)).sum())
