@@ -423,9 +423,11 @@ def renaming(rename: Rename) -> Callable[[str], tuple[str, ...]]:
     Raises:
         ValueError: by the function, if ``rename`` gives something else than names.
     """
+    if rename is None:
+        return lambda name: (name,)
 
     def new_names(name: str) -> tuple[str, ...]:
-        new = name if rename is None else rename(name) if callable(rename) else rename.get(name, name)
+        new = rename(name) if callable(rename) else rename.get(name, name)
         names = new if isinstance(new, tuple) else (new,)
         if not names or not all(isinstance(one, str) and one for one in names):
             raise ValueError(f"rename gives {abridged(new)} for {name!r}: give a name, or a tuple of names")
