@@ -20,7 +20,8 @@ _ASKED_FOR = "ds_topo.use(grid) asks for it: programs call these names before an
 CONSTRUCT_ENGINE = Patch(
     find("deepspeed.runtime.engine.DeepSpeedEngine"),
     "__init__",
-    instead="The same. An engine whose mpu is a grid has a class of ours; others may not have a model for a grid.",
+    instead="The same. An engine whose mpu is a grid has a class of ours. An engine without a grid is refused if its "
+    "model was made for one.",
     why="DeepSpeed's engines assume an order of ranks that a grid may not have.",
     during="a PipelineParallelGrid exists, or ds-topo verify records a run",
     process_wide="deepspeed.initialize builds the engine itself: no object exists before the constructor runs.",

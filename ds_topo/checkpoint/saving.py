@@ -481,10 +481,11 @@ class BackgroundSave:
 
     def _written(self) -> dict[str, Any]:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
-        if self._recorder is not None and (table := self._recorder.table()).vectors:
+        recorder = self._recorder if self._files.failure is None else None
+        if recorder is not None and (table := recorder.table()).vectors:
             self._files.write(table.to_text(), self._draft / self._tag / self._name_of_table, _write_text)
             self._files.start()
-            self._described["table"] = table.described(self._name_of_table, self._names, self._recorder.partition)
+            self._described["table"] = table.described(self._name_of_table, self._names, recorder.partition)
         return {"files": self._files.finish(), **self._described}
 
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:

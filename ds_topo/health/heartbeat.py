@@ -1,8 +1,8 @@
 """Exchange heartbeats between ranks, report faults through the store, and agree on one verdict.
 
 Ranks form a ring. Each one writes its own beat, and reads the beat of the next rank that has not ended, the beat of
-rank 0, and two words that are the same for all. This takes two requests, for any number of ranks. Only after a fault
-is more read.
+rank 0, and two keys that all ranks share. This takes two requests, for any number of ranks. Ranks read more only after
+a fault.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
 EXPERT, EXPERT_DATA, GRADIENTS, ENDS, COPIES = "expert", "expert data", "gradients", "ends", "copies"
-"""Groups that are no axis: the ranks over which a layer's experts are distributed, the replicas of an expert, the
-replicas of a parameter, the first and last stage, and the ranks that hold one partition of ZeRO."""
+"""Names of groups that do not belong to one axis: the ranks over which a layer's experts are distributed, the replicas
+of an expert, the replicas of a parameter, the first and last stage, and the ranks that hold one partition of ZeRO."""
 PASS_AXES = (MODEL, SEQ, EXPERT)
 """Axes whose messages a stage waits for within a pass."""
 TO_OWNERS, FROM_OWNERS = "sum_to_owners", "gather_from_owners"

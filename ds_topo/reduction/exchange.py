@@ -453,9 +453,9 @@ class _Worker:
 
     A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
     Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock. That holds for two rounds, of
-    which the last one is posted before a rank waits for another piece. With more rounds, a rank that already knows the
-    next piece would wait for its first round, and a rank that does not know it yet for the third round of this one. A
-    piece with more rounds therefore ends before a rank waits for the next one, whose first round is in flight.
+    which the last one is posted before a rank waits for another piece. With more rounds ranks could deadlock: a rank
+    that already knows the next piece would wait for its first round, while a rank that does not know it yet would wait
+    for the third round of this piece. So a piece with more rounds ends before a rank waits for the next one.
     """
 
     def __init__(self, group: ProcessGroup, lane: int) -> None:

@@ -68,7 +68,7 @@ class Recording:
     weights_from: Path | None = None
     """The folder of the wanted run with whose first weights a reference starts."""
     noise: int | None = None
-    """The seed of artificial rounding errors; None: none."""
+    """The seed of artificial rounding errors; None: no artificial errors."""
     until_update: bool = False
     """True ends the run after its first update."""
     has_dropout: bool = True
