@@ -183,7 +183,7 @@ class DeepSpeedFiles(Source):
 
     def _add(self, table: Table) -> None:
         self._slices.clear()
-        for vector in table.vectors:
+        for vector in table.vectors():
             for part in vector.parts:
                 name = table.pieces[part.piece].name
                 for key in (*vector.tensors, *vector.values):
@@ -216,7 +216,7 @@ class DeepSpeedFiles(Source):
         of_model = self.model.parameters.get(name)
         is_expert = of_model is not None and of_model.experts > 0
         for one in sorted(found_parts, key=lambda one: one.table.model_rank):
-            place, own = one.table.pieces[one.part.piece].place, one.table.model_rank
+            place, own = one.table.pieces[one.part.piece].slice.place, one.table.model_rank
             if model_rank not in (None, own):
                 continue
             if of_rank.setdefault(place, own) != own and not is_expert:  # ranks of several slices share experts
@@ -492,23 +492,23 @@ class DeepSpeedFiles(Source):
         for name in self._buffer_names():
             parts = self._of_slice(name, BUFFER)
             located = next(iter(parts.values()))[0]
-            piece = located.table.pieces[located.part.piece]
-            if piece.dim is None and is_same:
+            saved = located.table.pieces[located.part.piece].slice
+            if saved.dim is None and is_same:
                 own = next(
                     iter(self._of_slice(name, BUFFER, located.table.model_rank // slices * slices + place).values()),
                     [located],
                 )
-                yield name, self._flat(own[0], BUFFER).view(piece.shape)
+                yield name, self._flat(own[0], BUFFER).view(saved.shape)
                 continue
             split = self.model.structure.splits.get(name)
-            whole = piece.slice.whole_shape
+            whole = saved.whole_shape
             wanted = Slice(whole)
-            if split is not None and piece.dim is not None:
-                if whole[piece.dim] % (slices * piece.stride):
+            if split is not None and saved.dim is not None:
+                if whole[saved.dim] % (slices * saved.stride):
                     yield name, torch.empty((0,))
                     continue
-                shape = tuple(size // slices if dim == piece.dim else size for dim, size in enumerate(whole))
-                wanted = Slice(shape, piece.dim, slices, place, piece.stride)
+                shape = tuple(size // slices if dim == saved.dim else size for dim, size in enumerate(whole))
+                wanted = Slice(shape, saved.dim, slices, place, saved.stride)
             found = self._assembled(name, BUFFER, wanted, 0, math.prod(wanted.shape), None)
             assert found is not None
             yield name, found.view(wanted.shape)
@@ -562,12 +562,12 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
         expert = model.expert_on(name, place)
         if one.is_stacked:
             part = model.parts[model.structure.experts[name]][place]
-            pieces[name] = Piece.of(name, Slice(one.shape, 0, model.structure.experts[name], part))
+            pieces[name] = Piece(name, Slice(one.shape, 0, model.structure.experts[name], part))
             stacked.append(name)
         elif not one.experts or expert:
             split = one.split
             own = Slice(one.shape) if split is None else Slice(one.shape, split.dim, model.slices, of, split.stride)
-            pieces[expert or name] = Piece.of(name, own)
+            pieces[expert or name] = Piece(name, own)
     states = source.content(name_of_model_states(layout, place.model_rank))
     files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
     buffers = dict[str, Piece]()
@@ -586,7 +586,7 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
                 own = Slice(tuple(value.shape))
                 if split is not None and model.slices > 1:
                     own = Slice(tuple(value.shape), split.dim, model.slices, of, split.stride)
-                buffers[whole] = Piece.of(whole, own)
+                buffers[whole] = Piece(whole, own)
     orders = _orders_of(source, place, states, {**pieces, **buffers})
     partitions = layout.partitions if layout.zero_stage == 3 else 1
     partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
@@ -687,6 +687,6 @@ def _order(
                 "Load the checkpoint in the layout that saved it"
             )
         begins.append((numbers[name], end))
-        numel = pieces[name].numel
+        numel = pieces[name].slice.numel
         end += -(-numel // partition[1]) if is_by_parameter else numel + int(paddings.get(name, 0))
     return Order(begins, *partition)

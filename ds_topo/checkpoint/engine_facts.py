@@ -209,21 +209,23 @@ def split_of(tensor: torch.Tensor) -> manifests.SavedSplit | None:
 
 def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
     """Return this rank's parameters in the module's order. One row stands for all experts of a layer."""
-    experts = experts_of(engine.module)
-    found: dict[manifests.SavedParameter, None] = {}
+    experts, rank = experts_of(engine.module), (int(engine.checkpoint_mp_rank),)
+    found: dict[str, manifests.SavedParameter] = {}
     for name, parameter in engine.module.named_parameters():
         layer = experts.get(name)
-        row = manifests.SavedParameter(
-            starred(name) if layer is not None else name,
+        own_name = starred(name) if layer is not None else name
+        if own_name in found:
+            continue
+        found[own_name] = manifests.SavedParameter(
+            own_name,
             shape_of(parameter),
             str(parameter.dtype).removeprefix("torch."),
-            (int(engine.checkpoint_mp_rank),),
+            rank,
             (split.dim if (split := split_of(parameter)) else -1) if is_model_parallel_parameter(parameter) else None,
             int(layer.num_experts) if layer is not None else None,
             parameter.requires_grad,
         )
-        found[row] = None
-    return list(found)
+    return [*found.values()]
 
 
 def difference_of_models(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
@@ -295,9 +297,9 @@ def splits_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> Splits:
     return Splits(splits, undeclared, aliases)
 
 
-def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
+def structure_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> manifests.SavedStructure:
     """Return the structure of the model and the optimizer, as this rank's stage sees it."""
-    module, inner, of_experts = engine.module, inner_optimizer(engine), experts_of(engine.module)
+    module, inner = engine.module, inner_optimizer(engine)
     splits, undeclared, aliases = splits_of(engine, of_experts)
     # by the prefix of a layer's experts, or by the name of a parameter that stacks them
     experts = {head_of(name) or name: int(layer.ep_size) for name, layer in of_experts.items()}
@@ -409,8 +411,9 @@ def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     stage, place, _ = stage_and_slice(engine)
     if place or replica_of(engine):
         return None
-    structure = structure_of(engine)
-    return {"stage": stage, "structure": structure, "universal": universal_info_of(engine, structure)}
+    of_experts = experts_of(engine.module)
+    structure = structure_of(engine, of_experts)
+    return {"stage": stage, "structure": structure, "universal": universal_info_of(engine, structure, of_experts)}
 
 
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure:
@@ -439,15 +442,16 @@ WRITER = "written_by"
 """An entry that marks ours, which a program did not supply."""
 
 
-def universal_info_of(engine: DeepSpeedEngine, structure: manifests.SavedStructure) -> dict[str, Any]:
+def universal_info_of(
+    engine: DeepSpeedEngine, structure: manifests.SavedStructure, of_experts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what ``ds_to_universal`` needs to know of this stage's parameters."""
     _, _, slices = stage_and_slice(engine)
     found = {key: kind() for key, kind in _ITEMS.items()}
     in_groups = {name for groups in structure.groups for names in groups for name in names}
-    of_experts = experts_of(engine.module)  # which its command treats apart
     for name, parameter in engine.module.named_parameters():
         if name not in in_groups or not parameter.requires_grad or name in of_experts:
-            continue
+            continue  # its command treats experts apart
         pattern, split, shape = f"^{re.escape(name)}$", structure.splits.get(name), shape_of(parameter)
         if getattr(parameter, "ds_pipe_replicated", False):  # a copy of an earlier stage's
             found["pipeline_replicated_parameter_patterns"].append(pattern)

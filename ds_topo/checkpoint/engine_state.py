@@ -8,7 +8,6 @@ checkpoints and recordings read it. The last section restores what is no tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -47,8 +46,7 @@ SCHEDULER = "lr_scheduler"
 # optimizer state has the layout of the tensor that it belongs to.
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
+class Held(NamedTuple):
     """A parameter, and the place of this rank's part of it in memory, in elements."""
 
     parameter: nn.Parameter
@@ -320,8 +318,7 @@ Rename: TypeAlias = "Callable[[str], NewNames] | Mapping[str, NewNames] | None"
 """A function or mapping from the names of the engine's module to another program's; a mapping may omit equal names."""
 
 
-@dataclass(frozen=True, eq=False)
-class Named:
+class Named(NamedTuple):
     """A parameter of this rank, with its names in the whole model."""
 
     parameter: nn.Parameter
@@ -481,10 +478,10 @@ def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
         CheckpointError: as :func:`named_parameters`.
     """
     named = named_parameters(engine)
-    pieces = {one.local: Piece.of(one.names[0], one.slice) for one in named}
+    pieces = {one.local: Piece(one.names[0], one.slice) for one in named}
     numbers = {id(one.parameter): number for number, one in enumerate(named)}
     buffers = named_buffers(engine)
-    pieces |= {name: Piece.of(name, one.slice) for name, one in buffers.items()}
+    pieces |= {name: Piece(name, one.slice) for name, one in buffers.items()}
     stacked = [one.local for one in named if one.is_expert and not head_of(one.local)]
     orders, optimizer, inner = list[Order](), engine.optimizer, facts.inner_optimizer(engine)
 

@@ -20,14 +20,15 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from itertools import pairwise
-from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
-from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, ExpertSizeError, abridged, listed
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, ExpertSizeError, abridged
 from ds_topo.topology.axes import SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
@@ -36,14 +37,18 @@ PLACEHOLDERS = "idle_stage_placeholders"
 """The start of the names of parameters that stand for none, on a stage without trainable parameters of a group."""
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
-FORMAT, VERSION = "ds_topo checkpoint", 3
+FORMAT, VERSION = "ds_topo checkpoint", 4
+_TABLES_SINCE = 4
+"""The first version with tables that this release reads; files of others are described anew when they are read."""
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""
 MOST_RANKS = 1 << 22
 """The most ranks of a layout: tables of all ranks must fit into memory."""
-_LARGEST = 1 << 63
-"""Numbers are below it, as sizes of files and tensors are; larger ones would be slow to multiply and to print."""
+Number = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
+"""A whole number. Sizes of files and tensors are in this range; others would be slow to multiply and to print."""
+Text = Annotated[str, Field(pattern=r"^(?:[^\pC\pZ]| )*$")]
+"""A text that can be printed in one line."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, as in torch."""
 FLAT_OPTIMIZER = "FP16_Optimizer"
@@ -52,18 +57,24 @@ BF16_OPTIMIZER = "BF16_Optimizer"
 """DeepSpeed's optimizer for bf16 with gradients summed in fp32. It partitions its states at ZeRO 0, too."""
 
 
+class Saved:
+    """What JSON says, with the types that are declared and no other entries."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+
 @dataclass(frozen=True)
-class SavedSplit:
+class SavedSplit(Saved):
     """The split of a parameter over slices.
 
     The parameter has ``stride * slices`` equal pieces along ``dim``. Slice i holds pieces i, i + slices, and so on.
     """
 
-    dim: int
-    stride: int = 1
-    real: int | None = None
+    dim: Number
+    stride: Number = 1
+    real: Number | None = None
     """The size of the whole dimension without padding, such as the words of a padded vocabulary; None if unknown."""
-    padded: int | None = None
+    padded: Number | None = None
     """The size of the whole dimension with padding, if ``real`` is known."""
 
     def __post_init__(self) -> None:
@@ -74,52 +85,52 @@ class SavedSplit:
 
 
 @dataclass(frozen=True)
-class SavedLayer:
+class SavedLayer(Saved):
     """A layer of a pipeline."""
 
-    kind: str
+    kind: Text
     """The name of its class or function, which ``partition_method="type:..."`` matches."""
-    tied: str = ""
+    tied: Text = ""
     """The key of the module that it shares with other layers; empty if it shares none."""
 
 
 @dataclass(frozen=True)
-class SavedOptions:
+class SavedOptions(Saved):
     """The options of ``zero_optimization`` that order the optimizer's files, with DeepSpeed's defaults."""
 
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
-    sub_group_size: int = 1_000_000_000
+    sub_group_size: Number = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class SavedStructure:
+class SavedStructure(Saved):
     """The structure of a model and its optimizer: with the parameters, enough to write its files for other layouts."""
 
-    optimizer: str | None
+    optimizer: Text | None
     """The class of the innermost optimizer, inside DeepSpeed's wrappers."""
-    groups: tuple[tuple[tuple[str, ...], ...], ...]
+    groups: tuple[tuple[tuple[Text, ...], ...], ...]
     """The names of the parameters in each group of the optimizer, in its order, by stage."""
-    splits: Mapping[str, SavedSplit] = field(default_factory=dict)
+    splits: Mapping[Text, SavedSplit] = field(default_factory=dict)
     """The split of each sliced parameter, by name."""
-    undeclared: tuple[str, ...] = ()
+    undeclared: tuple[Text, ...] = ()
     """Parameters that are marked as slices without a dimension."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[Text, Text] = field(default_factory=dict)
     """Each further name of a shared parameter, mapped to its first name."""
     layers: tuple[SavedLayer, ...] = ()
     """The layers of a pipeline, over all stages."""
-    bounds: tuple[int, ...] = ()
+    bounds: tuple[Number, ...] = ()
     """The first layer of each stage of a pipeline, or of its two parts of DualPipeV, then the number of layers."""
-    method: str = ""
+    method: Text = ""
     """The pipeline's ``partition_method``; empty if unknown."""
-    experts: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[Text, Number] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``), or of
     each parameter in which AutoEP stacks the experts of a rank."""
     options: SavedOptions = SavedOptions()
     """The engine's options of ZeRO."""
     is_by_element: bool = True
     """False if the optimizer is not known to update each element by its own gradient and states alone."""
-    buffers: Mapping[str, tuple[int, ...]] | None = None
+    buffers: Mapping[Text, tuple[Number, ...]] | None = None
     """The shape on slice 0 of each saved buffer, except those of experts; None if unknown."""
 
     def __post_init__(self) -> None:
@@ -161,14 +172,14 @@ def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
 
 
 @dataclass(frozen=True)
-class SavedFile:
+class SavedFile(Saved):
     """One file of a checkpoint."""
 
-    path: str
+    path: Text
     """Relative to the checkpoint's folder, with ``/``."""
-    bytes: int
-    sha256: str
-    rank: int
+    bytes: Number
+    sha256: Text
+    rank: Number
     """The global rank that wrote it."""
 
     def __post_init__(self) -> None:
@@ -183,19 +194,19 @@ MOST_EXPERTS = 65_536
 
 
 @dataclass(frozen=True)
-class SavedParameter:
+class SavedParameter(Saved):
     """A parameter, with the shape that each of its model ranks holds."""
 
-    name: str
+    name: Text
     """The module's name. Layers of a pipeline have their number in the whole pipeline; ``*`` stands for experts."""
-    shape: tuple[int, ...]
+    shape: tuple[Number, ...]
     """The shape on one model rank: that of the slice if it is tensor parallel, and the full one under ZeRO 3."""
-    dtype: str
-    model_ranks: tuple[int, ...]
+    dtype: Text
+    model_ranks: tuple[Number, ...]
     """The model ranks that hold it, ascending."""
-    split_dim: int | None = None
+    split_dim: Number | None = None
     """The dimension that slices split; -1 if the parameter is marked as a slice without one; None if it is unmarked."""
-    experts: int | None = None
+    experts: Number | None = None
     """The number of experts in the layer; None for a dense parameter. AutoEP stacks a rank's in one parameter."""
     is_trained: bool = True
 
@@ -229,18 +240,17 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SavedTable:
+class SavedTable(Saved):
     """The file with a rank's table, and what it is about, so that other ranks know whether they need it."""
 
-    path: str
-    model_rank: int
-    rows: tuple[int, ...] = ()
+    path: Text
+    model_rank: Number
+    rows: tuple[Number, ...] = ()
     """Runs among the sorted names of the model rank's parameters: first, end, first, end, ..."""
     has_buffers: bool = False
-    partition: int = 0
-    partitions: int = 1
-    """Each parameter is cut into so many equal partitions, of which the table has one; 1 if it may have any elements,
-    and in version 2."""
+    partition: Number = 0
+    partitions: Number = 1
+    """Each parameter is cut into so many equal partitions, of which the table has one; 1 if it has any elements."""
 
     def __post_init__(self) -> None:
         if self.model_rank < 0 or len(self.rows) % 2 or any(one >= two for one, two in pairwise(self.rows)):
@@ -269,10 +279,10 @@ class SavedTable:
 
 
 @dataclass(frozen=True)
-class SavedExperts:
+class SavedExperts(Saved):
     """Expert groups of one size, by the arguments of ``create_expert_groups``."""
 
-    size: int
+    size: Number
     tensor_parallel: bool = False
     data_first: bool = False
 
@@ -282,26 +292,26 @@ class SavedExperts:
 
 
 @dataclass(frozen=True)
-class SavedLayout:
+class SavedLayout(Saved):
     """The layout of the job that wrote a checkpoint."""
 
-    topology: str | None
+    topology: Text | None
     """The topology's spec; None if the engine's mpu is not a ds_topo grid."""
-    world_size: int
-    model_ranks: int
+    world_size: Number
+    model_ranks: Number
     """Stages times slices."""
-    replicas: int
+    replicas: Number
     """The number of ranks with the same parameters."""
-    zero_stage: int
-    optimizer: str | None
+    zero_stage: Number
+    optimizer: Text | None
     """The class of DeepSpeed's optimizer, which determines the contents of its files."""
-    precision: str
+    precision: Text
     """The precision of the parameters: ``fp32``, ``bf16`` or ``fp16``."""
     is_pipeline: bool = False
     experts: tuple[SavedExperts, ...] = ()
     has_reducer: bool = False
     """True if our reducer kept ZeRO's partitions in its balanced layout. The files are in DeepSpeed's in any case."""
-    first_rank: int = 0
+    first_rank: Number = 0
     """The global rank of the topology's rank 0."""
 
     def __post_init__(self) -> None:
@@ -390,17 +400,17 @@ class SavedLayout:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Saved):
     """The manifest of one checkpoint."""
 
-    tag: str
-    step: int
-    time: str
+    tag: Text
+    step: Number
+    time: Text
     """The time at which its files were written: UTC, ISO 8601."""
     layout: SavedLayout
     files: tuple[SavedFile, ...]
     parameters: tuple[SavedParameter, ...]
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[Text, Text] = field(default_factory=dict)
     structure: SavedStructure | None = None
     """The model's structure; None if it was not recorded."""
     tables: tuple[SavedTable, ...] = ()
@@ -496,6 +506,8 @@ def from_text(text: str, where: str) -> Manifest:
         layout = content.get("layout")
         if isinstance(layout, dict):
             layout.pop("coordinates", None)  # for readers without ds_topo
+        if isinstance(version, int) and version < _TABLES_SINCE:
+            content.pop("tables", None)
         found: Manifest = built_from(Manifest, {key: value for key, value in content.items() if key not in _OURS})
     except (ValueError, RecursionError, MemoryError) as error:
         raise DamagedCheckpointError(f"{where}: {error or type(error).__name__}") from None
@@ -503,7 +515,7 @@ def from_text(text: str, where: str) -> Manifest:
 
 
 def built_from(kind: Any, value: Any, place: str = "") -> Any:
-    """Return JSON as a value of a type: a dataclass, a tuple, a mapping of names, a number, a name or None.
+    """Return JSON as a value of a type: a dataclass or named tuple of this package, or a collection of them.
 
     Every entry has the type that its field declares, and none is unknown. The dataclasses themselves check ranges, so
     that code which gets a value need not check it again, whoever wrote the JSON.
@@ -513,7 +525,7 @@ def built_from(kind: Any, value: Any, place: str = "") -> Any:
     >>> built_from(dict[str, SavedSplit], {"weight": {"dim": "0"}})
     Traceback (most recent call last):
     ...
-    ValueError: weight.dim: '0' is not an int
+    ValueError: weight.dim: '0' is wrong: Input should be a valid integer
 
     Args:
         kind: the type.
@@ -524,53 +536,30 @@ def built_from(kind: Any, value: Any, place: str = "") -> Any:
         ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
             unknown, or a dataclass refuses its fields.
     """
-    form, inner = _form_of(kind)
-    at = f"{place}: " if place else ""
-    if form is UnionType:
-        return None if value is None else built_from(inner, value, place)
-    if inner is None:
-        if type(value) is not form:  # True is an int, and no size
-            raise ValueError(f"{at}{abridged(value)} is not {'an' if form is int else 'a'} {form.__name__}")
-        if form is int and not -_LARGEST < value < _LARGEST:
-            raise ValueError(f"{at}{abridged(value)} is too large")
-        if form is str and not value.isprintable():
-            raise ValueError(f"{at}{abridged(value)} has characters that cannot be printed")
-        return value
-    if form is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{at}{abridged(value)} is not a list")
-        return tuple([built_from(inner, one, f"{place}[{number}]") for number, one in enumerate(value)])
-    if not isinstance(value, dict):
-        raise ValueError(f"{at}{abridged(value)} is not an object")
-    before = f"{place}." if place else ""
-    if form is dict:
-        return {built_from(str, name, place): built_from(inner, one, f"{before}{name}") for name, one in value.items()}
-    if unknown := [name for name in value if name not in inner]:
-        raise ValueError(f"{at}no entry {abridged(unknown[0])} is known: there are {listed([*inner], 20)}")
-    found = {name: built_from(inner[name], one, f"{before}{name}") for name, one in value.items()}
     try:
-        return form(**found)
-    except ValueError as error:
-        raise ValueError(f"{at}{error}") from None
-    except TypeError:
-        needed = [one.name for one in fields(form) if one.default is MISSING and one.default_factory is MISSING]
-        raise ValueError(f"{at}entries {listed([one for one in needed if one not in found])} are missing") from None
+        return _reader_of(kind).validate_json(json.dumps(value))  # of JSON, since lists are tuples there
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
+        if first["type"] == "value_error":  # of a dataclass, which names the value
+            reason = str(first["ctx"]["error"])
+        else:
+            reason = _REASONS.get(first["type"]) or f"{abridged(first['input'])} is wrong: {first['msg']}"
+        where = f"{place}{at}".removeprefix(".")
+        raise ValueError(f"{where}: {reason}" if where else reason) from None
+
+
+_REASONS = {
+    "missing": "is missing",
+    "unexpected_keyword_argument": "is no entry that is known",
+    "string_pattern_mismatch": "has characters that cannot be printed",
+}
+"""What we say of pydantic's types of errors, where its message would not help."""
 
 
 @cache
-def _form_of(kind: Any) -> tuple[Any, Any]:
-    """Return what a type is made of, and the types inside it: by field for a dataclass, and None for a single value.
-
-    It is found once for each type, since a manifest may have a million entries.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return kind, get_type_hints(kind)
-    if origin is UnionType:
-        return UnionType, next(one for one in arguments if one is not NoneType)
-    if origin is tuple:
-        return tuple, arguments[0]
-    return (kind, None) if origin is None else (dict, arguments[1])
+def _reader_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ from ds_topo.checkpoint.loader import model_of_whole
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
-from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Table, Vector
+from ds_topo.checkpoint.table import BUFFER, WEIGHT, Piece, Slice, Table, Weights
 from ds_topo.checkpoint.without_manifest import manifest_of_files, structure_of_files
 from ds_topo.errors import (
     CheckpointError,
@@ -138,14 +138,19 @@ class WeightFiles(DeepSpeedFiles):
         shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         super().__init__(model_of_whole(shapes, named, buffers), path)
         splits = self.model.structure.splits
-        pieces, vectors = list[Piece](), list[Vector]()
-        for number, (name, shape) in enumerate(self._shapes.items()):
-            split = splits.get(name)
-            pieces.append(Piece(name, shape) if split is None else Piece(name, shape, split.dim, stride=split.stride))
-            kind = BUFFER if name in buffers else WEIGHT
-            vectors.append(Vector("", {kind: ((name,), "")}, {}, (Part(number, 0, pieces[-1].numel, 0),)))
+        pieces = [
+            Piece(
+                name,
+                Slice(shape) if (split := splits.get(name)) is None else Slice(shape, split.dim, 1, 0, split.stride),
+            )
+            for name, shape in self._shapes.items()
+        ]
+        weights = [
+            Weights("", BUFFER if name in buffers else WEIGHT, "", (), (name,), (at,))
+            for at, name in enumerate(self._shapes)
+        ]
         self._open[""], self._known = tensors, {""}
-        self._add(Table(0, tuple(pieces), tuple(vectors)))
+        self._add(Table(0, tuple(pieces), (), tuple(weights)))
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of the files."""

@@ -482,7 +482,7 @@ class BackgroundSave:
     def _written(self) -> dict[str, Any]:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
         recorder = self._recorder if self._files.failure is None else None
-        if recorder is not None and (table := recorder.table()).vectors:
+        if recorder is not None and not (table := recorder.table()).is_empty:
             self._files.write(table.to_text(), self._draft / self._tag / self._name_of_table, _write_text)
             self._files.start()
             self._described["table"] = table.described(self._name_of_table, self._names, recorder.partition)
@@ -516,14 +516,14 @@ class BackgroundSave:
             CheckpointError: rank 0 does not see all of them, because the folder is not the same on all hosts.
         """
         path = self._draft / self._tag
-        files = [built_from(SavedFile, row) for one in posted for row in one["files"]]
+        files = [*built_from(tuple[SavedFile, ...], [row for one in posted for row in one["files"]])]
         known = {file.path for file in files}
         unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
-        rows = merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"])
+        rows = merged(built_from(tuple[SavedParameter, ...], [row for one in posted for row in one["parameters"]]))
         time, versions = manifests.time_now(), facts.versions()
-        tables = tuple(built_from(SavedTable, one["table"]) for one in posted if one["table"] is not None)
+        tables = built_from(tuple[SavedTable, ...], [one["table"] for one in posted if one["table"] is not None])
         manifest = Manifest(
             self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure, tables
         )

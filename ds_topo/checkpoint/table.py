@@ -6,7 +6,8 @@ the boxes of the whole tensor that are there, in the order of storage. Loading n
 out partitions.
 
 A flat vector of ZeRO holds parts of many parameters, and the file has one for each state. So a table is written as
-vectors, each with its tensors by key and the parts that all of them hold. :meth:`Table.rows` spells them out::
+vectors, each with its tensors by key and the parts that all of them hold; and as lists of weights, each of which is
+whole in a tensor of its own. :meth:`Table.rows` spells them out::
 
     Stored(name='0.weight', key='exp_avg', dtype='float32', whole=(8, 8), boxes=(Box((0, 0), (4, 8)),),
            file='zero_pp_rank_0_mp_rank_00_optim_states.pt',
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.manifest import SavedTable, built_from, in_order
+from ds_topo.checkpoint.manifest import Number, Saved, SavedTable, Text, built_from, in_order
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -84,8 +85,7 @@ def boxes_of_span(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
             yield Box((number, *(0 for _ in shape[1:])), ((high - low) // row, *shape[1:]))
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A slice of a tensor, one of several; the whole tensor if ``dim`` is None.
 
     The tensor has ``stride * slices`` equal pieces along ``dim``. The slice at ``place`` holds every ``slices``-th
@@ -97,12 +97,17 @@ class Slice:
     Source: Megatron-LM, ``_initialize_affine_weight_cpu`` (``partition_dim`` and ``partition_stride``).
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Number, ...]
     """Shape of the slice."""
-    dim: int | None = None
-    slices: int = 1
-    place: int = 0
-    stride: int = 1
+    dim: Number | None = None
+    slices: Number = 1
+    place: Number = 0
+    stride: Number = 1
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -276,71 +281,82 @@ class Stored:
     """The position of the first element in the flattened tensor of the file."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A parameter or buffer as a rank has it: whole, or a slice."""
 
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    slices: int = 1
-    place: int = 0
-    stride: int = 1
+    name: Text
+    slice: Slice
 
-    def __post_init__(self) -> None:
-        is_split = self.dim is not None
-        if is_split and not (0 <= (self.dim or 0) < len(self.shape) and 0 <= self.place < self.slices):
-            raise ValueError(f"slice {self.place} of {self.slices} along {self.dim} of {self.name!r} is impossible")
-        if self.stride < 1 or any(size < 0 for size in self.shape):
-            raise ValueError(f"{list(self.shape)} of {self.name!r} in {self.stride} pieces is impossible")
-
-    @classmethod
-    def of(cls, name: str, own: Slice) -> Piece:
-        """Return a slice with its name."""
-        return cls(name, own.shape, own.dim, own.slices, own.place, own.stride)
-
-    @property
-    def slice(self) -> Slice:
-        """The slice."""
-        return Slice(self.shape, self.dim, self.slices, self.place, self.stride)
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
+    def problem(self) -> str:
+        """Return why there can be no such piece; empty if there can."""
+        shape, dim, slices, place, stride = self.slice
+        if dim is not None and not (0 <= dim < len(shape) and 0 <= place < slices):
+            return f"slice {place} of {slices} along {dim} of {self.name!r} is impossible"
+        if stride < 1 or any(size < 0 for size in shape):
+            return f"{list(shape)} of {self.name!r} in {stride} pieces is impossible"
+        return ""
 
 
 class Part(NamedTuple):
     """Elements ``start:stop`` of a flattened piece, at ``offset`` of the tensors of a vector."""
 
-    piece: int
-    start: int
-    stop: int
-    offset: int
+    piece: Number
+    start: Number
+    stop: Number
+    offset: Number
 
 
 class Vector(NamedTuple):
     """Tensors of a file with the same parts: a weight, or a master weight and its states."""
 
-    file: str
-    tensors: Mapping[str, tuple[Path, str]]
+    file: Text
+    tensors: Mapping[Text, tuple[Path, Text]]
     """The path and the type of each tensor that has a value for each element, by key."""
-    values: Mapping[str, Path]
+    values: Mapping[Text, Path]
     """The path of each single value, by key."""
     parts: tuple[Part, ...]
 
 
+class Weights(NamedTuple):
+    """Whole weights or buffers of one type in one mapping of a file, each in a tensor of its own."""
+
+    file: Text
+    key: Text
+    """WEIGHT or BUFFER."""
+    dtype: Text
+    path: Path
+    """The path of the mapping."""
+    names: tuple[str, ...]
+    """The keys of the mapping."""
+    pieces: tuple[Number, ...]
+    """The number of the piece behind each name."""
+
+
 @dataclass(frozen=True)
-class Table:
+class Table(Saved):
     """The files that one rank wrote."""
 
-    model_rank: int
+    model_rank: Number
     pieces: tuple[Piece, ...]
-    vectors: tuple[Vector, ...]
+    flat: tuple[Vector, ...]
+    weights: tuple[Weights, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the files have no part of the model."""
+        return not self.flat and not self.weights
+
+    def vectors(self) -> Iterator[Vector]:
+        """Yield every tensor, or tensors with the same parts."""
+        yield from self.flat
+        for one in self.weights:
+            for name, number in zip(one.names, one.pieces, strict=True):
+                part = Part(number, 0, self.pieces[number].slice.numel, 0)
+                yield Vector(one.file, {one.key: ((*one.path, name), one.dtype)}, {}, (part,))
 
     def rows(self) -> Iterator[Stored]:
         """Spell out every tensor of every parameter."""
-        for vector in self.vectors:
+        for vector in self.vectors():
             for part in vector.parts:
                 piece = self.pieces[part.piece]
                 whole, boxes = piece.slice.whole_shape, tuple(boxes_of(piece.slice, part.start, part.stop))
@@ -357,33 +373,28 @@ class Table:
             names: the names of the model rank's parameters, of which one stands for all experts of a layer.
             partition: the number of the rank's partition of each parameter, and of all partitions: ZeRO 3.
         """
-        positions = {name: at for at, name in enumerate(in_order(names))}
-        held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
-        rows = {positions[row] for name in held for row in (name, starred(name)) if row in positions}
-        has_buffers = any(BUFFER in vector.tensors for vector in self.vectors)
+        held = {number for one in self.weights for number in one.pieces}
+        held |= {part.piece for vector in self.flat for part in vector.parts}
+        names_held = {self.pieces[number].name for number in held}
+        known = names_held.union(map(starred, names_held))
+        wanted = set(names)
+        if wanted <= known:  # sorting takes a while
+            rows: Iterable[int] = range(len(wanted))
+        else:
+            rows = [at for at, name in enumerate(in_order(wanted)) if name in known]
+        has_buffers = any(one.key == BUFFER for one in self.weights)
         found = SavedTable.of(path, self.model_rank, rows, has_buffers=has_buffers)
         is_right = partition[1] > 1 and all(
             start <= part.start and part.stop <= stop
-            for vector in self.vectors
+            for vector in self.vectors()
             for part in (vector.parts if BUFFER not in vector.tensors else ())
-            for start, stop in (partition_of(self.pieces[part.piece].numel, *partition),)
+            for start, stop in (partition_of(self.pieces[part.piece].slice.numel, *partition),)
         )
         return replace(found, partition=partition[0], partitions=partition[1]) if is_right else found
 
     def to_text(self) -> str:
         """Return the text of the table's file: names once, numbers in lists."""
-        vectors = [
-            [
-                one.file,
-                {key: [dtype, *map(_encoded, path)] for key, (path, dtype) in one.tensors.items()},
-                {key: [*map(_encoded, path)] for key, path in one.values.items()},
-                [[part.piece, part.start, part.stop, part.offset] for part in one.parts],
-            ]
-            for one in self.vectors
-        ]
-        pieces = [[one.name, one.shape, one.dim, one.slices, one.place, one.stride] for one in self.pieces]
-        content = {"model_rank": self.model_rank, "pieces": pieces, "vectors": vectors}
-        return json.dumps(content, separators=(",", ":"))
+        return json.dumps(vars(self), separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str, where: str) -> Table:
@@ -393,36 +404,23 @@ class Table:
             DamagedCheckpointError: it is no table.
         """
         try:
-            content = json.loads(text)
-            fields = list(Piece.__dataclass_fields__)
-            pieces = [built_from(Piece, dict(zip(fields, row, strict=True))) for row in content["pieces"]]
-            vectors = []
-            for file, tensors, values, parts in content["vectors"]:
-                of_keys = {key: (_path_of(path), str(dtype)) for key, (dtype, *path) in tensors.items()}
-                of_values = {key: _path_of(path) for key, path in values.items()}
-                found = tuple(Part(*row) for row in parts)
-                for one in found:
-                    numel = pieces[one.piece].numel if one.piece >= 0 else -1
-                    if {*map(type, one)} != {int} or not 0 <= one.start <= one.stop <= numel:
-                        raise ValueError("a part lies outside of its parameter")
-                    if one.offset < 0:
-                        raise ValueError("an offset is negative")
-                vectors.append(Vector(built_from(str, file), of_keys, of_values, found))
-            return cls(built_from(int, content["model_rank"]), tuple(pieces), tuple(vectors))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            found: Table = built_from(cls, json.loads(text))
+            sizes = []
+            for piece in found.pieces:
+                if problem := piece.problem():
+                    raise ValueError(problem)
+                sizes.append(piece.slice.numel)
+            for part in (part for vector in found.flat for part in vector.parts):
+                if not 0 <= part.piece < len(sizes) or not 0 <= part.start <= part.stop <= sizes[part.piece]:
+                    raise ValueError("a part lies outside of its parameter")
+                if part.offset < 0:
+                    raise ValueError("an offset is negative")
+            for one in found.weights:
+                if len(one.names) != len(one.pieces) or not all(0 <= number < len(sizes) for number in one.pieces):
+                    raise ValueError("a weight has no shape")
+        except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{where}: {type(error).__name__}: {error}") from None
-
-
-def _encoded(key: str | int) -> str:
-    return f"#{key}" if isinstance(key, int) or key.startswith("#") else key
-
-
-def _path_of(keys: Sequence[str]) -> Path:
-    return tuple([_decoded(key) for key in keys])
-
-
-def _decoded(key: str) -> str | int:
-    return key if not key.startswith("#") else key[1:] if key.startswith("##") else int(key[1:])
+        return found
 
 
 def partition_of(numel: int, partition: int, partitions: int) -> tuple[int, int]:
@@ -457,7 +455,7 @@ class Order:
             is_by_parameter: each parameter is cut into partitions, and not the vector: ZeRO 3.
         """
         for number, begin in self.begins:
-            size = pieces[number].numel
+            size = pieces[number].slice.numel
             if is_by_parameter:
                 (start, stop), offset = partition_of(size, self.partition, self.partitions), begin
             else:
@@ -499,18 +497,26 @@ class FileRecorder:
         self._buffers, self._stacked = set(buffers), set(stacked)
         self.orders, self.partition = orders, partition
         self._vectors: list[Vector] = []
+        self._weights: dict[tuple[str, str, torch.dtype, Path], tuple[list[str], list[int]]] = {}
+        """The names and the pieces of whole weights, by file, key, type and path."""
 
     def table(self) -> Table:
         """Return the description, with the pieces of which the files have a part."""
-        used = sorted({part.piece for vector in self._vectors for part in vector.parts})
-        if len(used) == len(self.pieces):
-            return Table(self._model_rank, tuple(self.pieces), tuple(self._vectors))
+        used = sorted(
+            {part.piece for vector in self._vectors for part in vector.parts}.union(
+                *(pieces for _, pieces in self._weights.values())
+            )
+        )
         numbers = {piece: number for number, piece in enumerate(used)}
-        vectors = tuple(
+        vectors = [
             one._replace(parts=tuple([part._replace(piece=numbers[part.piece]) for part in one.parts]))
             for one in self._vectors
-        )
-        return Table(self._model_rank, tuple(self.pieces[number] for number in used), vectors)
+        ]
+        weights = [
+            Weights(file, key, _name_of_type(dtype), path, tuple(names), tuple([numbers[piece] for piece in pieces]))
+            for (file, key, dtype, path), (names, pieces) in self._weights.items()
+        ]
+        return Table(self._model_rank, tuple([self.pieces[number] for number in used]), tuple(vectors), tuple(weights))
 
     def describe(self, content: Any, file: str, prefix: str | None = None) -> None:
         """Add a file.
@@ -539,29 +545,30 @@ class FileRecorder:
     def _add_state_dict(self, content: Mapping[str, Any], file: str, path: Path, prefix: str) -> None:
         for key, value in content.items():
             number = self._numbers.get(f"{prefix}{key}")
-            if number is not None and torch.is_tensor(value) and value.numel() == self.pieces[number].numel:
+            if number is not None and torch.is_tensor(value) and value.numel() == self.pieces[number].slice.numel:
                 kind = BUFFER if f"{prefix}{key}" in self._buffers else WEIGHT
-                self._add_whole(number, kind, value, file, (*path, key))
+                self._add_whole(number, kind, value, file, path, key)
 
     def _add_experts(self, content: Mapping[str, Any], file: str) -> None:
         for name, value in content.items():
             stack, _, at = name.rpartition(".")
             if stack in self._stacked and at.isdecimal():
-                piece = self.pieces[stacked := self._numbers[stack]]
-                numel, own = piece.numel // piece.shape[0], int(at) - piece.place * piece.shape[0]
+                whole = self.pieces[stacked := self._numbers[stack]].slice
+                numel, own = whole.numel // whole.shape[0], int(at) - whole.place * whole.shape[0]
                 tensors = {WEIGHT: ((name,), _dtype(value))}
                 parts = (Part(stacked, own * numel, (own + 1) * numel, 0),)
                 self._vectors.append(Vector(file, tensors, {}, parts))
             elif (number := self._by_whole_name.get(name)) is not None and torch.is_tensor(value):
                 kind = BUFFER if self._is_buffer(number) else WEIGHT
-                self._add_whole(number, kind, value, file, (name,))
+                self._add_whole(number, kind, value, file, (), name)
 
     def _is_buffer(self, number: int) -> bool:
         return any(self._numbers.get(name) == number for name in self._buffers)
 
-    def _add_whole(self, number: int, key: str, value: torch.Tensor, file: str, path: Path) -> None:
-        part = Part(number, 0, self.pieces[number].numel, 0)
-        self._vectors.append(Vector(file, {key: (path, _dtype(value))}, {}, (part,)))
+    def _add_whole(self, number: int, kind: str, value: torch.Tensor, file: str, path: Path, key: str) -> None:
+        names, pieces = self._weights.setdefault((file, kind, value.dtype, path), ([], []))
+        names.append(key)
+        pieces.append(number)
 
     def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
         number = self._numbers[name]
@@ -600,7 +607,7 @@ class FileRecorder:
                 masters += [(("optimizer", kind, *at), each) for at, each in zip(places, copies, strict=True)]
         for number, order in enumerate(self.orders):
             parts = tuple(order.parts(self.pieces, None))
-            numel = sum(self.pieces[part.piece].numel for part in parts)
+            numel = sum(self.pieces[part.piece].slice.numel for part in parts)
             own = {MASTER: masters[number]} if masters else {}
             self._add_vector(file, parts, own, inner, path, number, numel)
 

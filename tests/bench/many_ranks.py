@@ -87,7 +87,7 @@ def write_table(path: Path, replicas: int, slices: int, count: int) -> None:
     replica, rank = int(path.stem.split("_")[2]), int(path.stem.split("_")[-1])
     shape = (WIDTH // slices, WIDTH)
     start, stop = partition_of(shape[0] * shape[1], replica, replicas)
-    pieces = tuple(Piece(f"layers.{number}.weight", shape, 0, slices, rank) for number in range(count))
+    pieces = tuple(Piece(f"layers.{number}.weight", Slice(shape, 0, slices, rank)) for number in range(count))
     parts = tuple(Part(number, start, stop, number * (stop - start)) for number in range(count))
     tensors = {key: (("states", key), "float32") for key in ("fp32", "exp_avg", "exp_avg_sq")}
     values = {"step": ("step",), "group": ("group",)}

@@ -360,4 +360,4 @@ def test_command_refuses_damaged_and_newer_checkpoints(
 
 
 def _change_version(path: Path) -> None:
-    path.write_text(path.read_text().replace('"version": 3', '"version": 999'))
+    path.write_text(path.read_text().replace(f'"version": {manifests.VERSION}', '"version": 999'))

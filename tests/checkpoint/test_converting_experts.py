@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, groups
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, DeepSpeedFiles
-from ds_topo.checkpoint.engine_facts import structure_of
+from ds_topo.checkpoint.engine_facts import experts_of, structure_of
 from ds_topo.checkpoint.loader import require_reachable
 from ds_topo.checkpoint.manifest import (
     Manifest,
@@ -27,7 +27,7 @@ from ds_topo.checkpoint.manifest import (
 )
 from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.table import FileRecorder, Piece
+from ds_topo.checkpoint.table import FileRecorder, Piece, Slice
 from ds_topo.errors import CheckpointLayoutError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
@@ -84,7 +84,7 @@ def _whole_experts_that_declare_a_split() -> None:
             parameter.partition_dim = 0  # type: ignore[attr-defined]
         parameters = configure_moe_param_groups(list(module.parameters()))
         engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, mpu=grid, config=settings())
-        assert structure_of(engine).splits == {}
+        assert structure_of(engine, experts_of(engine.module)).splits == {}
         engine.destroy()
 
 
@@ -115,7 +115,9 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
     manifest = _saved_by_auto_ep(1)
     assert manifest.numel() == 4 * 3 * 4
     name, whole = "0.experts.w1", torch.arange(4.0 * 3 * 4).view(4, 3, 4)
-    recorders = [FileRecorder(0, {name: Piece(name, (2, 3, 4), 0, 2, part)}, [], stacked=[name]) for part in range(2)]
+    recorders = [
+        FileRecorder(0, {name: Piece(name, Slice((2, 3, 4), 0, 2, part))}, [], stacked=[name]) for part in range(2)
+    ]
     for number, expert in enumerate(whole):
         file, content = f"layer_0_expert_{number}_mp_rank_00_model_states.pt", {f"{name}.{number}": expert.clone()}
         torch.save(content, tmp_path / file)

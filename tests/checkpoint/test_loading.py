@@ -180,10 +180,10 @@ def test_error_names_all_damaged_checkpoints(world: Worlds, saved: Saved) -> Non
 def test_later_version_is_refused(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     file = folder / "step3/manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 4}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 5}))
     error, text = _raised(world, folder)
     assert error is CheckpointVersionError
-    assert "version 4 of the manifest, but this ds_topo reads versions up to 3" in text
+    assert "version 5 of the manifest, but this ds_topo reads versions up to 4" in text
 
 
 def test_other_model_is_refused_with_first_parameter(world: Worlds, saved: Saved) -> None:

@@ -15,7 +15,7 @@ from ds_topo.checkpoint import deepspeed_reader
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, tables_of_files
 from ds_topo.checkpoint.manifest import SavedTable
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.table import Box, Part, Piece, Slice, Stored, Table, Vector, boxes_of
+from ds_topo.checkpoint.table import Box, Part, Piece, Slice, Stored, Table, Vector, Weights, boxes_of
 from ds_topo.errors import DamagedCheckpointError
 from tests.checkpoint.continued_jobs import TAG, save_experts
 from tests.checkpoint.conversions.layouts import Layout, save
@@ -160,7 +160,7 @@ def test_rank_opens_only_tables_at_zero_3_that_hold_its_elements(
 
 TABLE = Table(
     3,
-    (Piece("0.weight", (4, 6), 1, 2, 1, 3), Piece("0.bias", (4,))),
+    (Piece("0.weight", Slice((4, 6), 1, 2, 1, 3)), Piece("0.bias", Slice((4,)))),
     (
         Vector(
             "a.pt",
@@ -168,8 +168,8 @@ TABLE = Table(
             {"step": ("state", 0, "step")},
             (Part(0, 5, 9, 0), Part(1, 0, 2, 4)),
         ),
-        Vector("b.pt", {"weight": (("module", "#0.weight"), "bfloat16")}, {}, (Part(0, 0, 24, 0),)),
     ),
+    (Weights("b.pt", "weight", "bfloat16", ("module",), ("#0.weight",), (0,)),),
 )
 
 
@@ -181,7 +181,16 @@ def test_text_of_a_table_reads_back() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [('"a.pt"', "7"), ("[0,5,9,0]", "[0,5,99,0]"), ("[1,0,2,4]", "[2,0,2,4]"), ('"pieces"', '"parts"'), ("{", "[")],
+    [
+        ('"a.pt"', "7"),
+        ("[0,5,9,0]", "[0,5,99,0]"),
+        ("[1,0,2,4]", "[2,0,2,4]"),
+        ("[0]]", "[2]]"),
+        ("[4,6]", "[-4,6]"),
+        ("[4,6],1", "[4,6],2"),
+        ('"pieces"', '"parts"'),
+        ("{", "["),
+    ],
 )
 def test_changed_text_of_a_table_is_refused(old: str, new: str) -> None:
     assert old in TABLE.to_text()
