@@ -384,11 +384,13 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         elif layer is not None:
             first_names = [_numbered(local, layer, rank) for rank in range(int(layer.ep_size))]
             old_names = [_numbered(name, layer) for name in old_names]
-        names = tuple(dict.fromkeys(new for name in old_names for new in new_names(name)))
+        names, everywhere = tuple(old_names), tuple(first_names)
+        if rename is not None:
+            names = tuple(dict.fromkeys(new for name in old_names for new in new_names(name)))
+            everywhere = tuple(new_names(name)[0] for name in first_names)
         for name in names:
             if owners.setdefault(name, key) != key:
                 raise ValueError(f"rename gives two parameters the same name, {name!r}: give each its own")
-        everywhere = tuple(new_names(name)[0] for name in first_names)
         experts_of_layer = int(layer.num_experts) if layer is not None else 0
         is_replicated = getattr(parameter, "ds_pipe_replicated", False)
         is_first = not is_replicated and (layer is not None or own.dim is not None or place == 0)
