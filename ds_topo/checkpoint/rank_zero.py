@@ -23,16 +23,13 @@ from ds_topo.checkpoint.folder import told
 from ds_topo.errors import CheckpointError, listed, unanswered
 from ds_topo.health import guard
 from ds_topo.launch.agreement import UNANSWERED_AFTER, agree, leave, within
+from ds_topo.launch.joining import GATHERING, MOMENT, ranks_that_came
 
 T = TypeVar("T")
 _PART = 1 << 22
 """Characters of a value in one key; the store's server refuses 8 MiB."""
-_PATIENCE = 0.9
-"""The share of the timeout for which rank 0 waits for the others' values; the rest is for them to read its outcome."""
 _ALONE = timedelta(seconds=20)
 """The timeout of a rank that left DeepSpeed's function early; the others may be dead or blocked in it."""
-_MOMENT = timedelta(seconds=2)
-"""The longest time that rank 0 waits for the others to read the last outcome."""
 _AT_ONCE = 256
 """Values that one request reads."""
 
@@ -152,15 +149,13 @@ class Meeting:
         names = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
 
         def read() -> list[str]:
-            limit, keys = self.timeout * _PATIENCE, [f"{self.token}/{one}/0" for one in names]
+            limit, keys = self.timeout * GATHERING, [f"{self.token}/{one}/0" for one in names]
             try:
-                default_store().wait(keys, limit)
-            except RuntimeError as error:
-                reason = unanswered(error, limit)
-                with suppress(RuntimeError):  # the store is lost
-                    missing = [rank for rank, key in enumerate(keys) if not default_store().check([key])]
-                    reason = f"ranks {listed(missing)} did not come within {limit}"
-                raise CheckpointError(f"{self.subject}: {reason}") from None
+                missing = sorted({*range(len(keys))}.difference(ranks_that_came(default_store(), keys, limit)))
+            except RuntimeError as error:  # the store is lost
+                raise CheckpointError(f"{self.subject}: {unanswered(error, limit)}") from None
+            if missing:
+                raise CheckpointError(f"{self.subject}: ranks {listed(missing)} did not come within {limit}")
             return self._read(names)
 
         return [json.loads(text) for text in within(self.timeout, self.subject, read)]
@@ -177,7 +172,7 @@ class Meeting:
         def count() -> None:
             if dist.get_rank() == 0:
                 leave(store, 0, range(others + 1), [key, f"{key}/all"])
-                store.wait([f"{key}/all"], min(_MOMENT, self.timeout / 4))
+                store.wait([f"{key}/all"], min(timedelta(seconds=MOMENT), self.timeout / 4))
             elif store.add(key, 1) == others:
                 store.set(f"{key}/all", "")
 

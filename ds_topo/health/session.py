@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.distributed, which mypy finds only here
 
 from ds_topo.base.backends import accelerator, device_served_by
+from ds_topo.base.torch_names import get_several
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.health import faults, probes
 from ds_topo.health.faults import Anomaly, Fault, RankReport, Summary
@@ -375,7 +376,8 @@ class _Check:
         if self.rank == 0:
             keys = [f"{name}/{rank}" for rank in range(self.launch.world_size)]
             ranks = ranks_that_came(self.store, keys, self.options.timeout * _PATIENCE + budget)
-            reports = {rank: json.loads(self.store.get(keys[rank])) for rank in ranks}
+            texts = get_several(self.store, [keys[rank] for rank in ranks])
+            reports = dict(zip(ranks, map(json.loads, texts), strict=True))
             faults, answer = self._failures(name, reports), None
             if not faults:
                 faults, answer = judge({rank: report["result"] for rank, report in reports.items()})

@@ -33,14 +33,12 @@ import torch.distributed as dist
 from ds_topo.base.backends import device_in_use
 from ds_topo.base.torch_names import Store, address_of_store, append, communicates, default_store
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
-from ds_topo.launch.joining import await_readers
+from ds_topo.launch.joining import GATHERING, await_readers
 
 Result = TypeVar("Result")
 UNANSWERED_AFTER = 1.2
 """The share of a timeout after which the store's own timeouts, where they work, have expired."""
 MAX_MESSAGE = 4000
-_PATIENCE = 0.9
-"""The share of the timeout after which a rank writes the verdict itself; the rest is for the others to read it."""
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
 """The number of different plans that are compared line by line."""
@@ -229,12 +227,12 @@ class Round:
         """Wait for the verdict; the first rank that waits in vain writes it."""
         verdict = self._key("verdict")
         try:
-            self.store.wait([verdict], self.timeout * _PATIENCE)
+            self.store.wait([verdict], self.timeout * GATHERING)
         except RuntimeError:
             if self.store.add(self._key("patience"), 1) == 1:
                 self._decide()
             try:
-                self.store.wait([verdict], self.timeout * (1 - _PATIENCE))
+                self.store.wait([verdict], self.timeout * (1 - GATHERING))
             except RuntimeError:  # the rank that was to write it has died
                 self._decide()
         return str(self.store.get(verdict).decode())
@@ -265,7 +263,7 @@ class Round:
         first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
         ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
         shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
-        waited = self.timeout * _PATIENCE
+        waited = self.timeout * GATHERING
         problems = [f"ranks {listed(missing, 4 * _SHOWN_RANKS)} did not come within {waited}"] if missing else []
         problems += [f"{_where(hosts_of[digest])} -> {text_of[digest]}" for digest in shown]
         if len(ordered) > len(shown):

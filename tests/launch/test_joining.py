@@ -12,13 +12,14 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
 
 from ds_topo import init_distributed
 from ds_topo.errors import DisagreementError, LaunchError
-from ds_topo.launch.joining import as_timeout, join, open_store, wait_for_all, warn_of_restarts
+from ds_topo.launch.joining import as_timeout, join, open_store, ranks_that_came, wait_for_all, warn_of_restarts
 from ds_topo.launch.launchers import Launch
 from tests.support.ports import free_port
 
@@ -140,6 +141,15 @@ def test_other_world_size_is_named(sizes: tuple[int, ...], message: str) -> None
         said = list(ranks.map(wait, range(len(sizes))))
     assert re.search(message, said[-1]), said
     assert len(sizes) == 3 or said[0] == said[1]
+
+
+def test_a_few_missing_ranks_of_many_are_found_by_few_requests() -> None:
+    store, keys, missing = HashStore(), [f"here/{rank}" for rank in range(1024)], {0, 700}
+    for rank in set(range(1024)) - missing:
+        store.set(keys[rank], "")
+    counting: Any = mock.Mock(wraps=store)
+    assert set(range(1024)) - missing == set(ranks_that_came(counting, keys, timedelta(milliseconds=10)))
+    assert counting.check.call_count <= 2 * 2 * 10 + 1
 
 
 def test_rank_of_another_process_is_refused() -> None:
