@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 from ds_topo.base.ledger import Patch, always, ledger
 from ds_topo.engine.grid import PipelineParallelGrid
@@ -46,6 +46,14 @@ _QUESTIONS = ("get_", "set_", "is_", "initialize_model_parallel", "destroy_", "m
 """The beginnings of the names that ``install`` replaces."""
 
 
+@overload
+def of(grid: PipelineParallelGrid, program: Literal["megatron-lm"] = ...) -> MegatronState: ...
+@overload
+def of(grid: PipelineParallelGrid, program: Literal["megatron-deepspeed"]) -> MegatronDeepSpeedState: ...
+@overload
+def of(grid: PipelineParallelGrid, program: Literal["gpt-neox"]) -> GPTNeoXState: ...
+@overload
+def of(grid: PipelineParallelGrid, program: str) -> ParallelState: ...
 def of(grid: PipelineParallelGrid, program: str = "megatron-lm") -> ParallelState:
     """Return an object with the functions of a program's parallel state and with that program's meanings.
 

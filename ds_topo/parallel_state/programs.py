@@ -1,13 +1,13 @@
 """Answer the parallel states of GPT-NeoX, Megatron-DeepSpeed and Megatron-LM, each with its own meanings.
 
-``ParallelState`` has the answers that all programs share. Most names ask the same few questions about some kind of
-group: :func:`_define` adds them to the classes, at the end of this file. The other names are methods.
+``ParallelState`` has the answers that all programs share. Most names ask one of a few questions about the group along
+some axes; :func:`_about` returns such a method. The other names are written out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,12 @@ from ds_topo.topology.rank_tables import RankGroup, degree, gradient_axes, sampl
 
 _FIXED = {"world_size": "a grid's degrees do not change", "rank": "a rank's place in its grid does not change"}
 _NO_PARTS = "a grid has no such parts of its groups"
-_EXPERTS = "experts of this rank"
-"""Stands among axes for the ranks that share this rank's experts."""
+_EXPERTS, _EXPERT_SLICES = "experts of this rank", "slices of this rank's experts"
+_SAMPLES, _REPLICAS = "ranks with other samples", "replicas of this rank's parameters"
+"""These stand among axes for what depends on the grid: the ranks that share this rank's experts, and some axes."""
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_State = TypeVar("_State", bound="ParallelState")
 
 
 def _setters(*kinds: str) -> dict[str, str]:
@@ -35,25 +39,30 @@ def _setters(*kinds: str) -> dict[str, str]:
     return {f"set_{kind}_{what}": why for kind in kinds for what, why in _FIXED.items()}
 
 
-def _samples(state: ParallelState) -> tuple[str, ...]:
-    return sample_axes(state.grid.topology())
+def _about(
+    question: Callable[Concatenate[_State, Iterable[str], _P], _T], *axes: str
+) -> Callable[Concatenate[_State, _P], _T]:
+    """Return the method that asks a question about the group along some axes."""
+
+    def answer(self: _State, /, *args: _P.args, **options: _P.kwargs) -> _T:
+        return question(self, axes, *args, **options)
+
+    return answer
 
 
-def _replicas(state: ParallelState) -> tuple[str, ...]:
-    return gradient_axes(state.grid.topology())
+def _about_data(question: Callable[[_State, Iterable[str]], _T]) -> Callable[..., _T]:
+    """Return the method that asks a question about Megatron's data parallelism."""
 
+    def answer(
+        self: _State,
+        /,
+        with_context_parallel: bool = False,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> _T:  # the other options change nothing: there is one distributed optimizer, over all replicas
+        return question(self, (_REPLICAS if with_context_parallel else _SAMPLES,))
 
-def _data(
-    state: ParallelState,
-    with_context_parallel: bool = False,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> tuple[str, ...]:
-    """Return the axes of Megatron's data parallelism.
-
-    The other options change nothing: there is one distributed optimizer, over all replicas.
-    """
-    return _replicas(state) if with_context_parallel else _samples(state)
+    return answer
 
 
 class GlobalMemoryBuffer:
@@ -93,6 +102,107 @@ class ParallelState:
         self._split_rank: int | None = None
         self._memory_buffer = GlobalMemoryBuffer()
 
+    # -- questions about the group along some axes -----------------------------------------------------------------
+
+    def _group(self, axes: Iterable[str], check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group along some axes: this rank alone if the topology has none of them."""
+        if not check_initialized and not self.grid.is_alive:
+            return None
+        present, experts = self._present(axes), self._experts_among(axes)
+        if present and experts is None:
+            return self.grid.get_group(present)
+        if experts is not None and not present:
+            return experts.expert_group
+        names = ("this rank",) if experts is None else (*present, "experts", str(experts.plan))
+        return self.grid.create_group(RankGroup(names, tuple(self._global_ranks(axes))))
+
+    def _global_ranks(self, axes: Iterable[str], check_initialized: bool = True) -> list[int]:
+        """Return the global ranks, ascending, of the group along some axes."""
+        topology, present, experts = self.grid.topology(), self._present(axes), self._experts_among(axes)
+        if experts is None:
+            return self.grid.get_ranks(present)
+        own = experts.plan.expert_ranks(self.grid.grid_rank)
+        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(present, rank)}))
+
+    def _world_size(self, axes: Iterable[str]) -> int:
+        if self._experts_among(axes) is None:  # layers ask in every pass: in closed form, for any number of ranks
+            return degree(self.grid.topology(), self._present(axes))
+        return len(self._global_ranks(axes))
+
+    def _rank(self, axes: Iterable[str]) -> int:
+        if self._experts_among(axes) is None:
+            return self.grid.topology().get_axis_index(self._present(axes), self.grid.grid_rank)
+        return self._global_ranks(axes).index(self.grid.global_rank)
+
+    def _src_rank(self, axes: Iterable[str]) -> int:
+        return self._global_ranks(axes)[0]
+
+    def _set_world_size(self, axes: Iterable[str], world_size: int | None) -> None:
+        """Refuse any value but the grid's."""
+        self._refuse_other("world size", axes, world_size, self._world_size(axes))
+
+    def _set_rank(self, axes: Iterable[str], rank: int | None) -> None:
+        """Refuse any value but the grid's."""
+        self._refuse_other("rank", axes, rank, self._rank(axes))
+
+    @staticmethod
+    def _refuse_other(what: str, axes: Iterable[str], value: int | None, here: int) -> None:
+        if value is not None and value != here:
+            along = ",".join(axes)
+            raise TopologyError(f"the {what} along {along} is the grid's, {here}, not {value}: create another grid")
+
+    def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
+        topology, spanned = self.grid.topology(), set(axes)
+        if _SAMPLES in spanned:
+            spanned.update(sample_axes(topology))
+        if _REPLICAS in spanned:
+            spanned.update(gradient_axes(topology))
+        if _EXPERT_SLICES in spanned and ((known := self._experts()) is None or known.plan.expert_tensor_parallel):
+            spanned.add(MODEL)
+        return tuple(axis for axis in topology.axes if axis in spanned)
+
+    def _experts_among(self, axes: Iterable[str]) -> ExpertGroups | None:
+        return self._experts() if _EXPERTS in axes else None
+
+    def _experts(self) -> ExpertGroups | None:
+        """Return the expert groups of this grid, or None.
+
+        Raises:
+            RuntimeError: the grid has expert groups of several sizes.
+        """
+        known = registry.of(self.grid)
+        if len(known) > 1:
+            names = [entry.plan.name for entry in known]
+            raise RuntimeError(
+                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
+            )
+        return known[0] if known else None
+
+    def _check_degrees(self, **wanted: int | None) -> None:
+        """Compare the degrees that a program asks for with the grid's.
+
+        Raises:
+            TopologyError: a degree differs.
+        """
+        for axis, size in wanted.items():
+            here = degree(self.grid.topology(), [axis])
+            if size is not None and size != here:
+                raise TopologyError(
+                    f"initialize_model_parallel wants {size} ranks along {axis!r}, but the grid is "
+                    f"{self.grid.topology().spec!r}: one job has one layout. Configure the program with the grid's "
+                    "degrees, or create the grid with the program's"
+                )
+
+    @staticmethod
+    def _check_cpu(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
+        """Return the group if it serves tensors on the CPU; raise otherwise."""
+        if group is not None and "cpu" not in devices_of(group):
+            raise RuntimeError(
+                f"{name}: the groups of this job have no gloo backend, which tensors on the CPU need. "
+                'Join with init_distributed(backend="cpu:gloo,cuda:nccl")'
+            )
+        return group
+
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     def model_parallel_is_initialized(self) -> bool:
@@ -112,7 +222,25 @@ class ParallelState:
 
     destroy_tensor_model_parallel = destroy_model_parallel
 
+    # -- tensor parallelism --------------------------------------------------------------------------------------
+
+    get_tensor_model_parallel_group = _about(_group, MODEL)
+    get_tensor_model_parallel_world_size = _about(_world_size, MODEL)
+    get_tensor_model_parallel_rank = _about(_rank, MODEL)
+    get_tensor_model_parallel_src_rank = _about(_src_rank, MODEL)
+
+    set_tensor_model_parallel_world_size = _about(_set_world_size, MODEL)
+    set_tensor_model_parallel_rank = _about(_set_rank, MODEL)
+
     # -- pipeline parallelism ------------------------------------------------------------------------------------
+
+    get_pipeline_model_parallel_group = _about(_group, PIPE)
+    get_pipeline_model_parallel_world_size = _about(_world_size, PIPE)
+    get_pipeline_model_parallel_rank = _about(_rank, PIPE)
+    get_pipeline_model_parallel_first_rank = _about(_src_rank, PIPE)
+
+    set_pipeline_model_parallel_world_size = _about(_set_world_size, PIPE)
+    set_pipeline_model_parallel_rank = _about(_set_rank, PIPE)
 
     def get_virtual_pipeline_model_parallel_rank(self) -> int | None:
         """Return the virtual stage that the program has set last."""
@@ -129,10 +257,6 @@ class ParallelState:
     def set_virtual_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
         """Set the number of virtual stages per rank."""
         self._virtual_world_size = world_size
-
-    def get_pipeline_model_parallel_first_rank(self) -> int:
-        """Return the global rank of the first stage."""
-        return self.grid.get_pipeline_model_parallel_first_rank()
 
     def get_pipeline_model_parallel_last_rank(self) -> int:
         """Return the global rank of the last stage."""
@@ -198,86 +322,6 @@ class ParallelState:
         """Release the memory for gathered activations."""
         self._memory_buffer = GlobalMemoryBuffer()
 
-    # -- for the programs' own questions -------------------------------------------------------------------------
-
-    def _group(self, axes: Iterable[str], check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group along some axes: this rank alone if the topology has none of them."""
-        if not check_initialized and not self.grid.is_alive:
-            return None
-        present, experts = self._present(axes), self._experts_among(axes)
-        if present and experts is None:
-            return self.grid.get_group(present)
-        if experts is not None and not present:
-            return experts.expert_group
-        names = ("this rank",) if experts is None else (*present, "experts", str(experts.plan))
-        return self.grid.create_group(RankGroup(names, tuple(self._global_ranks(axes))))
-
-    def _global_ranks(self, axes: Iterable[str], check_initialized: bool = True) -> list[int]:
-        """Return the global ranks, ascending, of the group along some axes."""
-        topology, present, experts = self.grid.topology(), self._present(axes), self._experts_among(axes)
-        if experts is None:
-            return self.grid.get_ranks(present)
-        own = experts.plan.expert_ranks(self.grid.grid_rank)
-        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(present, rank)}))
-
-    def _world_size(self, axes: Iterable[str]) -> int:
-        if self._experts_among(axes) is None:  # layers ask in every pass: in closed form, for any number of ranks
-            return degree(self.grid.topology(), self._present(axes))
-        return len(self._global_ranks(axes))
-
-    def _rank(self, axes: Iterable[str]) -> int:
-        if self._experts_among(axes) is None:
-            return self.grid.topology().get_axis_index(self._present(axes), self.grid.grid_rank)
-        return self._global_ranks(axes).index(self.grid.global_rank)
-
-    def _src_rank(self, axes: Iterable[str]) -> int:
-        return self._global_ranks(axes)[0]
-
-    def _present(self, axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in self.grid.topology().axes if axis in axes)
-
-    def _experts_among(self, axes: Iterable[str]) -> ExpertGroups | None:
-        return self._experts() if _EXPERTS in axes else None
-
-    def _experts(self) -> ExpertGroups | None:
-        """Return the expert groups of this grid, or None.
-
-        Raises:
-            RuntimeError: the grid has expert groups of several sizes.
-        """
-        known = registry.of(self.grid)
-        if len(known) > 1:
-            names = [entry.plan.name for entry in known]
-            raise RuntimeError(
-                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
-            )
-        return known[0] if known else None
-
-    def _check_degrees(self, **wanted: int | None) -> None:
-        """Compare the degrees that a program asks for with the grid's.
-
-        Raises:
-            TopologyError: a degree differs.
-        """
-        for axis, size in wanted.items():
-            here = degree(self.grid.topology(), [axis])
-            if size is not None and size != here:
-                raise TopologyError(
-                    f"initialize_model_parallel wants {size} ranks along {axis!r}, but the grid is "
-                    f"{self.grid.topology().spec!r}: one job has one layout. Configure the program with the grid's "
-                    "degrees, or create the grid with the program's"
-                )
-
-    @staticmethod
-    def _check_cpu(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
-        """Return the group if it serves tensors on the CPU; raise otherwise."""
-        if group is not None and "cpu" not in devices_of(group):
-            raise RuntimeError(
-                f"{name}: the groups of this job have no gloo backend, which tensors on the CPU need. "
-                'Join with init_distributed(backend="cpu:gloo,cuda:nccl")'
-            )
-        return group
-
 
 class _Megatron(ParallelState):
     """The functions that Megatron-DeepSpeed and Megatron-LM share. *Model* parallel means pipe x tensor."""
@@ -314,12 +358,20 @@ class _Megatron(ParallelState):
         """Return the group along some axes, for tensors on the CPU."""
         return self._check_cpu(self._group(axes), "get_data_parallel_group_gloo")
 
+    get_model_parallel_group = _about(ParallelState._group, PIPE, MODEL)
+    get_model_parallel_src_rank = _about(ParallelState._src_rank, PIPE, MODEL)
+    get_data_parallel_group = _about_data(ParallelState._group)
+    get_data_parallel_group_gloo = _about_data(_group_gloo)
+    get_data_parallel_world_size = _about_data(ParallelState._world_size)
+    get_data_parallel_rank = _about_data(ParallelState._rank)
+    get_data_parallel_src_rank = _about_data(ParallelState._src_rank)
+
     def get_amax_reduction_group(
         self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
     ) -> ProcessGroup | None:
         """Return the group of the ranks that share the scales of FP8."""
         seq = (SEQ,) if with_context_parallel else ()
-        samples = () if tp_only_amax_red else _samples(self)
+        samples = () if tp_only_amax_red else (_SAMPLES,)
         return self._group((MODEL, *seq, *samples))
 
 
@@ -386,6 +438,14 @@ class MegatronDeepSpeedState(_Megatron):
 
     sequence_data_parallel_is_initialized = sequence_parallel_is_initialized
 
+    get_sequence_parallel_group = _about(ParallelState._group, SEQ)
+    get_sequence_parallel_world_size = _about(ParallelState._world_size, SEQ)
+    get_sequence_parallel_rank = _about(ParallelState._rank, SEQ)
+    get_sequence_parallel_src_rank = _about(ParallelState._src_rank, SEQ)
+    get_sequence_data_parallel_group = _about(ParallelState._group, _REPLICAS)
+    get_sequence_data_parallel_world_size = _about(ParallelState._world_size, _REPLICAS)
+    get_sequence_data_parallel_rank = _about(ParallelState._rank, _REPLICAS)
+
 
 class MegatronState(_Megatron):
     """``megatron.core.parallel_state`` of Megatron-LM."""
@@ -434,7 +494,7 @@ class MegatronState(_Megatron):
                 f"them over {self._world_size((_EXPERTS,))}: call "
                 f"ds_topo.groups.create_expert_groups(grid, {expert_model_parallel_size}) before"
             )
-        slices = self._world_size(self._expert_tensor_axes())
+        slices = self._world_size((_EXPERT_SLICES,))
         if expert_tensor_parallel_size not in (None, slices):
             raise TopologyError(
                 f"initialize_model_parallel wants experts in {expert_tensor_parallel_size} slices, but they are in "
@@ -446,12 +506,11 @@ class MegatronState(_Megatron):
                     f"initialize_model_parallel got {name}={options[name]}: a grid has no {lacking}; leave it out"
                 )
         self._set_virtual_stages(virtual_pipeline_model_parallel_size)
-        samples, replicas, slices_of_experts = _samples(self), _replicas(self), _expert_slices(self)
-        for axes in (samples, (MODEL, SEQ), (MODEL, *samples), (MODEL, *replicas), self.grid.topology().axes):
+        for axes in ((_SAMPLES,), (MODEL, SEQ), (MODEL, _SAMPLES), (MODEL, _REPLICAS), self.grid.topology().axes):
             self._group(axes)
         self.get_embedding_group(check_initialized=False)
-        for axes in (slices_of_experts, (PIPE, *slices_of_experts)):
-            self._group(axes)
+        self._group((_EXPERTS, _EXPERT_SLICES))
+        self._group((PIPE, _EXPERTS, _EXPERT_SLICES))
         self.is_awaited = False
 
     is_initialized = ParallelState.model_parallel_is_initialized
@@ -459,11 +518,23 @@ class MegatronState(_Megatron):
     # -- data and context ----------------------------------------------------------------------------------------
     # Groups over several axes are created when their ranks ask for them the first time, so all of them must ask.
 
+    get_context_parallel_group = _about(ParallelState._group, SEQ)
+    get_context_parallel_global_ranks = _about(ParallelState._global_ranks, SEQ)
+    get_context_parallel_world_size = _about(ParallelState._world_size, SEQ)
+    get_context_parallel_rank = _about(ParallelState._rank, SEQ)
+    get_tensor_and_context_parallel_group = _about(ParallelState._group, MODEL, SEQ)
+    get_tensor_and_context_parallel_world_size = _about(ParallelState._world_size, MODEL, SEQ)
+    get_tensor_and_context_parallel_rank = _about(ParallelState._rank, MODEL, SEQ)
+
     def get_tensor_and_data_parallel_group(
         self, check_initialized: bool = True, with_context_parallel: bool = False
     ) -> ProcessGroup | None:
         """Return the group over tensor and data parallelism."""
-        return self._group((MODEL, *_data(self, with_context_parallel)), check_initialized)
+        return self._group((MODEL, _REPLICAS if with_context_parallel else _SAMPLES), check_initialized)
+
+    def get_intra_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of all ranks: there is one distributed optimizer."""
+        return self._group(self.grid.topology().axes, check_initialized)
 
     def get_hierarchical_context_parallel_groups(self, check_initialized: bool = True) -> None:
         """Return None: there are no such groups. Raise ``RuntimeError`` if ``check_initialized``."""
@@ -475,20 +546,41 @@ class MegatronState(_Megatron):
         if check_initialized:
             raise RuntimeError("get_inter_distributed_optimizer_instance_group(): a grid has one distributed optimizer")
 
+    # A grid has no axis for rematerialised weights: each of these groups is this rank alone.
+    get_gtp_weight_remat_group = _about(ParallelState._group)
+    get_gtp_weight_remat_global_ranks = _about(ParallelState._global_ranks)
+    get_gtp_weight_remat_world_size = _about(ParallelState._world_size)
+    get_gtp_weight_remat_rank = _about(ParallelState._rank)
+    get_expert_gtp_weight_remat_group = _about(ParallelState._group)
+    get_expert_gtp_weight_remat_global_ranks = _about(ParallelState._global_ranks)
+    get_expert_gtp_weight_remat_world_size = _about(ParallelState._world_size)
+    get_expert_gtp_weight_remat_rank = _about(ParallelState._rank)
+
     # -- experts -------------------------------------------------------------------------------------------------
+
+    get_expert_model_parallel_group = _about(ParallelState._group, _EXPERTS)
+    get_expert_model_parallel_world_size = _about(ParallelState._world_size, _EXPERTS)
+    get_expert_model_parallel_rank = _about(ParallelState._rank, _EXPERTS)
+    get_expert_model_parallel_src_rank = _about(ParallelState._src_rank, _EXPERTS)
+    get_expert_tensor_parallel_group = _about(ParallelState._group, _EXPERT_SLICES)
+    get_expert_tensor_parallel_world_size = _about(ParallelState._world_size, _EXPERT_SLICES)
+    get_expert_tensor_parallel_rank = _about(ParallelState._rank, _EXPERT_SLICES)
+    get_expert_tensor_and_model_parallel_group = _about(ParallelState._group, _EXPERTS, _EXPERT_SLICES)
+    get_expert_tensor_and_model_parallel_world_size = _about(ParallelState._world_size, _EXPERTS, _EXPERT_SLICES)
+    get_expert_tensor_and_model_parallel_rank = _about(ParallelState._rank, _EXPERTS, _EXPERT_SLICES)
 
     def get_expert_tensor_model_pipeline_parallel_group(
         self, check_initialized: bool = True, with_egtp_remat: bool = False
     ) -> ProcessGroup | None:
         """Return the group of all slices of all experts, over all stages."""
-        return self._group((_EXPERTS, PIPE, *self._expert_tensor_axes()), check_initialized)
+        return self._group((_EXPERTS, PIPE, _EXPERT_SLICES), check_initialized)
 
     def get_expert_data_parallel_group(
         self, check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's experts; of its parameters without expert groups."""
         known = self._experts()
-        return self._group(_replicas(self), check_initialized) if known is None else known.expert_data_group
+        return self._group((_REPLICAS,), check_initialized) if known is None else known.expert_data_group
 
     def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's experts, for tensors on the CPU."""
@@ -511,18 +603,12 @@ class MegatronState(_Megatron):
 
         They are joined by ``_``.
         """
-        kinds: tuple[tuple[str, ...], ...] = ((MODEL,), (), _samples(self), (SEQ,), (PIPE,), (_EXPERTS,))
+        kinds: tuple[tuple[str, ...], ...] = ((MODEL,), (), (_SAMPLES,), (SEQ,), (PIPE,), (_EXPERTS,))
         return "_".join(str(self._rank(axes)) for axes in kinds)
-
-    # -- expert groups of the grid -------------------------------------------------------------------------------
 
     def _expert_replicas(self) -> list[int]:
         known = self._experts()
-        return self._global_ranks(_replicas(self)) if known is None else known.expert_data_ranks
-
-    def _expert_tensor_axes(self) -> tuple[str, ...]:
-        known = self._experts()
-        return (MODEL,) if known is None or known.plan.expert_tensor_parallel else ()
+        return self._global_ranks((_REPLICAS,)) if known is None else known.expert_data_ranks
 
 
 class GPTNeoXState(ParallelState):
@@ -551,17 +637,19 @@ class GPTNeoXState(ParallelState):
         self._fp32_allreduce = fp32_allreduce
         self.is_awaited = False
 
-    def get_data_parallel_world_size(self) -> int:
-        """Return the number of replicas that train on different samples."""
-        return self.grid.get_data_parallel_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank's replica."""
-        return self.grid.get_data_parallel_rank()
-
-    def get_data_parallel_src_rank(self) -> int:
-        """Return the global rank of the first replica."""
-        return self.grid.get_data_parallel_src_rank()
+    get_model_parallel_group = _about(ParallelState._group, MODEL)
+    get_model_parallel_world_size = _about(ParallelState._world_size, MODEL)
+    get_model_parallel_rank = _about(ParallelState._rank, MODEL)
+    get_model_parallel_src_rank = _about(ParallelState._src_rank, MODEL)
+    set_model_parallel_world_size = _about(ParallelState._set_world_size, MODEL)
+    set_model_parallel_rank = _about(ParallelState._set_rank, MODEL)
+    get_pipe_parallel_group = _about(ParallelState._group, PIPE)
+    get_pipe_parallel_world_size = _about(ParallelState._world_size, PIPE)
+    get_pipe_parallel_rank = _about(ParallelState._rank, PIPE)
+    get_data_parallel_group = _about(ParallelState._group, _REPLICAS)
+    get_data_parallel_world_size = _about(ParallelState._world_size, _SAMPLES)
+    get_data_parallel_rank = _about(ParallelState._rank, _SAMPLES)
+    get_data_parallel_src_rank = _about(ParallelState._src_rank, _REPLICAS)
 
     def get_topology(self) -> ProcessTopology:
         """Return the grid's topology."""
@@ -578,7 +666,7 @@ class GPTNeoXState(ParallelState):
         """
         stages = self._world_size((PIPE,))
         if stages == 1:
-            return self._group(_replicas(self))
+            return self._group((_REPLICAS,))
         topology = self.grid.topology()
         first = {MODEL: 0} if MODEL in topology.axes else {}
         ends = [topology.filter_match(**first, **{PIPE: stage}) for stage in (0, stages - 1)]
@@ -610,86 +698,3 @@ class GPTNeoXState(ParallelState):
     def get_fp32_allreduce(self) -> bool:
         """Return the ``fp32_allreduce`` that the program gave to ``initialize_model_parallel``."""
         return self._fp32_allreduce
-
-
-# -- the names that ask a few questions about a kind of group ----------------------------------------------------------
-
-
-def _define(
-    state: type[ParallelState],
-    kind: str,
-    questions: str,
-    axes: Callable[..., Iterable[str]],
-    *,
-    has_options: bool = False,
-    is_set: bool = False,
-) -> None:
-    """Give a class the functions ``get_<kind>_<question>`` of one kind of group.
-
-    Args:
-        state: the class.
-        kind: the name of the kind.
-        questions: the questions, separated by spaces: ``_<question>`` is the method that answers one for any axes.
-        axes: returns the axes of the group, for a state.
-        has_options: True if ``axes`` also needs the arguments of the program's call.
-        is_set: True for functions ``set_<kind>_world_size`` and ``_rank``, too, which refuse all values but the grid's.
-    """
-    for question in questions.split():
-        _add(state, f"get_{kind}_{question}", _answer(f"_{question}", axes, has_options))
-    for question in _FIXED if is_set else ():
-        what = f"{kind.replace('_model_', '_')}_{question}".replace("_", " ")
-        _add(state, f"set_{kind}_{question}", _check(f"_{question}", axes, what))
-
-
-def _add(state: type[ParallelState], name: str, function: Any) -> None:
-    function.__name__ = name
-    setattr(state, name, function)
-
-
-def _answer(question: str, axes: Callable[..., Iterable[str]], has_options: bool) -> Callable[..., Any]:
-    def answer(state: ParallelState, *args: Any, **options: Any) -> Any:
-        """Answer one question about one kind of group."""
-        ask = getattr(state, question)
-        return ask(axes(state, *args, **options)) if has_options else ask(axes(state), *args, **options)
-
-    return answer
-
-
-def _check(question: str, axes: Callable[..., Iterable[str]], what: str) -> Callable[..., None]:
-    def check(state: ParallelState, *values: int | None, **named: int | None) -> None:
-        """Refuse any value but the grid's."""
-        (value,) = (*values, *named.values())
-        here = getattr(state, question)(axes(state))
-        if value is not None and value != here:
-            raise TopologyError(
-                f"the {what} is the grid's, {here}, and cannot be set to {value}: create the grid with another topology"
-            )
-
-    return check
-
-
-def _expert_slices(state: MegatronState) -> tuple[str, ...]:
-    return (_EXPERTS, *state._expert_tensor_axes())
-
-
-_define(ParallelState, "tensor_model_parallel", "group world_size rank src_rank", lambda _: (MODEL,), is_set=True)
-_define(ParallelState, "pipeline_model_parallel", "group world_size rank", lambda _: (PIPE,), is_set=True)
-
-_define(GPTNeoXState, "model_parallel", "group world_size rank src_rank", lambda _: (MODEL,), is_set=True)
-_define(GPTNeoXState, "pipe_parallel", "group world_size rank", lambda _: (PIPE,))
-_define(GPTNeoXState, "data_parallel", "group", _replicas)
-
-_define(_Megatron, "model_parallel", "group src_rank", lambda _: (PIPE, MODEL))
-_define(_Megatron, "data_parallel", "group group_gloo world_size rank src_rank", _data, has_options=True)
-
-_define(MegatronDeepSpeedState, "sequence_parallel", "group world_size rank src_rank", lambda _: (SEQ,))
-_define(MegatronDeepSpeedState, "sequence_data_parallel", "group world_size rank", _replicas)
-
-_define(MegatronState, "context_parallel", "group global_ranks world_size rank", lambda _: (SEQ,))
-_define(MegatronState, "tensor_and_context_parallel", "group world_size rank", lambda _: (MODEL, SEQ))
-_define(MegatronState, "intra_distributed_optimizer_instance", "group", lambda state: state.grid.topology().axes)
-_define(MegatronState, "expert_model_parallel", "group world_size rank src_rank", lambda _: (_EXPERTS,))
-_define(MegatronState, "expert_tensor_parallel", "group world_size rank", MegatronState._expert_tensor_axes)
-_define(MegatronState, "expert_tensor_and_model_parallel", "group world_size rank", _expert_slices)
-for _kind in ("gtp_weight_remat", "expert_gtp_weight_remat"):  # a grid has no axis for them: this rank alone
-    _define(MegatronState, _kind, "group global_ranks world_size rank", lambda _: ())

@@ -255,7 +255,7 @@ def test_other_degrees_are_refused(program: str, arguments: dict[str, int], mess
         state: Any = parallel_state.of(grid, program)
         with pytest.raises(TopologyError, match=message):
             state.initialize_model_parallel(**arguments)
-        with pytest.raises(TopologyError, match="the tensor parallel rank is the grid's, 0"):
+        with pytest.raises(TopologyError, match="the rank along model is the grid's, 0"):
             state.set_tensor_model_parallel_rank(rank=1)
         assert state.set_tensor_model_parallel_world_size(world_size=2) is None
 
@@ -419,8 +419,8 @@ def _ask_in_an_order_of_its_own() -> list[list[int]]:
             state.get_model_parallel_group,
         ]
         first = dist.get_rank() % len(questions)
-        asked = {ask.__name__: _ranks(ask()) for ask in questions[first:] + questions[:first]}
-        return [asked[ask.__name__] for ask in questions]
+        asked = [_ranks(ask()) for ask in questions[first:] + questions[:first]]
+        return asked[-first:] + asked[:-first]
 
 
 def test_ranks_may_ask_for_megatron_groups_in_any_order_after_initialize(world: Worlds) -> None:
@@ -436,6 +436,46 @@ def test_the_table_names_every_answer_once() -> None:
     assert table["`get_model_parallel_group`"][1:] == ["as the grid", "as the grid"]
     assert table["`get_hybrid_data_context_parallel_groups`"][2].startswith("refused: ")
     assert len(table) == len(rows()) > 90
+
+
+SEEN = """
+from ds_topo.parallel_state import {public}
+from ds_topo import PipelineParallelGrid
+grid = PipelineParallelGrid("data=1")
+neox, deepspeed, megatron = of(grid, "gpt-neox"), of(grid, "megatron-deepspeed"), of(grid)
+rank: int = neox.get_model_parallel_rank() + deepspeed.get_sequence_parallel_rank()
+rank += megatron.get_data_parallel_rank(with_context_parallel=True) + megatron.get_expert_tensor_parallel_rank()
+group = megatron.get_context_parallel_group(check_initialized=False)
+{calls}
+megatron.get_context_parallel_rank(1)
+neox.get_context_parallel_rank()
+"""
+
+
+def test_mypy_sees_every_answer_and_its_arguments(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    root = Path(__file__).parents[2]
+    calls = [
+        f"{variable}.{name}"
+        for variable, program in (
+            ("neox", "gpt-neox"),
+            ("deepspeed", "megatron-deepspeed"),
+            ("megatron", "megatron-lm"),
+        )
+        for name in dir(parallel_state.PROGRAMS[program])
+        if not name.startswith("_")
+    ]
+    assert len(calls) > 150, "the search finds what there is to find"
+    program = tmp_path / "program.py"
+    program.write_text(SEEN.format(public=", ".join(parallel_state.__all__), calls="\n".join(calls)))
+    package = str(Path(parallel_state.__file__).parent)
+    options = [f"--config-file={root / 'pyproject.toml'}", f"--cache-dir={tmp_path}", "--follow-imports=skip"]
+    found, _, _ = api.run([*options, package, str(program)])
+    errors = [line.split(": error: ")[1] for line in found.splitlines() if line.startswith(f"{program}:")]
+    assert [error.split(";")[0] for error in errors] == [
+        "Too many arguments  [call-arg]",
+        '"GPTNeoXState" has no attribute "get_context_parallel_rank"',
+    ], found
 
 
 def test_guide_contains_the_printed_table() -> None:
