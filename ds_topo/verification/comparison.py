@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -352,91 +352,149 @@ def equal_samples(found: RecordedStep) -> Iterator[Deviation]:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ComparedStep:
+    """The result of the comparison of one step."""
+
+    errors: tuple[Error, ...]
+    findings: tuple[Deviation, ...]
+    undecided: tuple[str, ...]
+    notes: tuple[str, ...]
+    incomparable: frozenset[str]
+    """The tensors that rounding alone changes too much."""
+    unlike: tuple[str, ...]
+    """The outputs that have other shapes in the layout."""
+
+
 def compare(wanted: Path, reference: Path, rounding: Path, same_samples: bool = False) -> Report:
     """Compare the recordings in three folders; with ``same_samples`` replicas may train on the same samples."""
     found = Run(wanted)
     expected, noisy = Run(reference, found), Run(rounding, found)
-    findings: list[Deviation] = list(_at_start(found))
-    errors: list[Error] = []
+    start = tuple(_at_start(found))
     missing = sorted(found.start.keys() - expected.names)
-    notes = [f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"] if missing else []
-    undecided: list[str] = []
-    incomparable: set[str] = set()
-    unlike: dict[str, None] = {}
-    uncertain: dict[str, torch.Tensor] = {}
     is_other_module = len(missing) == len(found.start)
-    if is_other_module:
-        undecided.append(
-            "the program trains another module in the reference, with other names, as one that builds a pipeline only "
-            "if there are stages: let it build the same module in every layout"
-        )
-    for number in range(0 if is_other_module else min(found.steps, expected.steps)):
-        mine, theirs = found.step(number), expected.step(number)
-        theirs.uncertain = uncertain
-        findings += () if same_samples else equal_samples(mine)
-        reported, norm = theirs.ranks[0]["norm"], theirs.norm
-        if number == 0 and reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
-            times = f"{reported / norm:.3g} times its norm of gradients"
-            notes.append(f"the reference reports {times}; others are compared with that")
-        if number < noisy.steps:
-            dtype, noise = found.about[0]["dtype"], noisy.step(number)
-            of_gradients = Allowed(_gradients(noise, theirs), dtype)
-            _add(uncertain, uncertain_updates(mine, theirs, of_gradients))
-            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
-        else:
-            allowed.growth = _GROWTH
-            _add(uncertain, uncertain_updates(mine, theirs, allowed))
-        rows = list(rows_of(mine, theirs))
-        unlike |= dict.fromkeys(row.name for row in rows if not row.errors)
-        rows = [row for row in rows if row.errors]
-        right = {row.name for row in rows if row.kind == REDUCED and max(row.errors.values()) <= allowed(row)}
-        suspects: list[Deviation] = []
-        for row in rows:
-            limit = allowed(row)
-            if limit >= _USELESS or (row.kind in (WEIGHT, MASTER) and uncertain.get(row.name, _CERTAIN).all()):
-                incomparable.add(f"{row.kind} {row.name}".strip())
-                continue
-            each = tuple(row.errors.get(rank, math.nan) for rank in range(len(found.about)))
-            errors.append(Error(number, row.kind, row.name, each, limit))
-            bad = tuple(rank for rank, error in row.errors.items() if error > limit)
-            if not bad and row.kind == OUTPUT:
-                suspects.clear()
-            if not bad or (row.kind == GRADIENT and row.name in right):  # or it is completed before reduction
-                continue
-            where, axis = place_of(bad, row.errors, found)
-            worst = max(row.errors.values())
-            suspects.append(Deviation(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit))
-            if not row.is_partial_sum:
-                findings += suspects
-                suspects.clear()
-        findings += _unequal(found, [record["replicas"] for record in mine.ranks], number)
-        undecided += _undecided(mine, theirs, bool(findings))
-        if findings:
-            findings[0] = _explained(findings, mine, theirs)
-            break
-    if unlike:
-        first = next(iter(unlike))
-        notes.append(f"{len(unlike)} outputs are not compared, because they have other shapes in the layout: {first!r}")
-    if incomparable:
-        names = sorted(incomparable)
-        notes.append(f"rounding alone changes {len(names)} tensors by half of their value or more: {names[0]!r}, ...")
+    steps = () if is_other_module else tuple(_compared_steps(found, expected, noisy, bool(start), same_samples))
+    errors = tuple(error for step in steps for error in step.errors)
+    other_module = (
+        "the program trains another module in the reference, with other names, as one that builds a pipeline only "
+        "if there are stages: let it build the same module in every layout"
+    )
+    undecided = [other_module] if is_other_module else [reason for step in steps for reason in step.undecided]
     return Report(
         found.about[0]["spec"],
         expected.about[0]["spec"],
         found.steps,
         len(found.about),
         len(errors),
-        tuple(findings),
-        tuple(notes),
+        (*start, *(finding for step in steps for finding in step.findings)),
+        tuple(_notes(missing, steps)),
         tuple(dict.fromkeys(undecided)),
-        tuple(errors),
+        errors,
     )
 
 
-def _add(found: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+def _compared_steps(
+    found: Run, expected: Run, noisy: Run, differs_at_start: bool, same_samples: bool
+) -> Iterator[ComparedStep]:
+    """Compare step after step, up to the first one that differs."""
+    uncertain: dict[str, torch.Tensor] = {}
+    for number in range(min(found.steps, expected.steps)):
+        mine, theirs = found.step(number), expected.step(number)
+        if number < noisy.steps:
+            dtype, noise = found.about[0]["dtype"], noisy.step(number)
+            uncertain = _joined(uncertain, uncertain_updates(mine, theirs, Allowed(_gradients(noise, theirs), dtype)))
+            theirs.uncertain = uncertain
+            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
+        else:
+            allowed.growth = _GROWTH
+            uncertain = _joined(uncertain, uncertain_updates(mine, theirs, allowed))
+            theirs.uncertain = uncertain
+        step = _compared_step(mine, theirs, allowed, differs_at_start, same_samples)
+        yield step
+        if differs_at_start or step.findings:
+            return
+
+
+def _compared_step(
+    mine: RecordedStep, theirs: RecordedStep, allowed: Allowed, differs_at_start: bool, same_samples: bool
+) -> ComparedStep:
+    number, ranks = mine.number, range(len(mine.ranks))
+    everything = list(rows_of(mine, theirs))
+    limits = [(row, allowed(row)) for row in everything if row.errors]
+    rows = [(row, limit) for row, limit in limits if not _is_noise(row, limit, theirs)]
+    right = {row.name for row, limit in limits if row.kind == REDUCED and max(row.errors.values()) <= limit}
+    findings = (
+        *(() if same_samples else equal_samples(mine)),
+        *_deviations(rows, right, mine),
+        *_unequal(mine.run, [record["replicas"] for record in mine.ranks], number),
+    )
+    if findings and not differs_at_start:
+        findings = (_explained(findings, mine, theirs), *findings[1:])
+    return ComparedStep(
+        tuple(
+            Error(number, row.kind, row.name, tuple(row.errors.get(rank, math.nan) for rank in ranks), limit)
+            for row, limit in rows
+        ),
+        findings,
+        tuple(_undecided(mine, theirs, differs_at_start or bool(findings))),
+        tuple(_other_norm(theirs) if number == 0 else ()),
+        frozenset(f"{row.kind} {row.name}".strip() for row, limit in limits if _is_noise(row, limit, theirs)),
+        tuple(row.name for row in everything if not row.errors),
+    )
+
+
+def _is_noise(row: ComparedTensor, limit: float, reference: RecordedStep) -> bool:
+    """Return True if rounding alone may change a tensor too much to compare it."""
+    is_weight = row.kind in (WEIGHT, MASTER)
+    return limit >= _USELESS or (is_weight and bool(reference.uncertain.get(row.name, _CERTAIN).all()))
+
+
+def _deviations(
+    rows: Sequence[tuple[ComparedTensor, float]], right: Set[str], found: RecordedStep
+) -> Iterator[Deviation]:
+    """Yield the tensors whose error is larger than rounding allows, in the order of computation.
+
+    A partial sum that is wrong is reported with the next wrong tensor, unless an output in between is right. Gradients
+    before reduction are not reported if they are ``right`` after it: then they are completed in between.
+    """
+    partial_sums: list[Deviation] = []
+    for row, limit in rows:
+        bad = tuple(rank for rank, error in row.errors.items() if error > limit)
+        if not bad and row.kind == OUTPUT:
+            partial_sums.clear()
+        if not bad or (row.kind == GRADIENT and row.name in right):
+            continue
+        where, axis = place_of(bad, row.errors, found.run)
+        worst = max(row.errors.values())
+        one = Deviation(found.number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit)
+        if row.is_partial_sum:
+            partial_sums.append(one)
+        else:
+            yield from (*partial_sums, one)
+            partial_sums.clear()
+
+
+def _other_norm(reference: RecordedStep) -> Iterator[str]:
+    reported, norm = reference.ranks[0]["norm"], reference.norm
+    if reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
+        times = f"{reported / norm:.3g} times its norm of gradients"
+        yield f"the reference reports {times}; others are compared with that"
+
+
+def _notes(missing: Sequence[str], steps: Sequence[ComparedStep]) -> Iterator[str]:
+    if missing:
+        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
+    for step in steps:
+        yield from step.notes
+    if unlike := list(dict.fromkeys(name for step in steps for name in step.unlike)):
+        yield f"{len(unlike)} outputs are not compared, because they have other shapes in the layout: {unlike[0]!r}"
+    if names := sorted(frozenset[str]().union(*(step.incomparable for step in steps))):
+        yield f"rounding alone changes {len(names)} tensors by half of their value or more: {names[0]!r}, ..."
+
+
+def _joined(found: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add what is uncertain in a step: the change of a weight since the start then stays so."""
-    for name, where in more.items():
-        found[name] = found[name] | where if name in found else where
+    return {**found, **{name: found[name] | where if name in found else where for name, where in more.items()}}
 
 
 class Allowed:
