@@ -74,7 +74,8 @@ MESSAGES = {"warn", "listed", "print", "write"}
 TESTS = {
     "checkpoint/deepspeed_reader": "checkpoint/test_table.py checkpoint/test_loading_stock_checkpoints.py "
     "checkpoint/test_converting.py checkpoint/test_damaged_files.py",
-    "checkpoint/engine_facts": "checkpoint/test_saving.py checkpoint/test_loading.py",
+    "checkpoint/engine_facts": "engine/test_autotp.py::test_splits_of_automatic_layers_are_known "
+    "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
     "checkpoint/loader": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py "
     "checkpoint/test_torch.py",
@@ -98,6 +99,7 @@ TESTS = {
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
     "engine/config_options": "engine/test_options.py mistakes/test_options.py",
     "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",
+    "engine/grid": "engine/test_grid.py engine/test_experts_of_several_engines.py",
     "engine/experts": "engine/test_experts_of_several_engines.py engine/test_moe.py",
     "engine/norms": "engine/test_norms.py engine/test_half_precision_norms.py",
     "engine/one_layout": "engine/test_one_layout.py engine/test_use.py",

@@ -83,7 +83,7 @@ def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
         "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         isinstance(engine, PipelineEngine),
         tuple(sorted(experts, key=lambda one: one.size)),
-        getattr(engine, "gradient_reducer", None) is not None and zero in (1, 2),
+        getattr(engine, "gradient_reducer", None) is not None,
         grid.to_global([0])[0] if grid else 0,
     )
 
@@ -200,7 +200,7 @@ def split_of(tensor: torch.Tensor) -> manifests.SavedSplit | None:
         )
     automatic = getattr(tensor, DS_AUTOTP_UC_META, None) or {}
     at, sizes = automatic.get("partition_dim"), automatic.get("sub_param_sizes") or (1,)
-    is_unknown = automatic.get("conversion", {}).get("unsupported_reason") or automatic.get("replicated")
+    is_unknown = automatic.get("conversion", {}).get("unsupported_reason")
     widths = automatic.get("sub_param_shard_widths") or [automatic.get("partition_sizes") or ()]
     if at is None or is_unknown or len({*sizes}) > 1 or any(len({*each}) != 1 for each in widths):
         return None

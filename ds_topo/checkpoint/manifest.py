@@ -310,7 +310,7 @@ class SavedLayout(Saved):
     is_pipeline: bool = False
     experts: tuple[SavedExperts, ...] = ()
     has_reducer: bool = False
-    """True if our reducer kept ZeRO's partitions in its balanced layout. The files are in DeepSpeed's in any case."""
+    """True if our reducer was attached. The files have ZeRO's partitions in DeepSpeed's layout in any case."""
     first_rank: Number = 0
     """The global rank of the topology's rank 0."""
 

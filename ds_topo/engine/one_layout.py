@@ -202,7 +202,7 @@ def check_programs(model: nn.Module, grid: MpuGrid) -> None:
             continue
         if _DATA_QUESTION in vars(module) and not _QUESTIONS.keys().isdisjoint(vars(module)):
             require_same_groups(module, name, grid)
-        if package in of_neox and grid.pipe_parallel_size > 1 and grid.slice_parallel_size > 1:
+        if package in of_neox and grid.pipe_parallel_size > 1:
             _refuse_grid_as_neox_state(module, name, grid)
 
 

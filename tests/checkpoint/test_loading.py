@@ -277,9 +277,12 @@ def test_types_that_may_run_code_are_refused(world: Worlds, tmp_path: Path) -> N
     world(2).run(_save_with, KIND, tmp_path)
     error, text = _raised(world, tmp_path)
     assert error is UnsafeCheckpointError
-    assert f"{MODEL} holds tests.checkpoint.jobs.Own, and building it may run code" in text
+    refusal = f"the checkpoint 'own' of {tmp_path}: {MODEL} holds tests.checkpoint.jobs.Own, and building it may run"
+    assert text.startswith(refusal), "before DeepSpeed has read any file"
     assert "torch.serialization.add_safe_globals([...])" in text
     assert world(2).run(_load_trusted, KIND, tmp_path) == [(3, 3)] * 2
+    error, text = _raised(world, tmp_path, KINDS["zero3"], options={"trusted": True})
+    assert (error, text[: len(refusal)]) == (UnsafeCheckpointError, refusal), "files that are read by name"
 
 
 # -- DeepSpeed's own methods -------------------------------------------------------------------------------------------

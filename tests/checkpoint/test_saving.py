@@ -64,6 +64,9 @@ def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[s
             here.train(range(7, 8))
         path, state = checkpoint.load(here.engine, folder, verify="digests")
         assert (path, state["step"]) == (str(folder / "global_step2"), 2)
+        manifest = look_at(folder, "global_step2").manifest
+        assert manifest is not None
+        assert manifest.layout.has_reducer == kind.reduced
         loaded = here.state()
         return loaded, here.train(range(2, 4)), here.state()
 

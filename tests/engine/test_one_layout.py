@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -19,7 +19,9 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, parallel_state, use
+from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import DisagreementError, TopologyError
+from tests.support.fake_world import fake_world
 from tests.support.small_engines import TiedPipe, pipeline_losses, settings, start
 from tests.support.world import Worlds
 
@@ -109,6 +111,21 @@ def test_half_installed_parallel_state_raises_instead_of_hanging(world: Worlds, 
         assert message in text
         assert "parallel_state.install(grid, " in text
         assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_neox", "is_refused"),
+    [("pipe=2,data=2", True, True), ("model=2,data=2", True, False), ("pipe=2,model=2", False, False)],
+)
+def test_grid_replaces_the_state_of_gpt_neox_only_without_stages(spec: str, is_neox: bool, is_refused: bool) -> None:
+    with fake_world(0, 4), PipelineParallelGrid(spec) as grid:
+        functions = {"get_model_parallel_group": grid.get_model_parallel_group}
+        if is_neox:
+            functions["get_io_parallel_group"] = grid.get_pipe_parallel_group
+        layer: Any = type("ParallelLinear", (nn.Linear,), {"__module__": "megatron_like"})
+        refused = pytest.raises(TopologyError, match="belongs to the grid") if is_refused else nullcontext()
+        with program("megatron_like", **functions), refused:
+            check_programs(layer(4, 4), grid)
 
 
 def _whole_swap() -> list[float]:

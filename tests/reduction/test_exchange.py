@@ -129,6 +129,8 @@ def _over_copies(order: Sequence[str]) -> None:
                         under_way[-1].wait()
                 for flat, pending in zip(flats, under_way, strict=True):
                     pending.wait()
+                    if over_copies:  # gloo does not say that a single reduce_scatter has ended
+                        assert pending.is_done()
                     assert set(flat[own].tolist()) == {expected}
             flat = torch.full((2, 6), -1.0)
             flat[own] = own
