@@ -78,7 +78,7 @@ TESTS = {
     "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
     "checkpoint/loader": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py "
-    "checkpoint/test_torch.py",
+    "checkpoint/test_torch.py checkpoint/test_converting_experts.py",
     "checkpoint/folder": "checkpoint/test_folder.py checkpoint/test_odd_folders.py checkpoint/test_command.py",
     "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
     "checkpoint/plain_weights": "checkpoint/test_plain_weights.py checkpoint/test_command.py "
@@ -100,12 +100,14 @@ TESTS = {
     "engine/config_options": "engine/test_options.py mistakes/test_options.py",
     "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",
     "engine/grid": "engine/test_grid.py engine/test_experts_of_several_engines.py",
+    "engine/hybrid_sharding": "engine/test_hybrid_sharding.py checkpoint/test_converting_experts.py",
     "engine/experts": "engine/test_experts_of_several_engines.py engine/test_moe.py",
     "engine/norms": "engine/test_norms.py engine/test_half_precision_norms.py",
-    "engine/one_layout": "engine/test_one_layout.py engine/test_use.py",
+    "engine/one_layout": "engine/test_one_layout.py engine/test_use.py mistakes",
     "engine/optimizer_gradients": "engine/test_zero_partitions.py engine/test_irregular_steps.py",
     "engine/optimizers_on_grid": "engine/test_norms.py engine/test_half_precision_norms.py engine/test_accumulation.py",
-    "engine/on_grid": "engine/test_step_order.py engine/test_engine_patches.py engine/test_golden_trace.py",
+    "engine/on_grid": "engine/test_step_order.py engine/test_engine_patches.py engine/test_golden_trace.py "
+    "engine/test_pipeline.py::test_pipeline_logs_and_returns_the_norm_of_all_stages",
     "engine/parameter_gathers": "engine/test_zero_partitions.py engine/test_arriving_parameters.py",
     "engine/partitioned_optimizers": "engine/test_zero_partitions.py",
     "engine/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",

@@ -243,9 +243,9 @@ class WholeModel:
         one = self.parameters[name]
         if boxes is None or one.is_stacked:
             return 0, math.prod(one.shape)
-        split = one.split or SavedSplit(0)
-        dim = None if one.split is None else split.dim
-        saved = Slice(one.shape, dim, self.slices, rank % self.slices, split.stride)
+        saved = Slice(one.shape)
+        if one.split is not None:
+            saved = Slice(one.shape, one.split.dim, self.slices, rank % self.slices, one.split.stride)
         found = [span for box in boxes if (span := saved.span_of(box)) is not None]
         return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 

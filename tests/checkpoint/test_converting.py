@@ -21,7 +21,8 @@ from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.loader import Loader
 from ds_topo.checkpoint.plain_weights import to_single_file
-from ds_topo.errors import CheckpointError, CheckpointModelError
+from ds_topo.checkpoint.saved_model import Parameter, require_split
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
 from tests.checkpoint.conversions.layouts import TAG, TOLERANCE, Layout, go_on, greatest_difference, job, save
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
@@ -281,6 +282,13 @@ def test_undeclared_splits_are_refused_and_named(
     (tmp_path / "from" / TAG / manifests.NAME).write_text(text)
     with pytest.raises(AssertionError, match=said):
         world(2).run(_load_undeclared, tmp_path / "from")
+
+
+def test_slices_that_do_not_divide_a_parameter_are_refused() -> None:
+    one = Parameter("weight", (3, 2), torch.float32, True, manifests.SavedSplit(0), 2)
+    require_split(one, 3)
+    with pytest.raises(CheckpointLayoutError, match="'weight' has 6 elements along dimension 0"):
+        require_split(one, 4)
 
 
 def _load_undeclared(folder: Path) -> None:

@@ -112,6 +112,10 @@ def test_changed_byte_is_refused(tmp_path: Path) -> None:
             from_text(text, "manifest.json")
 
 
+def test_a_file_may_be_empty() -> None:
+    assert SavedFile("layer_00-model_states.pt", 0, "0" * 64, 0).bytes == 0
+
+
 def test_tables_of_earlier_versions_are_not_read() -> None:
     layout = SavedLayout("data=2", 2, 1, 2, 3, "DeepSpeedZeroOptimizer_Stage3", "fp32")
     tables = SavedTable("one.json", 0, (0, 1)), SavedTable("two.json", 0, (0, 1), partition=1, partitions=2)

@@ -25,14 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_topo import checkpoint
+from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.base.classes import mixins_of
 from ds_topo.checkpoint import engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
+from ds_topo.checkpoint.manifest import SavedStructure
 from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.saving import HostCopies
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
+from tests.support.fake_world import fake_world
 from tests.support.ranks import RankFailure, Ranks, run_ranks
 from tests.support.served_store import serve_a_store
 from tests.support.small_engines import start
@@ -106,6 +109,7 @@ def _own_states(folder: Path) -> None:
             assert not told
             here.engine.save_checkpoint(folder, tag="own", client_state={"config": [Own(3)], "step": 1})
             told = [str(each.message) for each in caught if "load() will refuse" in str(each.message)]
+        assert not (folder / "plain" / engine_facts.name_of_states(here.engine)).exists(), "as DeepSpeed saves"
         assert len(told) == (dist.get_rank() == 0)
         assert all("{'config': ['tests.checkpoint.jobs.Own']}" in each for each in told)
         _, found = here.engine.load_checkpoint(folder, tag="plain")
@@ -333,6 +337,25 @@ def test_random_states_are_restored(is_tensor: bool) -> None:
     wanted = random.random(), np.random.rand(), float(torch.rand(()))
     engine_facts.restore_random_states(engine, states)
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == wanted
+
+
+def test_copies_of_large_tensors_reuse_memory() -> None:
+    values = [torch.full((1 << 18,), float(number)) for number in range(2)]
+    former = HostCopies()
+    former.of(values[0])
+    copies = HostCopies(former.large)
+    first, second = copies.of(values)
+    assert first.data_ptr() == former.large[0].data_ptr() != second.data_ptr()
+    assert all(map(torch.equal, (first, second), values))
+
+
+@pytest.mark.parametrize("spec", ["model=2", "data=2"])
+def test_undeclared_slices_are_named_to_deepspeeds_converter(spec: str) -> None:
+    structure = SavedStructure(None, ((("weight",),),), undeclared=("weight",))
+    with fake_world(0, 2), PipelineParallelGrid(spec) as grid:
+        engine: Any = SimpleNamespace(mpu=grid, checkpoint_mp_rank=0, module=nn.Linear(2, 2))
+        found = engine_facts.universal_info_of(engine, structure, {})["autotp_unsupported_parameter_patterns"]
+    assert list(found) == (["^weight$"] if spec == "model=2" else [])
 
 
 def _several(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -271,6 +272,8 @@ def test_pipelines_of_split_layers_train_as_one_process(world: Worlds, order: tu
 
 def test_splits_of_automatic_layers_are_known() -> None:
     linear = nn.Linear(12, 8)
+    assert split_of(linear.weight) is None
+    assert split_of(mock.Mock(spec=["partition_dim"], partition_dim=0)) == SavedSplit(0), "as Megatron declares it"
     assert split_of(LinearLayer(linear).weight) == SavedSplit(0)
     assert split_of(LinearLayer(linear).bias) == SavedSplit(0)
     rows: Any = LinearAllreduce(linear, None)

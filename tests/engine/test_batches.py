@@ -85,6 +85,19 @@ def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_confi
                 assert [*map(bool, first._digests)] == [noted] * 2
 
 
+def test_batches_of_a_pipeline_are_digested_until_both_comparisons_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[object] = []
+    monkeypatch.setattr(batches, "digest", lambda samples: digested.append(samples) or 1)
+    engine: Any = SimpleNamespace(training=True)
+    with fake_world(0, 2), PipelineParallelGrid("pipe=2") as grid:
+        first = FirstSamples(grid, 4)
+        for are_compared, in_step, number in ((False, None, 2), (True, None, 2), (True, [], 4)):
+            first.are_compared, first._in_step = are_compared, in_step
+            first.look_at_batch(engine, (torch.ones(4), torch.zeros(4)))
+            assert len(digested) == number
+        assert first._in_step == [(1, 1)]
+
+
 @pytest.mark.parametrize(
     ("spec", "checks", "is_said"),
     [

@@ -456,3 +456,10 @@ def test_slices_with_nothing_but_experts_are_refused() -> None:
             _check(_engine(marks=marks), *EQUAL)
         without_experts: list[tuple[int, list[str], bool]] = [(0, [], True), (1, [], True)]
         assert _check(_engine(marks=marks, layers=[]), *without_experts) == (0, [], False)
+
+
+def test_nan_of_one_rank_is_the_largest_gradient_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda values, *_, **__: values[0].fill_(3.0))  # the maximum may omit nan
+    with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
+        for own, is_nan in ((math.nan, True), (1.0, False)):
+            assert norms._norm_over_grid(torch.tensor(own), grid, math.inf)[0].isnan() == is_nan

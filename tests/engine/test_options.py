@@ -486,3 +486,10 @@ def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest
                     continue
                 with pytest.raises(EngineOptionError, match="TP_group = None"):
                     check_model(engine, layer, grid)
+
+
+def test_batch_sizes_may_omit_the_micro_batch() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
+        table.check_batch_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, grid)
+        with pytest.raises(EngineOptionError, match="train_batch_size 12 is not a multiple of 2 "):
+            table.check_batch_sizes({"train_batch_size": 12, "gradient_accumulation_steps": 2}, grid)

@@ -38,6 +38,8 @@ def test_meshes_are_cached_and_dimensions_can_be_renamed() -> None:
         assert renamed["tp"].get_group() is mesh["model"].get_group()
         with pytest.raises(UnknownAxisError, match="'rows'"):
             grid.device_mesh(names={"rows": "tp"})
+        with pytest.raises(ValueError, match="give each another text"):
+            grid.device_mesh(names={"model": 1})  # type: ignore[dict-item]
 
 
 def _inspect(topology: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from torch import nn
 
 from ds_topo import GradientReducer
 from ds_topo.errors import DisagreementError
+from ds_topo.reduction.options import ReductionOptions
 from tests.support.reduced_model import (
     SMALL,
     Model,
@@ -17,6 +20,13 @@ from tests.support.reduced_model import (
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+
+@pytest.mark.parametrize(("option", "valid"), [("static_graph", "True or False"), ("expert_groups", "a mapping")])
+def test_option_of_a_wrong_type_is_refused(option: str, valid: str) -> None:
+    wrong: Any = {option: "false"}
+    with pytest.raises(TypeError, match=f"{option}='false': give {valid}"):
+        ReductionOptions(**wrong)
 
 
 def _finish_missing(module: Model, reducer: GradientReducer) -> None:

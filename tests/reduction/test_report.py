@@ -122,6 +122,9 @@ def test_exposed_time_is_communication_after_finish_began() -> None:
     early = StepTiming(2, 0, finish_ns=100, ended_ns=101, buckets=[bucket(10, 90)])
     assert (early.communication_ns, early.exposed_ns) == (80, 0)
     assert GradientReport(0, (step,)).hidden_fraction == pytest.approx(60 / 110)
+    gathered = StepTiming(3, 0, finish_ns=100, ended_ns=101, gathers=[bucket(10, 40)])
+    gathered.gathers[0].nbytes = 3 << 20
+    assert "1 regions of parameters, 3.00 MiB a step" in GradientReport(0, (gathered,)).table()
     spans = [event for event in GradientReport(3, (step,)).chrome_trace()["traceEvents"] if event["ph"] == "X"]
     assert [(span["tid"], span["ts"] * 1e3, span["dur"] * 1e3) for span in spans] == [
         (0, 0, 100),
