@@ -124,6 +124,35 @@ def test_imports_point_down(module: str) -> None:
     assert {name for name in others if PACKAGES[package_of(name)] >= PACKAGES[package_of(module)]} == set()
 
 
+def state_of(module: str) -> set[str]:
+    """Return the module's own objects that can change, as the table of ``ds_topo/README.md`` names them.
+
+    Constants have names in upper case. A name in lower case is state unless it is another name of a function.
+    """
+    return {
+        f"{module.removeprefix('ds_topo.')}.{target.id}"
+        for statement in ast.parse(FILES[MODULES[module]].read_text()).body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not isinstance(statement.value, ast.Attribute)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        if isinstance(target, ast.Name) and target.id.strip("_").islower() and not target.id.startswith("__")
+        if not (isinstance(statement.value, ast.Call) and ast.unparse(statement.value.func) in OF_FUNCTIONS)
+    }
+
+
+OF_FUNCTIONS = {"attrgetter", "getattr", "find", "vars"}
+"""Functions that return another name of a function, or of DeepSpeed's own variables."""
+
+
+def test_process_wide_state_is_listed() -> None:
+    _, table = (PACKAGE / "README.md").read_text().split("## Process-wide state")
+    listed = set(re.findall(r"`([\w.]+\.\w+)`", table))
+    found = {name for module in MODULES for name in state_of(module)}
+    assert {"engine.checks.grids", "base.ledger.ledger", "launch.agreement._rounds"} <= found, "the search finds state"
+    assert found - listed == set()
+    statements = (node for path in FILES.values() for node in ast.walk(ast.parse(path.read_text())))
+    assert not any(isinstance(node, ast.Global) for node in statements)
+
+
 def test_imports_are_not_circular() -> None:
     assert list(circles_in({module: own_imports_of(module) - {module} for module in MODULES})) == []
 
