@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.parallel_state import PROGRAMS
@@ -39,4 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     main()
