@@ -1,7 +1,8 @@
 """Read the hosts of a job and their slots from hostfiles, lists of names and Slurm; give every rank its host.
 
 Compact lists of nodes, ``n[01-03,7],gpu-a``, are parsed as ``scontrol show hostnames`` does, since Slurm's programs
-are missing on laptops and in containers.
+are missing on laptops and in containers. The package ``python-hostlist`` does the same under the GPL, which this
+package's Apache licence cannot include.
 """
 
 from __future__ import annotations
