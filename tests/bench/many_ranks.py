@@ -1,10 +1,9 @@
 """Measure how long a rank plans its load of a checkpoint of 16,384 ranks at ZeRO 3, and how much memory that takes.
 
-    python -m tests.bench.many_ranks [--replicas 2048] [--slices 8] [--parameters 1000] [--into 4096] [--older]
+    python -m tests.bench.many_ranks [--replicas 2048] [--slices 8] [--parameters 1000] [--into 4096]
 
 The checkpoint has a manifest and the tables that the rank opens, and no tensors. The rank looks up where each of its
-elements is, for every parameter. With ``--older`` the manifest is as in version 2, which does not say which elements a
-table has; then the rank opens the tables of all replicas, so choose few of them.
+elements is, for every parameter.
 
 A rank of ``data=4096`` opens 4 of the 16,384 tables of ``data=2048,model=8`` (two cores, shared with other work):
 
@@ -17,8 +16,6 @@ s to choose tables         0.2     10.7
 s to read them             0.5     39.5
 MiB of memory                1      527
 =====================  =======  =======
-
-With ``--older``, 2,048 ranks and 1,000 parameters, a rank opens 2,048 tables in 117 s, and takes 2,129 MiB.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from ds_topo.checkpoint.table import Part, Piece, Slice, Table, Vector, partitio
 WIDTH = 1024
 
 
-def write(folder: Path, replicas: int, slices: int, count: int, *, is_older: bool) -> None:
+def write(folder: Path, replicas: int, slices: int, count: int) -> None:
     """Write the manifest, which lists a table for each rank."""
     names = [f"layers.{number}.weight" for number in range(count)]
     layout = SavedLayout(
@@ -67,8 +64,8 @@ def write(folder: Path, replicas: int, slices: int, count: int, *, is_older: boo
             _name(replica, rank),
             rank,
             (0, count),
-            partition=0 if is_older else replica,
-            partitions=1 if is_older else replicas,
+            partition=replica,
+            partitions=replicas,
         )
         for rank in ranks
         for replica in range(replicas)
@@ -101,11 +98,10 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=8)
     parser.add_argument("--parameters", type=int, default=1000)
     parser.add_argument("--into", type=int, default=4096, help="the replicas of the job that loads, of one slice each")
-    parser.add_argument("--older", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, given.replicas, given.slices, given.parameters, is_older=given.older)
+        write(folder, given.replicas, given.slices, given.parameters)
         numel, rank = WIDTH * WIDTH, given.into // 3
         wanted = Slice((WIDTH, WIDTH)), *partition_of(numel, rank, given.into)
         before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
