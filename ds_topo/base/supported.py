@@ -35,7 +35,7 @@ class Feature(NamedTuple):
     reason: str
     """A sentence about older releases."""
     instead: str
-    """What works with older releases, as the end of a sentence."""
+    """A list of what works with older releases; it ends a sentence."""
 
 
 ENGINES = Feature(

@@ -85,7 +85,7 @@ class Source(ABC):
     """
 
     in_part = ", or load what both have (load_module_strict=False)"
-    """How the caller loads a checkpoint of which only a part fits, for messages."""
+    """The call that loads a checkpoint of which only a part fits, for messages."""
 
     def __init__(self, model: WholeModel, where: str) -> None:
         self.model, self.where = model, where

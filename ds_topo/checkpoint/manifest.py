@@ -58,7 +58,7 @@ BF16_OPTIMIZER = "BF16_Optimizer"
 
 
 class Saved:
-    """What JSON says, with the types that are declared and no other entries."""
+    """A value that is read from JSON: its entries have the declared types, and there are no others."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -414,7 +414,7 @@ class Manifest(Saved):
     structure: SavedStructure | None = None
     """The model's structure; None if it was not recorded."""
     tables: tuple[SavedTable, ...] = ()
-    """What says where each element is; empty if the optimizer's memory is unknown, and in version 1."""
+    """The tables, which say where each element is; empty if the optimizer's memory is unknown, and before version 4."""
 
     def __post_init__(self) -> None:
         if self.step < 0:

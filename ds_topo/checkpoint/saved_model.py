@@ -95,8 +95,8 @@ class Parameter:
 class WholeModel:
     """A whole model in a layout: all its parameters, and what each rank of the layout holds of them.
 
-    The experts of a layer form as many *parts* as its expert parallel size. Each part is held by the ranks of one
-    expert data parallel group.
+    The experts of a layer are divided into equal *parts*. Their number is the layer's expert parallel size, and the
+    ranks of one expert data parallel group hold each part.
     """
 
     parameters: Mapping[str, Parameter]

@@ -516,7 +516,7 @@ class TorchFiles(Source):
         for group in _grouped(self._values, keys.groups, is_by_group=keys.is_by_group):
             self._groups.update(dict.fromkeys(group.pop(PARAMS, ()), group))
         self.progress: dict[str, Any] = dict(self._values.get(keys.progress) or ())
-        """What an engine saved of itself; empty if another program saved the checkpoint."""
+        """Counters and options that an engine saved; empty if another program saved the checkpoint."""
 
     def _expect_states(self, named: Iterable[Named], inner: torch.optim.Optimizer) -> None:
         with_states = {key.removeprefix(self._keys.states).rpartition(".")[0] for key in self._stored.metadata}

@@ -78,7 +78,7 @@ class Option:
     check: Callable[[ConfigOnGrid], Iterator[str]] | None = None
     """Yields a message for each combination that is refused: what was given, why it cannot work, and what to do."""
     ignores_shard: bool = False
-    """Whether it has groups or a reduction of its own, which ignore the axis ``shard``."""
+    """True if it has groups or a reduction of its own, which ignore the axis ``shard``."""
     with_reducer: str = ""
     """Why a GradientReducer refuses it, and what to do; empty if it does not."""
     recorded: str = ""

@@ -10,7 +10,7 @@ over the copies, once per step:
     BF16_Optimizer             the engine sums whole gradients over all replicas before the step, so nothing is missing
     ZeRO 3                     each bucket of the last micro-batch is summed over the copies while backward goes on
 
-Experts stay partitioned over their own replicas, of which none is left out.
+Experts stay partitioned over all of their own replicas, with and without ``shard``.
 
 Bytes of a rank with ``N`` parameters and a degree ``s`` of ``shard``, in bf16 with Adam, besides buckets and buffers::
 

@@ -48,7 +48,7 @@ class OptimizerParts:
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
     gathering: Callable[[], AbstractContextManager[None]]
-    """What DeepSpeed's own gather of updated parameters runs in."""
+    """The context in which DeepSpeed's own gather of updated parameters runs."""
 
 
 def put_optimizer_on_grid(

@@ -248,7 +248,8 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
 def warn_of_restarts(launch: Launch) -> None:
     """Warn, on rank 0, if ranks may use different prefixes in the store after a restart.
 
-    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail restarts them without counting it.
+    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail restarts them, and does not count
+    this as a restart.
     """
     hosts = launch.node[1] if launch.node else 1
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

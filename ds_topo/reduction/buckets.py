@@ -86,10 +86,10 @@ def plan_parameters(
 ) -> list[tuple[int, ...]]:
     """Return indices by bucket, for gradients that are expected in this order.
 
-    Parameters of a kind have one data type, device and route. Each region is one bucket. Buckets over a user's buffers
-    follow memory, downwards. Buckets of experts go by falling index, not by the order: replicas of an expert may be in
-    several data-parallel groups, each of which learns an order of its own. None of these has small first or last
-    buckets.
+    Parameters of a bucket have one data type, device and route. Each region is one bucket. Buckets over a user's
+    buffers are ordered by their addresses, the highest first. Buckets of experts are ordered by the index of their
+    parameters, the highest first, and not by arrival: replicas of an expert may be in several data-parallel groups,
+    each of which learns an order of its own. Only other buckets have a small first and last one.
     """
     if not states:
         return []

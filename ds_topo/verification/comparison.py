@@ -47,7 +47,7 @@ OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED = (
     "skipped step",
 )
 START, REPLICAS, SAMPLES = "first weight", "replicas", "samples"
-"""The kinds of what is compared, besides weights and states; the last three are compared first."""
+"""Kinds of values that are compared, besides weights and states; the last three are compared first."""
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
 """The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _GROWTH = 2.0
