@@ -56,6 +56,12 @@ def argument_parser(description: str | None, out: str) -> argparse.ArgumentParse
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed config file")
     parser.add_argument("--steps", type=int, default=300, help="steps to train, including those before --resume")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        help="the most sequences of a rank in a forward pass; a step has as many passes as that takes. By default it "
+        "has the config's gradient_accumulation_steps",
+    )
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--width", type=int, default=128, help="features of a token")
     parser.add_argument("--heads", type=int, default=4, help="attention heads; must divide --width")
@@ -124,7 +130,7 @@ def build_engine(
         base_seed=arguments.seed,
         partition_method="parameters",
     )
-    config["train_micro_batch_size_per_gpu"] = micro_batch_size(arguments, config, grid)
+    divide_batch(arguments, config, grid)
     config.setdefault("gradient_reducer", arguments.overlap)
     engine, *_ = initialize(
         model=module,
@@ -146,15 +152,27 @@ def cosine_schedule(steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
     return lambda optimizer: LambdaLR(optimizer, factor)
 
 
-def micro_batch_size(arguments: argparse.Namespace, config: dict[str, Any], grid: PipelineParallelGrid) -> int:
-    """Return the number of sequences in a micro-batch of one rank."""
-    pieces = grid.get_sample_world_size() * config["gradient_accumulation_steps"]
-    if arguments.batch_size % pieces:
+def divide_batch(arguments: argparse.Namespace, config: dict[str, Any], grid: PipelineParallelGrid) -> None:
+    """Divide the sequences of a step among the replicas that there are, and into micro-batches.
+
+    A step has the same sequences at any number of replicas. With ``--micro-batch-size``, a rank of fewer replicas
+    takes more micro-batches, and not more memory.
+    """
+    size, replicas, most = arguments.batch_size, grid.get_sample_world_size(), arguments.micro_batch_size
+    count = config["gradient_accumulation_steps"] if most is None else 1
+    if size < 1 or size % (replicas * count):
+        near = size // (replicas * count) * replicas * count
+        sizes = " or ".join(f"{one}" for one in (near, near + replicas * count) if one)
+        fewer = next((one for one in range(replicas - 1, 0, -1) if size % (one * count) == 0), None)
         raise TopologyError(
-            f"--batch-size {arguments.batch_size} must be a multiple of {pieces}: {grid.get_sample_world_size()} ranks "
-            f"with their own samples x {config['gradient_accumulation_steps']} micro-batches"
+            f"--batch-size {size} cannot be divided among {replicas} ranks with their own samples x {count} "
+            f"micro-batches: use --batch-size {sizes}{f', or a topology with {fewer} of them' if fewer else ''}"
         )
-    return int(arguments.batch_size // pieces)
+    if most is not None:
+        per_rank = size // replicas
+        count = per_rank // next(one for one in range(max(1, min(most, per_rank)), 0, -1) if per_rank % one == 0)
+    config["gradient_accumulation_steps"] = count
+    config["train_micro_batch_size_per_gpu"] = size // (replicas * count)
 
 
 def micro_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -11,9 +12,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from training import divide_batch
 
+from ds_topo.errors import TopologyError
 from tests.support.example_jobs import SMALL, record_in, run_main
 from tests.support.ranks import run_ranks
 
@@ -53,6 +57,47 @@ def test_main_job_resumes_with_equal_losses(through: tuple[Path, dict[str, Any]]
     assert [row["step"] for row in resumed["history"]] == [1, 2, 3, 4]
     assert [row["loss"] for row in resumed["history"]] == [row["loss"] for row in whole["history"]]
     assert resumed["validation_loss"] == whole["validation_loss"]
+
+
+def test_main_job_resumes_on_fewer_ranks_with_the_same_samples(
+    through: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out, whole = through
+    (tmp_path / "global_step2").symlink_to(out / "global_step2")
+    (tmp_path / "latest").write_text("global_step2")
+    options = (*SMALL, "--out", str(tmp_path), *STEPS, "--topology", "data=-1", "--micro-batch-size", "4")
+    run_ranks(2, run_main, "train_gpt", *options, "--resume", "auto")
+    resumed = record_in(tmp_path)
+    assert [row["step"] for row in resumed["history"]] == [1, 2, 3, 4]
+    losses = [[row["loss"] for row in record["history"]] for record in (resumed, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert resumed["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "most", "expected"),
+    [
+        (4, 32, None, (2, 4)),
+        (4, 32, 8, (8, 1)),
+        (2, 32, 8, (8, 2)),
+        (2, 20, 4, (2, 5)),
+        (3, 32, 4, "use --batch-size 30 or 33, or a topology with 2 of them"),
+        (3, 32, None, "use --batch-size 24 or 36, or a topology with 2 of them"),
+        (8, 4, None, "use --batch-size 32, or a topology with 1 of them"),
+    ],
+)
+def test_batch_of_a_step_is_divided_among_the_replicas(
+    replicas: int, size: int, most: int | None, expected: tuple[int, int] | str
+) -> None:
+    arguments = argparse.Namespace(batch_size=size, micro_batch_size=most)
+    config, grid = {"gradient_accumulation_steps": 4}, mock.Mock()
+    grid.get_sample_world_size.return_value = replicas
+    if isinstance(expected, str):
+        with pytest.raises(TopologyError, match=expected):
+            divide_batch(arguments, config, grid)
+    else:
+        divide_batch(arguments, config, grid)
+        assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == expected
 
 
 @pytest.mark.exhaustive
