@@ -95,6 +95,7 @@ def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParall
         raise TopologyError(
             f"--topology {grid.topology().spec}: this model does not split sequences; use model or data"
         )
+    divide_batch(arguments, config, grid)
     return config, grid
 
 
@@ -130,7 +131,6 @@ def build_engine(
         base_seed=arguments.seed,
         partition_method="parameters",
     )
-    divide_batch(arguments, config, grid)
     config.setdefault("gradient_reducer", arguments.overlap)
     engine, *_ = initialize(
         model=module,
