@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -69,6 +70,22 @@ class _Core:
             index = self.topology.get_axis_index(axes, self.rank)
             self.places[axis] = index, rank_tables.degree(self.topology, axes)
         return self.places[axis]
+
+
+class _ContinuedSampler(DistributedSampler[Any]):
+    """A sampler whose first iteration leaves out the first samples of its share."""
+
+    def __init__(self, left_out: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.left_out = left_out
+        """The number of samples of this share that the next iteration leaves out."""
+
+    def __iter__(self) -> Iterator[Any]:
+        left_out, self.left_out = self.left_out, 0
+        return islice(super().__iter__(), left_out, None)
+
+    def __len__(self) -> int:
+        return super().__len__() - self.left_out
 
 
 class ProcessGrid:
@@ -254,7 +271,7 @@ class ProcessGrid:
         return rank_tables.degree(self._core.topology, rank_tables.sample_axes(self._core.topology))
 
     def sampler(
-        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, start: int = 0
     ) -> DistributedSampler[Any]:
         """Return a sampler of this rank's share of a dataset; ``pipe``, ``model`` and ``seq`` peers get the same share.
 
@@ -266,17 +283,22 @@ class ProcessGrid:
             shuffle: shuffle by ``seed`` and epoch, in the same order on all ranks.
             seed: the seed, equal on all ranks.
             drop_last: leave out samples that do not fill all shares; otherwise some samples are read twice.
+            start: the number of samples of the epoch that all shares together have read before; the sampler's first
+                iteration leaves them out. They may have been read at another number of shares, as by an earlier job on
+                more hosts: the order of all samples depends on ``seed`` and epoch alone, so a step of as many samples
+                has the same ones. It must be a multiple of the number of shares, as the samples of whole steps are.
 
         Raises:
             TypeError: the dataset is iterable. Shard it by ``get_sample_rank()`` of ``get_sample_world_size()``. Or a
                 switch is neither true nor false.
+            ValueError: ``start`` is no multiple of the shares, or is not inside the dataset.
 
         >>> import torch.distributed as dist
         >>> from torch.testing._internal.distributed.fake_pg import FakeStore
         >>> dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
         >>> with ProcessGrid("data=2,model=2") as grid:
-        ...     list(grid.sampler(range(6), shuffle=False))
-        [1, 3, 5]
+        ...     list(grid.sampler(range(6), shuffle=False)), list(grid.sampler(range(6), shuffle=False, start=4))
+        ([1, 3, 5], [5])
         >>> dist.destroy_process_group()
         """
         for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
@@ -287,9 +309,16 @@ class ProcessGrid:
                 f"dataset={abridged(dataset)} has no length, so its samples have no index: shard it yourself, every "
                 "grid.get_sample_world_size()-th sample from grid.get_sample_rank()"
             )
-        return DistributedSampler(
-            dataset,  # type: ignore[arg-type]
-            num_replicas=self.get_sample_world_size(),
+        shares = self.get_sample_world_size()
+        if isinstance(start, bool) or not isinstance(start, int) or start % shares or not 0 <= start <= len(dataset):
+            raise ValueError(
+                f"start={abridged(start)}: give the number of samples that all {shares} shares have read together, a "
+                f"multiple of {shares} from 0 to {len(dataset)}"
+            )
+        return _ContinuedSampler(
+            start // shares,
+            dataset,
+            num_replicas=shares,
             rank=self.get_sample_rank(),
             shuffle=shuffle,
             seed=seed,
@@ -304,6 +333,7 @@ class ProcessGrid:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        start: int = 0,
         **options: Any,
     ) -> DataLoader[Any]:
         """Return a torch ``DataLoader`` of this rank's samples; its ``sampler`` is that of :meth:`sampler`.
@@ -314,6 +344,7 @@ class ProcessGrid:
             shuffle: shuffle the samples; off by default, as in ``DataLoader``.
             seed: the seed, equal on all ranks.
             drop_last: leave out samples that do not fill all shares, and the last incomplete batch.
+            start: samples that were read before, as in :meth:`sampler`.
             **options: further options of ``DataLoader``.
 
         Raises:
@@ -323,7 +354,7 @@ class ProcessGrid:
             raise TypeError(
                 f"options {sorted(given)}: the grid provides the sampler; for your own, construct a DataLoader instead"
             )
-        sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, start=start)
         options |= {"sampler": sampler, "drop_last": drop_last}
         return DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
 

@@ -523,6 +523,23 @@ def test_every_sample_is_distributed_once_and_to_all_peers(spec: str) -> None:
     assert sorted(dealt) == list(range(len(dealt)))
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 6])
+def test_steps_have_the_same_samples_at_any_number_of_replicas(replicas: int) -> None:
+    size, start, steps = 12, 24, dict[int, set[int]]()
+    for rank in range(replicas):
+        with fake_world(rank, replicas), PipelineParallelGrid(f"data={replicas}") as grid:
+            for first in (0, start):
+                loader = grid.data_loader(range(60), size // replicas, shuffle=True, seed=3, start=first)
+                loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+                assert len(loader) == (60 - first) // size
+                for step, batch in enumerate(loader, first // size):
+                    steps.setdefault(first * 100 + step, set()).update(batch.tolist())
+                assert len([*loader]) == 5, "the next epoch is whole"
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(4)).split(size)
+    assert [steps[step] for step in range(5)] == [set(part.tolist()) for part in order]
+    assert [steps[start * 100 + step] for step in range(2, 5)] == [steps[step] for step in range(2, 5)]
+
+
 def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:
     class Stream(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -539,3 +556,6 @@ def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:
                 grid.sampler(dataset)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="the grid provides the sampler"):
             grid.data_loader(range(8), sampler=[0, 1])
+        for start in (2, -4, 12, True, 4.0):
+            with pytest.raises(ValueError, match="a multiple of 4 from 0 to 8"):
+                grid.sampler(range(8), start=start)  # type: ignore[arg-type]
