@@ -148,9 +148,11 @@ class ParameterState:
         """True if hooks of the program, if there are some, find the sum of all gradients in ``parameter.grad``.
 
         The gradient then stays there until ``finish()``. Otherwise a hook that changes it would not change what was
-        moved to the partition before.
+        moved to the partition before. Lasting memory of gradients, as of ``BF16_Optimizer``, takes the gradient of each
+        micro-batch out of ``parameter.grad``, also without a reducer.
         """
-        return self.repeats and self.is_apart and self.dtype == self.parameter.dtype
+        is_lent = self.region is not None and self.region.gradients.lends
+        return is_lent and self.repeats and self.dtype == self.parameter.dtype
 
     @property
     def address(self) -> int:

@@ -253,6 +253,8 @@ class PartitionedGradients:
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
         self._memory = memory
+        self.lends = memory is None
+        """True if memory for whole gradients is lent region by region."""
         self._partition = self._empty(0)
         """The sums collected for this rank's partition, if there is no lasting memory."""
         self._collected: set[int] = set()

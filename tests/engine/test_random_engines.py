@@ -384,9 +384,13 @@ def test_random_engines_train_as_with_deepspeeds_reduction(
     [
         Engine("data=2", ("twice",), zero=1, bucket_bytes=300, hook_before="accumulated"),
         Engine("data=2", ("plain", "large"), zero=1, accumulation=2, bucket_bytes=300, hook_before="accumulated"),
+        Engine("pipe=2", ("plain",) * 4, bf16=True, accumulation=2, bucket_bytes=300, hook_after="accumulated"),
     ],
-    ids=["further gradients", "micro-batches"],
+    ids=["further gradients", "micro-batches", "BF16_Optimizer"],
 )
-def test_hooks_see_the_sum_of_gradients(world: Worlds, engine: Engine) -> None:
-    """A hook that halves ``parameter.grad`` halves what earlier backward passes have added, too."""
+def test_hooks_see_the_gradients_that_they_see_without_the_reducer(world: Worlds, engine: Engine) -> None:
+    """A hook that halves ``parameter.grad`` halves what earlier backward passes have added to it, too.
+
+    ``BF16_Optimizer`` takes the gradient of each micro-batch out of ``parameter.grad``.
+    """
     assert world(2).run(both_ways, engine)[0] == ""
