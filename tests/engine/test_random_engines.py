@@ -328,8 +328,7 @@ def engines(draw: st.DrawFn, topologies: Sequence[str]) -> Engine:
     zero = 0 if "embedding" in layers else draw(st.sampled_from(stages))
     bf16 = not NOT_IN_BF16.intersection(layers) and draw(st.booleans())
     accumulation = draw(st.integers(1, 3))
-    # with ZeRO 1 such a hook sees the sum of earlier micro-batches in DeepSpeed, and one gradient with our reducer
-    hooks = ["", "tensor"] if zero == 1 and accumulation > 1 else ["", "tensor", "accumulated"]
+    hooks = ["", "tensor", "accumulated"]
     return Engine(
         topology,
         layers,
