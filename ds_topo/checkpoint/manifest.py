@@ -551,10 +551,10 @@ def built_from(kind: Any, value: Any, place: str = "") -> Any:
 
 _REASONS = {
     "missing": "is missing",
-    "unexpected_keyword_argument": "is no entry that is known",
+    "unexpected_keyword_argument": "is an unknown entry",
     "string_pattern_mismatch": "has characters that cannot be printed",
 }
-"""What we say of pydantic's types of errors, where its message would not help."""
+"""Our text for a type of pydantic's errors, where its own text would not help."""
 
 
 @cache

@@ -516,7 +516,7 @@ class BackgroundSave:
             CheckpointError: rank 0 does not see all of them, because the folder is not the same on all hosts.
         """
         path = self._draft / self._tag
-        files = [*built_from(tuple[SavedFile, ...], [row for one in posted for row in one["files"]])]
+        files = built_from(list[SavedFile], [row for one in posted for row in one["files"]])
         known = {file.path for file in files}
         unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states

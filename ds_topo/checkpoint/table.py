@@ -347,7 +347,7 @@ class Table(Saved):
         return not self.flat and not self.weights
 
     def vectors(self) -> Iterator[Vector]:
-        """Yield every tensor, or tensors with the same parts."""
+        """Yield all vectors; a weight that is whole in a tensor of its own is one of them."""
         yield from self.flat
         for one in self.weights:
             for name, number in zip(one.names, one.pieces, strict=True):

@@ -299,7 +299,7 @@ FILE = CONTENTS[0]["files"][0]
         (("layout", "topology"), "data=1000000000", "1,000,000,000 ranks from rank 0 are not in a world of 8"),
         (("layout", "topology"), "data=", "layout: malformed topology"),
         (("layout", "zero_stage"), 4, "zero_stage=4 or precision='fp32' is unknown"),
-        (("layout", "secret"), 1, "layout.secret: is no entry that is known"),
+        (("layout", "secret"), 1, "layout.secret: is an unknown entry"),
         (("structure", "bounds"), [0, 9], "structure: bounds=(0, 9) do not rise from 0 to 3 layers"),
         (("structure", "experts"), {"a": 0}, "sizes must be >= 1"),
         (("step",), None, "step: None is wrong: Input should be a valid integer"),
