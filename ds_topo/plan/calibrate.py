@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_topo.base.backends import current_device, synchronize
 from ds_topo.plan.hardware import Link, Machine, Speeds, cluster_of
-from ds_topo.plan.job import DEEPSPEED, FP32, Job, JobLayout
+from ds_topo.plan.job import BF16, DEEPSPEED, Job, JobLayout
 from ds_topo.plan.model import transformer
 from ds_topo.plan.stages import Costs
 from ds_topo.process_groups.creation import gathered
@@ -29,12 +29,13 @@ MESSAGE_BYTES = 8 << 20
 SMALL_PRODUCT, LARGE_PRODUCT = (8192, 8192, 256), (8192, 8192, 4096)
 """Rows, columns and depth of the measured products."""
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ATTENTION_SHAPE = (4, 4, 256, 64)
+ATTENTION_SHAPE = (2, 32, 4096, 128)
 """Sequences, heads, positions, and features of a head."""
-VECTOR = 1 << 21
-UPDATED_PARAMETERS = 1 << 21
-TINY, LARGE = (1, 8, 32, 2), (16, 256, 128, 4)
-"""Sequences, positions, hidden width and heads of the measured transformer blocks."""
+VECTORS = (16384, 4096)
+"""Vectors and their length: more bytes than a GPU's caches hold."""
+UPDATED_PARAMETERS = 1 << 26
+TINY, LARGE = (1, 8, 64, 2), (4, 2048, 4096, 32)
+"""Sequences, positions, hidden width and heads of the measured transformer blocks, in bf16."""
 
 
 def calibrate() -> Machine:
@@ -106,7 +107,7 @@ def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
     """Return the planner's prediction for a block, forward and backward."""
     sequences, positions, hidden, heads = shape
     model = transformer(layers=1, hidden=hidden, heads=heads, vocabulary=256, sequence=positions)
-    costs = Costs(Job(model, cluster_of(speeds.accelerator(), 1, 1), sequences, positions, FP32, DEEPSPEED))
+    costs = Costs(Job(model, cluster_of(speeds.accelerator(), 1, 1), sequences, positions, BF16, DEEPSPEED))
     layout = JobLayout(ProcessTopology(["data"], [1]), sequences)
     [(_, block, _), *_] = costs.pieces(costs.stage_kinds(layout)[0], layout)
     return block.forward.seconds + block.backward.seconds
@@ -115,10 +116,11 @@ def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
 def _block_step(shape: tuple[int, int, int, int], device: torch.device) -> Callable[[], None]:
     """Return forward and backward of a block in torch."""
     sequences, positions, hidden, heads = shape
-    norms = [torch.nn.LayerNorm(hidden).to(device) for _ in range(2)]
+    half = FORMATS["bf16"]
+    norms = [torch.nn.LayerNorm(hidden, device=device, dtype=half) for _ in range(2)]
     widths = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
-    qkv, out, up, down = (torch.nn.Linear(*width).to(device) for width in widths)
-    inputs = torch.randn(sequences, positions, hidden, device=device, requires_grad=True)
+    qkv, out, up, down = (torch.nn.Linear(*width, device=device, dtype=half) for width in widths)
+    inputs = torch.randn(sequences, positions, hidden, device=device, dtype=half, requires_grad=True)
 
     def step() -> None:
         query, key, value = qkv(norms[0](inputs)).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(3, -1)
@@ -189,15 +191,15 @@ def _attention_flops(device: torch.device) -> tuple[float, float]:
 
 def _memory_bandwidth(device: torch.device) -> float:
     """Return the bytes per second of a block's operations beside products: a norm, an activation, a sum."""
-    vector = torch.ones(VECTOR // 256, 256, device=device)
-    weight = torch.ones(256, device=device)
+    vectors, others = (torch.ones(VECTORS, device=device, dtype=FORMATS["bf16"]) for _ in range(2))
+    weight = others[0]
 
     def pointwise() -> None:
-        torch.nn.functional.layer_norm(vector, (256,), weight, weight)
-        torch.nn.functional.gelu(vector)
-        torch.add(vector, vector)
+        torch.nn.functional.layer_norm(vectors, weight.shape, weight, weight)
+        torch.nn.functional.gelu(vectors)
+        torch.add(vectors, others)
 
-    return (8 + 8 + 12) * VECTOR / _best(device, pointwise)
+    return (4 + 4 + 6) * vectors.numel() / _best(device, pointwise)
 
 
 def _update_seconds(device: torch.device) -> float:

@@ -35,8 +35,11 @@ GRACE = 20.0
 LINES = 25
 """The lines of a rank's output that a failure shows."""
 WATCH_LIMIT = 4.0
-WATCH_SLACK = 12.0
-"""The seconds beyond the limit in which the watch must have ended a rank that waits for its device."""
+WATCH_SLACK = 16.0
+"""The seconds beyond the limit in which the watch must have ended a rank that waits for its device.
+
+A rank that uses the processor in one call has 10 s to go on, and NCCL has 3 s to abort; the rest is for its exit.
+"""
 WATCH_EXIT = 70
 _ABOUT = """
 import json, torch, deepspeed
