@@ -76,7 +76,7 @@ def _measure_speeds(device: torch.device) -> Speeds:
         depth=depth,
         attention_flops=_attention_flops(device),
         memory_bandwidth=bandwidth,
-        kernel_seconds=0.0,
+        launch_seconds=0.0,
         update_bytes=_update_seconds(device) * bandwidth / UPDATED_PARAMETERS,
         memory_bytes=memory,
     )
@@ -84,23 +84,20 @@ def _measure_speeds(device: torch.device) -> Speeds:
 
 
 def _with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
-    """Return the speeds with ``kernel_seconds`` and ``block_share``, measured with transformer blocks.
+    """Return the speeds with ``launch_seconds`` and ``block_share``, measured with transformer blocks.
 
     Kernels that are measured one by one, each with the caches for itself, are faster than in a program. So the planned
-    seconds of a block are compared with that block in torch, forward and backward. A tiny block measures the start of a
-    kernel with torch's work around it. A large block measures the share of the kernels' speeds that remains.
+    seconds of a block are compared with that block in torch, forward and backward. A tiny block measures the
+    processor's time to launch a kernel. A large block measures the share of the kernels' speeds that remains.
     """
-    planned = _planned_seconds(speeds, TINY)
-    per_start = _planned_seconds(replace(speeds, kernel_seconds=1.0), TINY) - planned
+    launches = _planned_seconds(replace(speeds, launch_seconds=1.0), TINY)
     # the median, not the best: programs reach it step after step
     tiny, large = (
         median([1 / _rate(_block_step(shape, device), device, 0.1) for _ in range(BLOCK_ROUNDS)])
         for shape in (TINY, LARGE)
     )
-    starts = max(0.0, tiny - planned) / per_start
-    left = large - starts * per_start
-    share = _planned_seconds(speeds, LARGE) / left if left > 0 else 1.0
-    return replace(speeds, kernel_seconds=starts, block_share=min(1.0, share))
+    share = _planned_seconds(speeds, LARGE) / large
+    return replace(speeds, launch_seconds=tiny / launches, block_share=min(1.0, share))
 
 
 def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
@@ -203,9 +200,9 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def _update_seconds(device: torch.device) -> float:
-    """Return the seconds of torch's AdamW for ``UPDATED_PARAMETERS``, with the norm of the gradients."""
+    """Return the seconds of a fused AdamW for ``UPDATED_PARAMETERS``, with the norm of the gradients."""
     parameters = [torch.nn.Parameter(torch.ones(UPDATED_PARAMETERS // 8, device=device)) for _ in range(8)]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
 

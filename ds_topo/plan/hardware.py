@@ -46,6 +46,7 @@ class Efficiency:
         attention_length: positions at which flash attention reaches half of that share.
         memory: share of the memory's bandwidth for kernels that read and write long vectors.
         kernel_seconds: from the end of a kernel to the start of the next.
+        launch_seconds: processor time to launch a kernel, which bounds models of small kernels. 0: no such bound.
         update_bytes: memory traffic of Adam's update per parameter; None for that of a fused one.
         links: share of the links' bandwidth for collectives over long messages (inside a host, across hosts).
     """
@@ -58,6 +59,7 @@ class Efficiency:
     attention_length: float = 256
     memory: float = 0.80
     kernel_seconds: float = 2e-6
+    launch_seconds: float = 0.0
     update_bytes: float | None = None
     links: tuple[float, float] = (0.78, 0.85)
 
@@ -232,7 +234,7 @@ class Speeds:
         depth: terms of an inner product at which a product reaches half of that.
         attention_flops: FLOP/s of attention's core, forward and backward (half of a causal mask counted).
         memory_bandwidth: bytes per second of kernels that read and write long vectors.
-        kernel_seconds: seconds of a kernel over a few values, with torch's work around it.
+        launch_seconds: processor time to launch a kernel, with torch's work around it.
         update_bytes: memory traffic of Adam's update per parameter, at that bandwidth.
         memory_bytes: the memory of the device.
         block_share: the share of the speeds above, which are those of single kernels, that a block of layers reaches.
@@ -243,7 +245,7 @@ class Speeds:
     depth: int
     attention_flops: tuple[float, float]
     memory_bandwidth: float
-    kernel_seconds: float
+    launch_seconds: float
     update_bytes: float
     memory_bytes: float
     block_share: float = 1.0
@@ -260,7 +262,7 @@ class Speeds:
             attention_backward=share * self.attention_flops[1] / fastest,
             attention_length=0.0,
             memory=share,
-            kernel_seconds=self.kernel_seconds,
+            launch_seconds=self.launch_seconds,
             update_bytes=self.update_bytes * share,
             links=(1.0, 1.0),
         )
@@ -372,7 +374,7 @@ def _speeds(content: Mapping[str, Any]) -> Speeds:
     _check_positive("attention_flops", min(forward, backward))
     for name in ("memory_bandwidth", "memory_bytes", "block_share"):
         _check_positive(name, getattr(speeds, name))
-    for name in ("depth", "kernel_seconds", "update_bytes"):
+    for name in ("depth", "launch_seconds", "update_bytes"):
         _check_positive(name, getattr(speeds, name), or_zero=True)
     return speeds
 

@@ -376,15 +376,16 @@ class PassCost:
 
 
 def pass_cost(work: Pass, accelerator: Accelerator) -> PassCost:
-    """Return the seconds of a pass."""
+    """Return the seconds of a pass: of its kernels, but no less than the processor takes to launch them."""
     efficiency = accelerator.efficiency
     products = sum(_product_seconds(product, accelerator) for product in work.products)
     cores = sum(_core_seconds(core, accelerator) for core in work.cores)
     moving = work.memory_bytes / (accelerator.memory_bandwidth * efficiency.memory)
-    kernels = (work.kernels + len(work.products)) * efficiency.kernel_seconds
+    kernels = work.kernels + len(work.products)
+    gaps, launches = kernels * efficiency.kernel_seconds, kernels * efficiency.launch_seconds
     computing = products + len(work.products) * efficiency.kernel_seconds
     covers = {Cover.NOTHING: 0.0, Cover.CORE: cores, Cover.PRODUCTS: computing}
-    return PassCost(products + cores + moving + kernels, covers)
+    return PassCost(max(products + cores + moving + gaps, launches), covers)
 
 
 def _product_seconds(product: Product, accelerator: Accelerator) -> float:

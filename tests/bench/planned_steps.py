@@ -10,11 +10,14 @@ by the table's numbers for this GPU, if it has them.
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import deepspeed
 import torch
@@ -22,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import PipelineParallelGrid, initialize
 from ds_topo.errors import TopologyError
 from ds_topo.plan.calibrate import calibrate
 from ds_topo.plan.hardware import Accelerator, accelerator_of, cluster_of, read_machine
@@ -54,10 +57,11 @@ SIZES = (
     Size(24, 1024, 16, 8, 1024, passes=4, zero=0),
     Size(24, 2048, 16, 4, 2048, zero=2),
     Size(8, 4096, 32, 4, 2048),
-    Size(8, 4096, 32, 1, 8192, zero=3),
     Size(4, 8192, 64, 1, 4096),
     Size(12, 256, 4, 8, 256),
+    Size(8, 4096, 32, 1, 8192, zero=3),
 )
+"""The last one is at ZeRO 3: DeepSpeed keeps the memory of such an engine until the process ends."""
 
 
 class Block(nn.Module):
@@ -90,7 +94,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.blocks(self.embedding(tokens) + self.positions))
-        logits = F.linear(hidden, self.embedding.weight)
+        logits = F.linear(hidden, self.embedding.weight).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
@@ -104,8 +108,9 @@ def predict(size: Size, accelerator: Accelerator) -> Plan:
     return evaluate(job, JobLayout(ProcessTopology(["data"], [1]), size.sequences, size.zero))
 
 
-def measure(size: Size, grid: PipelineParallelGrid, steps: int) -> tuple[float, float]:
-    """Return the median seconds of a step, and the peak bytes."""
+def measure(size: Size, grid: PipelineParallelGrid | None, steps: int, **ours: Any) -> tuple[float, float]:
+    """Return the median seconds of a step, and the peak bytes; without a grid, those of DeepSpeed alone."""
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
@@ -116,10 +121,12 @@ def measure(size: Size, grid: PipelineParallelGrid, steps: int) -> tuple[float, 
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": size.zero},
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
         "steps_per_print": 10**9,
+        **ours,
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=grid)
+    start = initialize if ours else deepspeed.initialize
+    engine, *_ = start(model=model, config=config, mpu=grid)
     tokens = torch.randint(VOCABULARY, (size.sequences, size.positions), device="cuda")
     seconds = []
     for _ in range(steps + 3):
@@ -150,6 +157,7 @@ def main() -> None:
     name = torch.cuda.get_device_name().split()[1]
     with suppress(TopologyError):  # it is not in the table
         known[f"table's {name}"] = accelerator_of(name)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
     store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     deepspeed.init_distributed(verbose=False)
@@ -157,6 +165,12 @@ def main() -> None:
         for size in SIZES:
             seconds, peak = measure(size, grid, arguments.steps)
             print(f"{size}: {1e3 * seconds:.1f} ms, peak {peak / 1e9:.2f} GB")
+            others = {}
+            if size.zero < 3:
+                others["DeepSpeed alone"] = measure(size, None, arguments.steps)
+                others["with the reducer"] = measure(size, grid, arguments.steps, gradient_reducer={})
+            for name, (other, used) in others.items():
+                print(f"  {name}: {1e3 * other:.1f} ms ({other / seconds:.2f}x), peak {used / 1e9:.2f} GB")
             for name, accelerator in known.items():
                 plan = predict(size, accelerator)
                 print(
@@ -165,6 +179,7 @@ def main() -> None:
                     flush=True,
                 )
                 print("   ", {key: round(1e3 * value, 2) for key, value in plan.time.parts().items() if value})
+                print("   ", {key: round(value / 1e9, 2) for key, value in plan.memory.parts().items() if value})
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ SPEEDS = Speeds(
     depth=64,
     attention_flops=(8e13, 6e13),
     memory_bandwidth=9e11,
-    kernel_seconds=1e-5,
+    launch_seconds=1e-5,
     update_bytes=30.0,
     memory_bytes=24e9,
 )

@@ -135,7 +135,9 @@ def test_plan_reads_the_speeds_of_a_machine_file(tmp_path: Path, capsys: pytest.
 def _calibrated() -> Machine:
     """Calibrate a CPU in place of a GPU, with small shapes."""
     small = {"SMALL_PRODUCT": (64, 64, 16), "LARGE_PRODUCT": (64, 64, 64), "ATTENTION_SHAPE": (1, 2, 32, 16)}
-    with patch.multiple(calibrating, name_and_memory=Mock(return_value=("CPU", 8e9)), ROUNDS=2, **small):
+    small |= {"VECTORS": (64, 64), "LARGE": (2, 32, 64, 2)}
+    name_and_memory = Mock(return_value=("CPU", 8e9))
+    with patch.multiple(calibrating, name_and_memory=name_and_memory, ROUNDS=2, UPDATED_PARAMETERS=1 << 16, **small):
         return calibrating.calibrate()
 
 
