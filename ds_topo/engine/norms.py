@@ -7,8 +7,8 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              experts it averages the norms of ranks that hold different experts. Our
                              ``clip_grad_norm_`` replaces it.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
-                             group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
-                             replaces it in both cases.
+                             group, which hangs if stages have different numbers of groups, and starts kernels for
+                             each parameter. ``zero_gradient_norm`` replaces it.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
                              parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
                              and with experts. ``of_unequal_stages`` refuses it if stages have different numbers of
@@ -42,7 +42,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import clip_grad_norm_ as clip_as_deepspeed
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -141,18 +140,26 @@ def clip_grad_norm_(
     kind, limit = _checked_arguments(max_norm, grid, norm_type)
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     trained = [parameter for parameter in given if parameter.grad is not None]
-    local = [_local_gradient(parameter) for parameter in trained]
+    local = [
+        _local_gradient(parameter) if hasattr(parameter.grad, "device_mesh") else parameter.grad.detach()
+        for parameter in trained
+    ]
     own, failure = torch.tensor(0.0), None
     try:
         _require_reduced(given)
         pairs = zip(trained, local, strict=True)
-        counted = [gradient for parameter, gradient in pairs if _counts_here(parameter, grid)]
+        counts = _counted_here(grid)
+        counted = [gradient for parameter, gradient in pairs if counts(parameter)]
         if counted:
             own = get_total_norm(counted, kind, foreach=foreach)
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure = error
     device = given[0].device if given else get_accelerator().current_device_name()
-    norm, failed = _norm_over_grid(own.to(device), grid, kind, failed=failure is not None)
+    own, is_largest = own.to(device), math.isinf(kind)
+    total, failed = _sum_over_grid(
+        own if is_largest else own**kind, grid, is_largest=is_largest, failed=failure is not None
+    )
+    norm = total if is_largest else total ** (1 / kind)
     if failure is not None:
         raise failure
     if failed:
@@ -185,36 +192,49 @@ def _checked_arguments(max_norm: float, grid: object, norm_type: float) -> tuple
 
 def _require_reduced(parameters: list[nn.Parameter]) -> None:
     """Refuse gradients that are not reduced yet, and those that an optimizer of DeepSpeed keeps."""
+    by_reducer: dict[Any, list[nn.Parameter]] = {}
+    has_reducers = len(owners) > 0
     for parameter in parameters:
-        reducer: Any = owners[parameter]() if parameter in owners else None
-        if reducer is not None:
-            reducer.require_reduced([parameter], "clip_grad_norm_()")
+        if has_reducers and parameter in owners:
+            by_reducer.setdefault(owners[parameter](), []).append(parameter)
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(
                 "clip_grad_norm_() on parameters of an engine with ZeRO or bf16, whose optimizer keeps the gradients: "
                 'set "gradient_clipping" in the config; engine.get_global_grad_norm() returns the norm'
             )
+    for reducer, owned in by_reducer.items():
+        if reducer is not None:
+            reducer.require_reduced(owned, "clip_grad_norm_()")
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of the gradient, which shares its memory; summed over the ranks of a partial DTensor."""
-    gradient: Any = parameter.grad
-    if hasattr(gradient, "device_mesh"):  # a DTensor, whose module takes half a second to import
-        from torch.distributed.tensor import Replicate
+    """Return this rank's part of a DTensor's gradient, in the same memory; summed over the ranks of a partial one."""
+    from torch.distributed.tensor import Replicate  # which takes half a second to import
 
-        wanted = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        if tuple(wanted) != gradient.placements:
-            gradient = parameter.grad = gradient.redistribute(placements=wanted)
-        gradient = gradient.to_local()
-    found: torch.Tensor = gradient.detach()
+    gradient: Any = parameter.grad
+    wanted = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    if tuple(wanted) != gradient.placements:
+        gradient = parameter.grad = gradient.redistribute(placements=wanted)
+    found: torch.Tensor = gradient.to_local().detach()
     return found
 
 
-def _counts_here(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
-    """Tell whether this rank adds its part of the gradient to the norm."""
-    gradient: Any = parameter.grad
-    if not hasattr(gradient, "device_mesh"):
-        return _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
+def _counted_here(grid: ProcessGrid) -> Callable[[nn.Parameter], bool]:
+    """Return the function that tells whether this rank adds its part of a parameter's gradient to the norm."""
+    on_slice, is_first_of_dense = _on_this_slice(grid), dist.get_rank(grid.get_data_parallel_group()) == 0
+
+    def counts(parameter: nn.Parameter) -> bool:
+        if hasattr(parameter.grad, "device_mesh"):
+            return _is_first_copy(parameter.grad, grid, on_slice(parameter))
+        if getattr(parameter, "allreduce", True):  # not of an expert
+            return is_first_of_dense and on_slice(parameter)
+        return on_slice(parameter) and dist.get_rank(_replicas_of_expert(parameter)) == 0
+
+    return counts
+
+
+def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool:
+    """Tell whether this rank adds its shard of a DTensor, which may cover ``model`` and is then on every slice."""
     mesh, axes = gradient.device_mesh, grid.topology().axes
     ranks = set(mesh.mesh.flatten().tolist())
     covered = [axis for axis in axes if grid.get_axis_size(axis) > 1 and ranks.issuperset(grid.get_ranks(axis))]
@@ -228,7 +248,7 @@ def _counts_here(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
     is_first_copy = all(index == 0 for index, placement in copies if placement.is_replicate())
     others = [axis for axis in gradient_axes(grid.topology()) if axis not in covered]
     is_first_replica = all(grid.get_axis_rank(axis) == 0 for axis in others)
-    return is_first_copy and is_first_replica and (MODEL in covered or _counts_on_this_slice(parameter, grid))
+    return is_first_copy and is_first_replica and (MODEL in covered or on_slice)
 
 
 # -- norms with experts -----------------------------------------------------------------------------------------------
@@ -244,9 +264,11 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
         if optimizer.cpu_offload:
             known = optimizer.norm_for_param_grads
             pairs = [(parameter, known.get(optimizer.get_param_id(parameter))) for parameter in parameters]
-            owned += [(parameter, norm) for parameter, norm in pairs if norm is not None]
+            owned += [(parameter, torch.as_tensor(norm).float()) for parameter, norm in pairs if norm is not None]
             continue
         gradients = [part for part in optimizer.averaged_gradients[group] if not getattr(part, "_zero_padding", False)]
+        if group in getattr(optimizer, "groups_lacking_loss_scale", ()):  # updates of Muon, which have no loss scale
+            gradients = [part.float() * optimizer.loss_scale for part in gradients]
         owned += zip(parameters, gradients, strict=False)
     norm = partition_norm(owned, grid)
     return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
@@ -260,11 +282,12 @@ def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: Mpu
         grid: the engine's grid.
     """
     is_copy = grid.get_copy_rank() > 0  # the first copy of a partition counts it; experts have no copies
+    counts = _on_this_slice(grid)
     return _total_norm(
         [
-            _norm_of(gradient)
+            gradient
             for parameter, gradient in owned
-            if _counts_on_this_slice(parameter, grid) and not (is_copy and not is_moe_param(parameter))
+            if counts(parameter) and not (is_copy and not is_moe_param(parameter))
         ],
         grid,
     )
@@ -275,18 +298,17 @@ def bf16_gradient_norm(optimizer: BF16_Optimizer, grid: MpuGrid) -> torch.Tensor
     pairs = zip(
         chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
     )
-    return _total_norm([_norm_of(gradient) for parameter, gradient in pairs if _counts_here(parameter, grid)], grid)
+    counts = _counted_here(grid)
+    return _total_norm([gradient for parameter, gradient in pairs if counts(parameter)], grid)
 
 
 def fused_gradient_norm(optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of the flat gradients of ``FP16_Optimizer``, one for each group; collective."""
-    norms = []
+    counts, counted = _counted_here(grid), list[torch.Tensor]()
     for parameters, flat in zip(optimizer.fp16_groups, flat_gradients, strict=True):
         parts = flat.split([parameter.numel() for parameter in parameters])
-        norms += [
-            _norm_of(part) for parameter, part in zip(parameters, parts, strict=True) if _counts_here(parameter, grid)
-        ]
-    return _total_norm(norms, grid)
+        counted += [part for parameter, part in zip(parameters, parts, strict=True) if counts(parameter)]
+    return _total_norm(counted, grid)
 
 
 def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -295,17 +317,8 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
     Collective over the grid. It replaces the norm that ``FP16_UnfusedOptimizer`` clips by.
     """
     trained = [parameter for parameter in chain.from_iterable(optimizer.fp16_groups) if parameter.grad is not None]
-    return _total_norm([_norm_of(parameter.grad) for parameter in trained if _counts_here(parameter, grid)], grid)
-
-
-def clip_fp32_gradients(engine: DeepSpeedEngine, with_experts: bool) -> None:
-    """Clip the gradients of an engine in fp32 without ZeRO, and keep their norm; collective over the grid."""
-    parameters, limit, grid = engine.module.parameters(), engine.gradient_clipping(), engine.mpu
-    if with_experts or grid.pipe_parallel_size > 1:
-        engine._global_grad_norm = clip_grad_norm_(parameters, limit, grid)
-    else:
-        mpu = grid if grid.ds_model_world_size > 1 else None  # which it would ask about each parameter
-        engine._global_grad_norm = clip_as_deepspeed(parameters, limit, mpu=mpu)
+    counts = _counted_here(grid)
+    return _total_norm([parameter.grad for parameter in trained if counts(parameter)], grid)
 
 
 def stages_differ(engine: DeepSpeedEngine) -> bool:
@@ -403,23 +416,21 @@ def counts_on_slice(parameter: nn.Parameter, is_first: bool, slices_experts: boo
     return bool(is_model_parallel_parameter(parameter))
 
 
-def _counts_on_this_slice(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
-    """Tell whether this rank's slice counts the parameter."""
+def _on_this_slice(grid: ProcessGrid) -> Callable[[nn.Parameter], bool]:
+    """Return the function that tells whether this rank's slice counts a parameter."""
     if grid.get_axis_rank(MODEL) == 0:
-        return counts_on_slice(parameter, is_first=True)
-    sliced = any(groups.plan.expert_tensor_parallel for groups in registry.of(grid))
-    return counts_on_slice(parameter, is_first=False, slices_experts=sliced)
+        return lambda parameter: not getattr(parameter, "ds_pipe_replicated", False)  # as counts_on_slice, but fast
+    slices_experts = any(groups.plan.expert_tensor_parallel for groups in registry.of(grid))
+    return lambda parameter: counts_on_slice(parameter, False, slices_experts)
 
 
-def _replica(parameter: nn.Parameter, grid: ProcessGrid) -> int:
-    """Return the index of this rank among the replicas of the parameter.
+def _replicas_of_expert(parameter: nn.Parameter) -> dist.ProcessGroup:
+    """Return the ranks that hold the same expert.
 
     Raises:
-        ExpertGroupError: it is an expert whose groups neither DeepSpeed nor its reducer knows.
+        ExpertGroupError: neither DeepSpeed nor its reducer knows its groups.
     """
     name = expert_group_name(parameter)
-    if name is None:
-        return dist.get_rank(grid.get_data_parallel_group())
     reducer: Any = owners[parameter]() if parameter in owners else None
     group = reducer.options.expert_groups.get(name) if reducer is not None else None
     group = group or deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP.get(name)
@@ -428,38 +439,41 @@ def _replica(parameter: nn.Parameter, grid: ProcessGrid) -> int:
             f"a parameter is an expert of group {name!r}, which does not exist: call "
             "groups.create_expert_groups(grid), or pass expert_groups= to its GradientReducer"
         )
-    return dist.get_rank(group)
+    found: dist.ProcessGroup = group
+    return found
 
 
-def _norm_of(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient.detach().float())
-    return norm
+def overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Tell, as ``[]``, whether an element of any gradient is infinite or nan, by a few kernels for all gradients."""
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return ~get_total_norm([gradient for gradient in dense if gradient.numel()], math.inf).isfinite()
 
 
-def _total_norm(norms: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
+def _total_norm(gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of all gradients of the model, of which this rank counts some."""
     device = get_accelerator().current_device_name()
-    own = torch.linalg.vector_norm(torch.stack(norms).to(device)) if norms else torch.zeros((), device=device)
-    return _norm_over_grid(own, grid)[0]
+    square = torch.zeros((), device=device)
+    if gradients:
+        norms = torch._foreach_norm([gradient.detach() for gradient in gradients], 2.0, dtype=torch.float32)
+        square = torch.stack(norms).to(device).square().sum()
+    return _sum_over_grid(square, grid)[0].sqrt()
 
 
-def _norm_over_grid(
-    own: torch.Tensor, grid: ProcessGrid, kind: float = 2.0, failed: bool = False
+def _sum_over_grid(
+    own: torch.Tensor, grid: ProcessGrid, *, is_largest: bool = False, failed: bool = False
 ) -> tuple[torch.Tensor, bool]:
-    """Combine the norms of all ranks, ``[]``, over the model and then the data parallel group.
+    """Return the sum, ``[]``, of the values of all ranks, or the largest one, and whether any rank has failed.
 
-    Returns:
-        The norm of order ``kind``, and whether any rank has failed.
+    As DeepSpeed does, sum over the data parallel group and then the model parallel one.
     """
     if grid.world_size == 1:
         return own, failed
-    own, is_largest = own.float(), math.isinf(kind)
+    own = own.float()
     # The largest of some numbers and nan may be either.
-    notes = [own.isnan().float(), torch.full_like(own, failed)]
-    values = torch.stack([own if is_largest else own**kind, *notes])
-    for axes in (model_parallel_axes(grid.topology()), gradient_axes(grid.topology())):
-        dist.all_reduce(values, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=grid.get_group(axes))
+    values = torch.stack([own, own.isnan().float(), torch.full_like(own, failed)])
+    for axes in (gradient_axes(grid.topology()), model_parallel_axes(grid.topology())):
+        group = grid.get_group(axes)
+        if group.size() > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group)
     total, nans, failures = values.unbind()
-    total = total if is_largest else total ** (1 / kind)
     return torch.where(nans > 0, torch.nan, total), bool(failures)

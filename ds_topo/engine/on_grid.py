@@ -219,12 +219,14 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             parts.direct_steps.is_of_engine = False
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over the grid, and keep it.
+        """Clip by the norm over the grid, by a few kernels, and keep it.
 
         DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
+        It starts several kernels for each parameter.
         """
         if self.on_grid.corrects_norms:
-            norms.clip_fp32_gradients(self, self.on_grid.has_experts)
+            limit = self.gradient_clipping()
+            self._global_grad_norm = norms.clip_grad_norm_(self.module.parameters(), limit, self.mpu)
         else:
             super().clip_fp32_gradients()
 

@@ -6,7 +6,7 @@ There is one mixin for each kind of optimizer. :func:`put_optimizer_on_grid` cho
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
 
 from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
@@ -74,7 +76,7 @@ def put_optimizer_on_grid(
         return lambda: None
     corrects = corrects_norms and has_experts
     if mixin is ZeroOnGrid:
-        corrects = corrects or stages_differ
+        corrects = corrects_norms or stages_differ
     elif mixin is UnfusedOnGrid:
         corrects = corrects_norms and (has_experts or engine.mpu.get_model_parallel_world_size() > 1)
     elif mixin is BF16OnGrid:
@@ -90,7 +92,11 @@ def put_optimizer_on_grid(
         has_experts=has_experts,
         gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
-    return adopt(optimizer, mixin)
+    with ExitStack() as undo:
+        undo.callback(adopt(optimizer, mixin))
+        if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            undo.callback(adopt(optimizer.overflow_checker, OverflowOnGrid))
+        return undo.pop_all().close
 
 
 class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -154,10 +160,17 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         copies = self.on_grid.copies
         return found if copies is None else hybrid_sharding.overflows_anywhere(copies, self, found)
 
-    def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
-        """Return the norm over the grid.
+    def has_overflow_partitioned_grads_serial(self) -> torch.Tensor:
+        """Look at all gradients by a few kernels: DeepSpeed starts six for each, 40 ms for 300 of them on an H200."""
+        gradients = (part for group in range(len(self.bit16_groups)) for part in self.averaged_gradients[group])
+        found = norms.overflows(part for part in gradients if part is not None)
+        return found.reshape(1).to(get_accelerator().current_device_name())
 
-        DeepSpeed's counts the experts of the first slice only, and hangs where stages differ in parameter groups.
+    def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
+        """Return the norm over the grid, by a few kernels.
+
+        DeepSpeed's counts the experts of the first slice only, and hangs where stages differ in parameter groups. It
+        starts several kernels for each parameter.
         """
         if self.on_grid.corrects_norm:
             return norms.zero_gradient_norm(self, self.mpu)
@@ -246,6 +259,16 @@ class UnfusedOnGrid(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
         if self.on_grid.corrects_norm:
             total_norm = self._global_grad_norm = float(norms.unfused_gradient_norm(self, self.mpu))
         return super().unscale_and_clip_grads(total_norm, apply_scale)
+
+
+class OverflowOnGrid(Mixin, CheckOverflow):  # type: ignore[misc]
+    """``CheckOverflow`` of an optimizer of fp16 or bf16 without ZeRO, in an engine on a grid."""
+
+    mixin_suffix = "OnGrid"
+
+    def has_overflow_serial(self, params: list[nn.Parameter]) -> bool:
+        """Look at all gradients by a few kernels: DeepSpeed starts six for each, and waits for the device each time."""
+        return bool(norms.overflows(parameter.grad for parameter in params if parameter.grad is not None))
 
 
 class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Measure the overhead of a reducer and of a grid's engine: microseconds per parameter, on one rank.
 
     OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--layers 500] [--rounds 40]
-    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead --engines [--ranks 2] [--layers 50] [--rounds 400]
+    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead --engines [--bf16] [--ranks 2] [--layers 50] [--rounds 400]
 
 Times backward of a chain of small layers, with gradients set to None before each step, under plain autograd, torch's
 DDP (bucket views) and our reducer, alternately in one process; prints medians. With ``--engines``, times whole steps of
@@ -66,12 +66,12 @@ def measure(layers: int, rounds: int, device: str) -> Times:
     return alternate(sides, rounds, prepare, warmup=5)
 
 
-def measure_engines(layers: int, rounds: int) -> tuple[Times, dict[str, Called]]:
+def measure_engines(layers: int, rounds: int, is_bf16: bool) -> tuple[Times, dict[str, Called]]:
     """Return the times of a whole step, and what it calls."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid("data=-1")
-    inputs = torch.ones(1, WIDTH)
+    inputs = torch.ones(1, WIDTH, dtype=torch.bfloat16 if is_bf16 else torch.float32)
 
     def torch_step(model: nn.Module) -> Callable[[], object]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -88,6 +88,7 @@ def measure_engines(layers: int, rounds: int) -> tuple[Times, dict[str, Called]]
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": 10**9,
             "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": is_bf16},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
@@ -102,7 +103,8 @@ def measure_engines(layers: int, rounds: int) -> tuple[Times, dict[str, Called]]
 
         return step
 
-    sides = {"plain": torch_step(chain(layers)), "ddp": torch_step(DistributedDataParallel(chain(layers)))}
+    plain, ddp = (chain(layers).to(inputs.dtype) for _ in range(2))
+    sides = {"plain": torch_step(plain), "ddp": torch_step(DistributedDataParallel(ddp))}
     for stage in (0, 1, 2, 3):
         sides[f"stock, stage {stage}"] = engine_step(stage, None)
         sides[f"grid, stage {stage}"] = engine_step(stage, grid)
@@ -134,11 +136,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=500, help="number of layers, of two parameters each")
     parser.add_argument("--engines", action="store_true", help="time whole steps of DeepSpeed's engine, on a CPU")
+    parser.add_argument("--bf16", action="store_true", help="with --engines, train in bf16")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks with --engines")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     if arguments.engines:
-        run = run_ranks(arguments.ranks, measure_engines, arguments.layers, arguments.rounds, deadline=900)
+        settings = (arguments.layers, arguments.rounds, arguments.bf16)
+        run = run_ranks(arguments.ranks, measure_engines, *settings, deadline=900)
         times, called = run[0]
         print(table(times))
         print_differences(times, called)

@@ -259,7 +259,7 @@ def test_first_copy_of_a_dtensor_counts(placements: list[Any], counting: list[in
         with fake_world(rank, 4), ProcessGrid("data=2,model=2") as grid:
             mesh = SimpleNamespace(mesh=torch.arange(4).view(2, 2), get_coordinate=lambda: divmod(grid.global_rank, 2))
             one: Any = SimpleNamespace(grad=SimpleNamespace(device_mesh=mesh, placements=placements))
-            found += [rank] if norms._counts_here(one, grid) else []
+            found += [rank] if norms._counted_here(grid)(one) else []
     assert found == counting
 
 
@@ -317,26 +317,6 @@ def test_stages_with_other_numbers_of_groups_are_refused_where_they_would_hang(k
                 norms.stages_differ(engine)
         else:
             assert norms.stages_differ(engine) == (counts == (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("topology", "with_experts", "clip", "has_mpu"),
-    [
-        ("data=2", False, "clip_as_deepspeed", False),
-        ("model=2", False, "clip_as_deepspeed", True),
-        ("pipe=2", False, "clip_grad_norm_", True),
-        ("data=2", True, "clip_grad_norm_", True),
-    ],
-)
-def test_fp32_is_clipped_by_deepspeeds_function_where_its_norm_is_right(
-    topology: str, with_experts: bool, clip: str, has_mpu: bool
-) -> None:
-    with fake_world(0, 2), PipelineParallelGrid(topology) as grid:
-        engine: Any = SimpleNamespace(module=nn.Linear(2, 2), gradient_clipping=lambda: 0.5, mpu=grid)
-        with mock.patch.object(norms, clip, return_value=3.0) as called:
-            norms.clip_fp32_gradients(engine, with_experts)
-        assert engine._global_grad_norm == 3.0
-        assert [*called.call_args.args[1:], *called.call_args.kwargs.values()] == [0.5, grid if has_mpu else None]
 
 
 @pytest.mark.parametrize(
@@ -462,4 +442,4 @@ def test_nan_of_one_rank_is_the_largest_gradient_of_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "all_reduce", lambda values, *_, **__: values[0].fill_(3.0))  # the maximum may omit nan
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         for own, is_nan in ((math.nan, True), (1.0, False)):
-            assert norms._norm_over_grid(torch.tensor(own), grid, math.inf)[0].isnan() == is_nan
+            assert norms._sum_over_grid(torch.tensor(own), grid, is_largest=True)[0].isnan() == is_nan

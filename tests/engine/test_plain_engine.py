@@ -13,8 +13,9 @@ import pytest
 import torch
 from gpt import Block
 from parallel_layers import Parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import PipelineParallelGrid, initialize
 from ds_topo.base.supported import CHECKPOINTS_ON_CPU, number
 from tests.support.deepspeeds_calls import called_by
 from tests.support.exhaustive import mark_exhaustive
@@ -140,6 +141,45 @@ def _calls_of_a_step(stage: int, layers: int) -> int:
 
 @pytest.mark.backends("gloo")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_step_costs_the_same_for_many_parameters(world: Worlds, stage: int) -> None:
+def test_step_calls_at_most_two_functions_for_each_parameter(world: Worlds, stage: int) -> None:
     few, many = (world(1).run(_calls_of_a_step, stage, layers)[0] for layers in (2, 20))
-    assert 0 < many <= few
+    assert 0 < many <= few + 2 * 36
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operations that are not views, so that start kernels on a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, given: Any = (), options: Any = None) -> Any:
+        self.number += not (operation.is_view or operation is torch.ops.aten.detach.default)
+        return operation(*given, **(options or {}))
+
+
+def _kernels_of_a_step(config: dict[str, Any], layers: int, has_grid: bool) -> int:
+    deepspeed.init_distributed(verbose=False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+    with PipelineParallelGrid("data=1") as grid:
+        start = initialize if has_grid else deepspeed.initialize
+        config = settings(gradient_clipping=0.1, gradient_accumulation_steps=1, **config)
+        engine, *_ = start(model=model, mpu=grid if has_grid else None, config=config)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8, dtype=next(model.parameters()).dtype)).float().sum())
+            with _Kernels() as kernels:
+                engine.step()
+        engine.destroy()
+    return kernels.number
+
+
+@pytest.mark.backends("gloo")
+@pytest.mark.parametrize("ours", [{}, {"gradient_reducer": {}}], ids=["", "reducer"])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_step_of_zero_starts_as_many_kernels_for_many_parameters(
+    world: Worlds, stage: int, precision: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    config = {"zero_optimization": {"stage": stage}, **precision}
+    few, many = (world(1).run(_kernels_of_a_step, {**config, **ours}, layers, True)[0] for layers in (2, 22))
+    assert few == many
+    few, many = (world(1).run(_kernels_of_a_step, config, layers, False)[0] for layers in (2, 22))
+    assert many - few >= 40  # DeepSpeed alone
