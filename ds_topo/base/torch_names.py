@@ -110,9 +110,9 @@ def default_store() -> Store:
     return store
 
 
-def address_of_store() -> str:
-    """Return the address of the job's store for messages; empty if it is unknown."""
-    place = served_at(default_store())
+def address_of_store(store: Store | None = None) -> str:
+    """Return the address of a store, by default the job's, for messages; empty if it is unknown."""
+    place = served_at(default_store() if store is None else store)
     return f" at {place[0]}:{place[1]}" if place else ""
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, report, say, table_of
-from ds_topo.errors import DisagreementError, LaunchError, TopologyError
+from ds_topo.errors import DisagreementError, LaunchError, StoreTimeoutError, TopologyError
 from ds_topo.launch.placement import few_ranks
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
             summary = run_check(launch, options, progress)
         except StepFailure:  # rank 0 reports the reason
             return 0
+        except (LaunchError, StoreTimeoutError) as error:
+            if launch.local_rank == 0:
+                print(f"ds-topo check: {error}", file=sys.stderr)
+            return 1
         except DisagreementError as error:  # all ranks raise the same
             if launch.rank == 0:
                 print(f"ds-topo check: {error}", file=sys.stderr)
             return int(launch.rank == 0)
-        except LaunchError as error:
-            if launch.local_rank == 0:
-                print(f"ds-topo check: {error}", file=sys.stderr)
-            return 1
     if summary is None:  # rank 0 alone fails: launchers kill all ranks as soon as one fails
         return 0
     report(summary.as_json(), arguments.json, lambda console: print_summary(console, summary, arguments.slow))

@@ -47,7 +47,7 @@ from ds_topo.health.watch import (
     ports_towards,
     shut_down,
 )
-from ds_topo.launch.agreement import within
+from ds_topo.launch.council import linger, within
 from ds_topo.launch.launchers import COORDINATE
 
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
@@ -158,7 +158,8 @@ class FailureListener:
         if self._stopping.is_set() or os.getpid() != self._pid:
             return
         if self._own >= 0 and self._serves:
-            self._linger(self._is_read)
+            with suppress(RuntimeError):
+                linger(self._is_read, _LINGER)
         self._stopping.set()
 
         def leave() -> None:
@@ -167,7 +168,7 @@ class FailureListener:
             others = store.add(_LISTENERS, -1)
             self._thread.join(_STORE_LIMIT.total_seconds())
             if is_end and self._serves and others > 0:
-                self._linger(lambda: store.add(_LISTENERS, 0) <= 0)
+                linger(lambda: store.add(_LISTENERS, 0) <= 0, _LINGER)
 
         with suppress(RuntimeError):  # the server of the store has ended, and with it the thread
             if is_end:  # Python starts no thread then
@@ -224,13 +225,6 @@ class FailureListener:
         return self._job_store.add(self._key(number, "read"), 0) >= self._world_size - 1 or bool(
             self._job_store.check(withdrawn)
         )
-
-    def _linger(self, is_over: Callable[[], bool]) -> None:
-        """Keep the process that serves the store for a moment, until a condition is true."""
-        until = time.monotonic() + _LINGER
-        with suppress(RuntimeError):
-            while not is_over() and time.monotonic() < until:
-                time.sleep(_LINGER / 100)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Post an exception that ends this process, if it has not left a guarded call."""

@@ -2,7 +2,7 @@
 
 Ranks form a ring. Each one writes its own beat, and reads the beat of the next rank that has not ended, the beat of
 rank 0, and two keys that all ranks share. This takes two requests, for any number of ranks. Ranks read more only after
-a fault.
+a fault. It is no council (:mod:`ds_topo.launch.council`): nobody waits for a beat, and any rank may write the verdict.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ds_topo.base.torch_names import Store, append, get_several
 from ds_topo.errors import listed
 from ds_topo.health.activity import MAX_RANKS, Activity, Wait
 from ds_topo.health.witness import Address, State, ask_all
+from ds_topo.launch.council import linger
 from ds_topo.launch.launchers import COORDINATE
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
@@ -326,11 +327,9 @@ class Heartbeat:
         """Keep the process that serves the store until the others have ended, but not for long."""
         ring = self._ring
         awaited = ring.world_size - (self.verdict.absent if self.verdict else 0)
-        ended = self._store.add(ring.key("ends"), 1)
-        until = time.monotonic() + 1.5 * ring.interval + 0.5  # all have beaten once more by then
-        while self._serves and ended < awaited and time.monotonic() < until:
-            time.sleep(ring.interval / 10)
-            ended = self._store.add(ring.key("ends"), 0)
+        self._store.add(ring.key("ends"), 1)
+        if self._serves:  # all have beaten once more by then
+            linger(lambda: self._store.add(ring.key("ends"), 0) >= awaited, 1.5 * ring.interval + 0.5)
 
     # -- a silent neighbor ---------------------------------------------------------------------------------------------
 

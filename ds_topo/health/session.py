@@ -1,14 +1,13 @@
 """Run a check, step by step, on every rank of a job.
 
 In every step each rank posts a report to the job's store, before any group exists and after one has failed. Rank 0
-judges all reports and posts one answer. No rank continues alone, and a rank that fails, hangs or dies is named instead
-of waited for.
+judges all reports and posts one answer (:mod:`ds_topo.launch.council`). No rank continues alone, and a rank that fails,
+hangs or dies is named instead of waited for.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import socket
 import time
@@ -23,15 +22,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.distributed, which mypy finds only here
+from torch._C._distributed_c10d import Store  # a class of torch.distributed, which mypy finds only here
 
 from ds_topo.base.backends import accelerator, device_served_by
-from ds_topo.base.torch_names import get_several
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.health import faults, probes
 from ds_topo.health.faults import Anomaly, Fault, RankReport, Summary
 from ds_topo.health.probes import Device, Hosts, PairTime, hosts_in_blocks, largest, place_of
-from ds_topo.launch.joining import create_world, open_store, ranks_that_came, take_device, wait_for_all
+from ds_topo.launch.council import Council
+from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
 from ds_topo.launch.placement import fold_numbers, group_axes
 from ds_topo.process_groups.creation import ProcessGroup
@@ -46,8 +45,6 @@ T = TypeVar("T")
 CLOCK_ROUNDS = 3
 ROUNDS_BETWEEN_VOTES = 8
 """All ranks vote on whether the time is over."""
-_PATIENCE = 2.0
-"""Rank 0 waits this many timeouts for reports: the other ranks may be in a collective that times out first."""
 SHARED_LINK = 0.5
 """Ranks share their host's link unevenly, so a rank is slow only below this share of ``slow``."""
 
@@ -138,8 +135,9 @@ class _Check:
         self, launch: Launch, options: Options, progress: Callable[[str, int, int], None], store: Store
     ) -> None:
         self.rank, self.launch, self.options = launch.rank, launch, options
-        self.progress, self.job_store = progress, store
-        self.store = PrefixStore("check", store)
+        self.progress, self.store = progress, store
+        members, subject = range(launch.world_size), f"ds-topo check on rank {launch.rank}"
+        self.council = Council(store, "check", launch.rank, members, subject, options.timeout, LaunchError)
         self.summary = Summary(options.spec, options.backend, launch.world_size)
         self.faults = self.summary.faults
         self.host_of: dict[int, str] = {}
@@ -211,7 +209,7 @@ class _Check:
         self.summary.topology = topology.spec
 
         def create() -> None:
-            create_world(self.job_store, launch, options.timeout, options.backend)
+            create_world(self.store, launch, options.timeout, options.backend)
             self.grid = ProcessGrid(topology, timeout=options.timeout)
 
         self.gather("groups", create)
@@ -366,32 +364,28 @@ class _Check:
 
         Raises:
             StepFailure: a rank failed or did not answer, or ``judge`` returned faults.
-            LaunchError: rank 0 does not answer.
+            LaunchError: rank 0 does not answer, or ``judge`` raised an error.
+            StoreTimeoutError: the store does not answer.
         """
         try:
             report: dict[str, Any] = {"result": work()}
         except Exception as error:
             report = {"error": f"{type(error).__name__}: {error}"}
-        self.store.set(f"{name}/{self.rank}", json.dumps(report))
-        if self.rank == 0:
-            keys = [f"{name}/{rank}" for rank in range(self.launch.world_size)]
-            ranks = ranks_that_came(self.store, keys, self.options.timeout * _PATIENCE + budget)
-            texts = get_several(self.store, [keys[rank] for rank in ranks])
-            reports = dict(zip(ranks, map(json.loads, texts), strict=True))
-            faults, answer = self._failures(name, reports), None
-            if not faults:
-                faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
-            self.store.set(f"{name}/answer", json.dumps({"ends": bool(faults), "answer": answer}))
-            if faults:
-                raise StepFailure("; ".join(fault.message for fault in faults), faults)
-            return answer  # type: ignore[return-value]
-        try:
-            self.store.wait([f"{name}/answer"], self.options.timeout * (_PATIENCE + 1) + budget)
-            reply = json.loads(self.store.get(f"{name}/answer"))
-        except (dist.DistError, RuntimeError) as error:
-            raise LaunchError(f"rank 0 no longer answers ({str(error).splitlines()[0]}): see its own output") from error
+        found: list[Fault] = []
+
+        def judged(reports: dict[int, Any]) -> dict[str, Any]:
+            found.extend(self._failures(name, reports))
+            if found:
+                return {"ends": True}
+            faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
+            found.extend(faults)
+            return {"ends": bool(faults), "answer": answer}
+
+        # a rank that failed posts at once, while others are in a collective that times out first
+        reply = self.council.decide(name, report, judged, spread=self.options.timeout + budget)
         if reply["ends"]:
-            raise StepFailure(f"rank 0 ended the check in step {name!r}")
+            said = "; ".join(fault.message for fault in found) or f"rank 0 ended the check in step {name!r}"
+            raise StepFailure(said, found)
         return reply["answer"]  # type: ignore[no-any-return]
 
     def gather(self, name: str, work: Callable[[], Any], budget: timedelta = timedelta()) -> dict[int, Any]:
@@ -418,21 +412,19 @@ class _Check:
     def clock_offset(self) -> float:
         """Return the seconds by which this host's clock is ahead of rank 0's; called by the first rank of each host.
 
-        Rank 0 posts its time when all hosts wait for it. Its message takes some time, so the smallest of a few offsets
-        counts.
+        Rank 0 answers with its time when all hosts wait for it. The answer takes some time, so the smallest of a few
+        offsets counts.
         """
+        first_ranks = [ranks[0] for ranks in self.hosts]
+
+        def now(_: object) -> float:
+            time.sleep(0.05)  # until the last of them waits
+            return time.time()
+
         offsets = []
         for number in range(CLOCK_ROUNDS):
-            ready, now = f"clocks/ready{number}", f"clocks/now{number}"
-            if self.rank:
-                self.store.set(f"{ready}/{self.rank}", "")
-                self.store.wait([now], self.options.timeout)
-                offsets.append(time.time() - float(self.store.get(now)))
-                continue
-            self.store.wait([f"{ready}/{ranks[0]}" for ranks in self.hosts[1:]], self.options.timeout)
-            time.sleep(0.05)  # until the last of them waits
-            self.store.set(now, repr(time.time()))
-            offsets.append(0.0)
+            there = self.council.decide(f"time {number}", None, now, posting=first_ranks)
+            offsets.append(time.time() - there if self.rank else 0.0)
         return min(offsets)
 
 

@@ -49,7 +49,8 @@ from ds_topo.health import heartbeat
 from ds_topo.health.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
 from ds_topo.health.heartbeat import Heartbeat, RankFault, Ring, Verdict
 from ds_topo.health.witness import State, Witness, ask
-from ds_topo.launch.agreement import agree, within
+from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import within
 from ds_topo.launch.joining import address_towards
 from ds_topo.process_groups.creation import require_initialized
 

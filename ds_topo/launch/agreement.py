@@ -5,11 +5,9 @@ of the store: its rank, its host and what it brings. The last rank to come reads
 the others wait for: four small requests per rank. If some ranks do not come, the first rank whose patience ends writes
 the verdict. All ranks then continue, or raise the same error, which names the ranks and hosts that differ.
 
-A store request can block without limit, because torch's own timeout does not expire when the store's server process
-is stopped or its host is cut off. :func:`within` runs such requests in a thread with a deadline.
-
-Keys of the store are deleted when no rank needs them any more, see :func:`leave`. A verdict has at most
-``MAX_MESSAGE`` characters, for any number of ranks.
+This is no :class:`~ds_topo.launch.council.Council`, in which one certain rank decides: here the others learn who did
+not come whichever rank that is. Patience, and the deletion of keys, are those of :mod:`~ds_topo.launch.council`. A
+verdict has at most ``MAX_MESSAGE`` characters, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,27 +15,19 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ds_topo.base.backends import device_in_use
-from ds_topo.base.torch_names import Store, address_of_store, append, communicates, default_store
+from ds_topo.base.torch_names import Store, append, communicates, default_store
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
-from ds_topo.launch.joining import GATHERING, await_readers
+from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, leave, linger, moment_of, take_due, within
 
-Result = TypeVar("Result")
-UNANSWERED_AFTER = 1.2
-"""The share of a timeout after which the store's own timeouts, where they work, have expired."""
 MAX_MESSAGE = 4000
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
@@ -46,67 +36,6 @@ _FAILED = "failed: "
 
 _rounds: Counter[str] = Counter()
 """The number of agreements of each set of members; equal on all members, since they agree together."""
-_left: WeakKeyDictionary[Store, dict[int, list[tuple[Sequence[int], str]]]] = WeakKeyDictionary()
-"""For each store and each rank that wrote to it: pairs of (ranks that may still read a key, the key)."""
-
-
-def leave(store: Store, rank: int, readers: Sequence[int], keys: Iterable[str]) -> None:
-    """Delete these keys later, once all ``readers`` have come to an agreement that starts after this call.
-
-    torch deletes nothing from the job's store. A rank that has come to a later agreement has finished all its earlier
-    reads, so the rank that wrote a key can then delete it without asking. NCCL's own communicator ids stay.
-    """
-    _left.setdefault(store, {}).setdefault(rank, []).extend((readers, key) for key in keys)
-
-
-def take_due(store: Store, rank: int, came: Sequence[int]) -> list[str]:
-    """Return and forget this rank's keys that no rank needs, now that the ranks ``came`` are at an agreement."""
-    left = _left.get(store, {}).get(rank)
-    if not left:
-        return []
-    here = set(came)
-    due = [key for readers, key in left if here.issuperset(readers)]
-    left[:] = [(readers, key) for readers, key in left if not here.issuperset(readers)]
-    return due
-
-
-def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
-    """Return the result of ``call()``, or raise its error, but wait no longer than ``limit``.
-
-    The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit.
-
-    Args:
-        limit: the deadline for the whole call.
-        what: a description of the call, for the error message.
-        call: the function that sends requests to the store.
-
-    Raises:
-        StoreTimeoutError: the limit has expired. The message names the process that serves the store.
-
-    >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
-    2
-    """
-    result: Future[Result] = Future()
-    device = device_in_use()
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            result.set_result(call())
-        except BaseException as error:  # re-raised in the caller's thread
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=f"ds_topo {what}", daemon=True).start()
-    try:
-        return result.result(limit.total_seconds())
-    except TimeoutError:
-        if result.done():  # it finished at the last moment, or the call itself raised this error
-            return result.result()
-        raise StoreTimeoutError(
-            f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
-            "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"
-        ) from None
 
 
 def agree(
@@ -196,8 +125,8 @@ class Round:
                 text += self._compared(decided["compare"], lines) if lines is not None and decided["compare"] else ""
                 self.store.add(self._key("read"), 1)
                 if self.rank == 0:
-                    came = self._key("number")
-                    await_readers(self.store, self._key("read"), lambda: self.store.add(came, 0), self.timeout)
+                    read, came = self._key("read"), self._key("number")
+                    linger(lambda: self.store.add(read, 0) >= self.store.add(came, 0), moment_of(self.timeout))
             if decided["all_came"]:  # and so all members have left earlier rounds
                 for key in take_due(self.store, self.rank, self.members):
                     self.store.delete_key(key)
@@ -274,18 +203,9 @@ class Round:
 
     def _compared(self, ranks: Sequence[int], lines: Sequence[str]) -> str:
         """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""
-        end = self._key("difference")
+        council = Council(self.store, self.token, self.rank, self.members, self.subject, self.timeout)
         with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
-            if self.rank in ranks:
-                self.own.append(self._key(f"lines/{self.rank}"))
-                self.store.set(self.own[-1], "\n".join(lines))
-            if self.rank == ranks[0]:
-                keys = [self._key(f"lines/{rank}") for rank in ranks]
-                self.store.wait(keys, self.timeout)
-                plans = {rank: self.store.get(key).decode().split("\n") for rank, key in zip(ranks, keys, strict=True)}
-                self.store.set(end, _difference(plans))
-            self.store.wait([end], self.timeout)
-            return str(self.store.get(end).decode())
+            return str(council.decide("lines", lines, _difference, posting=ranks))
         return ""
 
 

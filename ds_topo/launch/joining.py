@@ -7,9 +7,8 @@ import os
 import socket
 import struct
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy finds them only here
 
 from ds_topo.base.backends import check_backend, default_backend, device_served_by
-from ds_topo.base.torch_names import get_several, inherit_timeout, job_timeout, timeout_of
-from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered, warn
+from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
+from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, warn
 from ds_topo.launch import orphans
+from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, within
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
 from ds_topo.launch.placement import fold_numbers
@@ -33,10 +33,6 @@ _SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface."""
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable: 1 creates a new store after each restart."""
-GATHERING = 0.9
-"""The share of a timeout for which a rank that decides waits for the others, which then still read its verdict."""
-MOMENT = 2.0
-"""The longest time, in seconds, that rank 0 waits for the others to read a verdict or another outcome."""
 
 
 # -- network -----------------------------------------------------------------------------------------------------------
@@ -207,10 +203,13 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
 
     Raises:
         LaunchError: the port is in use, or rank 0 does not come within the timeout.
+        StoreTimeoutError: the process that serves the store has stopped, or its host is cut off.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = TCPStore(
+    where, host = f"{launch.master_addr}:{launch.master_port}", socket.gethostname()
+
+    def connect() -> TCPStore:
+        return TCPStore(
             launch.master_addr,
             launch.master_port,
             launch.world_size,
@@ -219,8 +218,12 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
             wait_for_workers=False,
             multi_tenant=not of_agent,
         )
+
+    try:
+        store = within(timeout * UNANSWERED_AFTER, f"rank {launch.rank} on {host} connects", connect, f" at {where}")
+    except StoreTimeoutError:
+        raise
     except (dist.DistError, RuntimeError) as error:
-        where, host = f"{launch.master_addr}:{launch.master_port}", socket.gethostname()
         if "EADDRINUSE" in str(error):
             text = (
                 f"port {launch.master_port} is in use on {host}, probably by another job: set MASTER_PORT to another "
@@ -266,69 +269,31 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
 
     Raises:
         LaunchError: another process has this rank, or rank 0 does not answer.
-        DisagreementError: some ranks did not come within the timeout, or have another world size. Rank 0 names them in
-            the store for all.
+        DisagreementError: some ranks did not come within the timeout, or have another world size. Rank 0 names them for
+            all.
+        StoreTimeoutError: the process that serves the store has stopped, or its host is cut off.
     """
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": launch.world_size}
-    key = f"here/{launch.rank}"
-    found = json.loads(store.compare_set(key, "", json.dumps(me)))
-    if (found["host"], found["pid"]) != (me["host"], me["pid"]):
+    host, place, pid = socket.gethostname(), f"{launch.master_addr}:{launch.master_port}", os.getpid()
+    rank, size = launch.rank, launch.world_size
+    subject = f"rank {rank} on {host} joins the job at {place}"
+    council = Council(store, "join", rank, range(size), subject, timeout, LaunchError)
+    claim = json.dumps([host, pid])
+    found = json.loads(council.request(timeout, lambda: store.compare_set(f"here/{rank}", "", claim)))
+    if found != [host, pid]:
         raise LaunchError(
-            f"rank {launch.rank} on {me['host']} (process {me['pid']}): process {found['pid']} on {found['host']} is "
-            f"rank {launch.rank} of the job at {launch.master_addr}:{launch.master_port}. Give every process a RANK of "
-            "its own, and every job another MASTER_PORT"
+            f"rank {rank} on {host} (process {pid}): process {found[1]} on {found[0]} is rank {rank} of the job at "
+            f"{place}. Give every process a RANK of its own, and every job another MASTER_PORT"
         )
-    store.set(key, json.dumps(me))  # this process may have joined before
-    if launch.rank == 0:
-        keys, waited = [f"here/{rank}" for rank in range(launch.world_size)], timeout * GATHERING
-        ranks = ranks_that_came(store, keys, waited)
-        places = map(json.loads, get_several(store, [keys[rank] for rank in ranks]))
-        verdict = _problems_of(dict(zip(ranks, places, strict=True)), launch, waited)
-        store.set("verdict", json.dumps([verdict, launch.world_size]))
-        if verdict:  # this process serves the store and may end now, before the others have read the verdict
-            with suppress(RuntimeError):  # the launcher's store is gone
-                await_readers(store, "read", lambda: len(ranks) - 1, timeout)
-    else:
-        try:
-            store.wait(["verdict"], timeout)
-            verdict, size = json.loads(store.get("verdict"))
-            store.add("read", 1)
-        except (dist.DistError, RuntimeError) as error:
-            raise LaunchError(
-                f"rank {launch.rank} on {socket.gethostname()} has reached {launch.master_addr}:{launch.master_port}, "
-                "but rank 0 did not answer: it was not started, has ended or hangs; "
-                f"{unanswered(error, timeout)}"
-            ) from error
-        if not verdict and size != launch.world_size:  # rank 0 does not expect this rank
-            verdict = f"rank {launch.rank} on {me['host']} has WORLD_SIZE={launch.world_size}, but rank 0 has {size}: "
-            verdict += _SAME_SIZE
+
+    def judge(came: Mapping[int, Any]) -> tuple[str, int]:
+        return _problems_of(came, launch, timeout * GATHERING), size
+
+    verdict, size_of_0 = council.decide("came", {"host": host, "world_size": size}, judge)
+    if not verdict and size_of_0 != size:  # rank 0 does not expect this rank
+        verdict = f"rank {rank} on {host} has WORLD_SIZE={size}, but rank 0 has {size_of_0}: {_SAME_SIZE}"
     if verdict:
+        council.end()
         raise DisagreementError(verdict)
-
-
-def ranks_that_came(store: Store, keys: Sequence[str], patience: timedelta) -> list[int]:
-    """Wait until every rank has set its key, which are in the order of ranks; return those that came in time.
-
-    One request checks a range of ranks, so a few missing ones of 16,384 are found by some 30 requests each.
-    """
-
-    def came(ranks: range) -> list[int]:
-        if store.check([keys[rank] for rank in ranks]):
-            return list(ranks)
-        half = len(ranks) // 2
-        return [*came(ranks[:half]), *came(ranks[half:])] if half else []
-
-    with suppress(dist.DistError, RuntimeError):
-        store.wait(list(keys), patience)
-        return list(range(len(keys)))
-    return came(range(len(keys)))
-
-
-def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:
-    """Wait a moment on rank 0, which may serve the store and exit, until so many ranks have counted up a key."""
-    until = time.monotonic() + min(MOMENT, limit.total_seconds() / 4)
-    while store.add(key, 0) < number() and time.monotonic() < until:
-        time.sleep(MOMENT / 400)
 
 
 def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str) -> None:
@@ -338,8 +303,14 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
     splitting it, which is collective over all ranks. torch 2.15 binds it nevertheless, to ``LOCAL_RANK``; a grid
     creates its groups by their members alone in both cases (:func:`~ds_topo.base.torch_names.next_group_named`).
     """
-    try:
+
+    def init() -> None:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+    try:
+        within(timeout * UNANSWERED_AFTER, f"rank {launch.rank} connects by {backend}", init, address_of_store(store))
+    except StoreTimeoutError:
+        raise
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"rank {launch.rank} on {socket.gethostname()}: all ranks came, but cannot connect by {backend}: {error}. "

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -27,7 +27,6 @@ from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 from ds_topo import checkpoint
 from ds_topo.base.torch_names import default_store
 from ds_topo.checkpoint import folder as folders
-from ds_topo.checkpoint import rank_zero
 from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
 from ds_topo.checkpoint.plain_weights import readable
 from ds_topo.checkpoint.rank_zero import Meeting
@@ -230,13 +229,13 @@ def _calls_of_the_store(rows: int, late: float) -> int:
     """Count this rank's calls in a meeting in which all ranks post so many rows, and the last comes late."""
     store = _CountingStore(default_store())
     meeting = Meeting.begin("a test", "")
-    with mock.patch.object(rank_zero, "default_store", return_value=store):
-        content = [{"name": f"layers.{row}.weight"} for row in range(rows)]
-        if dist.get_rank():
-            time.sleep(late)
-        found = meeting.decided_from("rows", content, lambda posted: sum(map(len, posted)))
-        assert found == rows * dist.get_world_size()
-        meeting.end()
+    meeting.store = cast("dist.Store", store)
+    content = [{"name": f"layers.{row}.weight"} for row in range(rows)]
+    if dist.get_rank():
+        time.sleep(late)
+    found = meeting.decided_from("rows", content, lambda posted: sum(map(len, posted)))
+    assert found == rows * dist.get_world_size()
+    meeting.end()
     return store.calls
 
 
@@ -246,15 +245,10 @@ def test_calls_of_the_store_depend_neither_on_parameters_nor_on_late_ranks(world
 
 
 def test_ranks_that_post_nothing_are_named() -> None:
-    meeting = Meeting("a test", "token", timedelta(seconds=1))
-    with (
-        mock.patch.object(rank_zero, "default_store", return_value=dist.HashStore()),
-        mock.patch.object(dist, "get_rank", return_value=1),
-        mock.patch.object(dist, "get_world_size", return_value=3),
-    ):
-        meeting._write("rows/1", "7")
-        with pytest.raises(CheckpointError, match=r"^a test: ranks \[0, 2\] did not come within 0:00:00\.9"):
-            meeting._posted("rows")
+    meeting = Meeting(dist.HashStore(), "token", 0, range(4), "a test", timedelta(seconds=1), CheckpointError)
+    meeting._write("rows/2", "7")
+    with pytest.raises(CheckpointError, match=r"^a test: ranks \[1, 3\] did not come within 0:00:00\.9"):
+        meeting.decided_from("rows", "5", sum)
 
 
 def _keys() -> int:

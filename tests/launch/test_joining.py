@@ -19,7 +19,8 @@ from torch.distributed import HashStore
 
 from ds_topo import init_distributed
 from ds_topo.errors import DisagreementError, LaunchError
-from ds_topo.launch.joining import as_timeout, join, open_store, ranks_that_came, wait_for_all, warn_of_restarts
+from ds_topo.launch.council import ranks_that_came
+from ds_topo.launch.joining import as_timeout, join, open_store, wait_for_all, warn_of_restarts
 from ds_topo.launch.launchers import Launch
 from tests.support.ports import free_port
 
@@ -156,7 +157,7 @@ def test_rank_of_another_process_is_refused() -> None:
     store, launch = HashStore(), Launch("environment", 0, 1, 0, "node1", 29500)
     wait_for_all(store, launch, timedelta(seconds=1))
     wait_for_all(store, launch, timedelta(seconds=1))  # the same process may join again
-    store.set("here/0", '{"host": "node2", "pid": 7, "world_size": 1}')
+    store.set("here/0", '["node2", 7]')
     with pytest.raises(LaunchError, match=r"process 7 on node2 is rank 0 of the job at node1:29500. .*MASTER_PORT"):
         wait_for_all(store, launch, timedelta(seconds=1))
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.base.torch_names import append
 from ds_topo.errors import DisagreementError, TopologyError
-from ds_topo.launch import agreement
+from ds_topo.launch import agreement, council
 from ds_topo.launch.agreement import MAX_MESSAGE, Round, agree
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
@@ -188,9 +188,9 @@ def test_keys_of_a_round_go_once_all_its_ranks_come_to_another_even_if_they_disa
 
 def test_keys_are_due_once_when_all_their_readers_have_come() -> None:
     store = dist.HashStore()
-    agreement.leave(store, 0, range(2), ["two"])
-    agreement.leave(store, 0, range(3), ["three", "more"])
-    agreement.leave(store, 1, range(2), ["of another rank"])
+    council.leave(store, 0, range(2), ["two"])
+    council.leave(store, 0, range(3), ["three", "more"])
+    council.leave(store, 1, range(2), ["of another rank"])
     for came, due in (
         (range(1), []),
         (range(2), ["two"]),
@@ -198,7 +198,7 @@ def test_keys_are_due_once_when_all_their_readers_have_come() -> None:
         (range(4), ["three", "more"]),
         (range(4), []),
     ):
-        assert agreement.take_due(store, 0, came) == due
+        assert council.take_due(store, 0, came) == due
 
 
 def test_keys_of_a_round_stay_for_a_rank_that_may_still_read_them() -> None:
@@ -387,7 +387,7 @@ def test_a_round_may_last_a_little_longer_than_its_own_timeout() -> None:
         mock.patch.object(agreement, "within", within),
     ):
         agree("plan", range(2), timedelta(seconds=10))
-    assert limits == [10 * agreement.UNANSWERED_AFTER], "so the message of the round itself is the one that is seen"
+    assert limits == [10 * council.UNANSWERED_AFTER], "so the message of the round itself is the one that is seen"
 
 
 def test_a_failure_is_raised_without_other_processes() -> None:

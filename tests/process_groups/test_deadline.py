@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutError
-from ds_topo.launch.agreement import within
+from ds_topo.launch.council import within
 from ds_topo.process_groups import creation
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.served_store import serve_a_store

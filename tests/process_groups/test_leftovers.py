@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
-from ds_topo.launch.agreement import Round, leave, take_due
+from ds_topo.launch.agreement import Round
+from ds_topo.launch.council import leave, take_due
 from tests.support.world import Worlds
 
 

@@ -1,0 +1,308 @@
+"""Decide together through the job's store: all ranks post, one decides, all read.
+
+:class:`Council` is this protocol. Ranks use it to join a job (:mod:`~ds_topo.launch.joining`), to save and load
+checkpoints (:mod:`ds_topo.checkpoint.rank_zero`) and to check a cluster (:mod:`ds_topo.health.session`). Collectives
+cannot do this: no group exists yet, or one has failed, and they would pad every rank's value to the longest one.
+
+**Patience.** The rank that decides waits ``GATHERING`` of the timeout for posts. The others wait the whole timeout for
+the answer, so they read which ranks did not come instead of giving up themselves. Where ranks work before they post,
+one may come ``spread`` later than another. Then the first rank waits that much longer, and the others twice as much,
+because the rank that decides may be the last. A store request can block without limit, because torch's own timeout
+does not expire when the store's server process is stopped or its host is cut off. :func:`within` abandons it after
+``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: it waits at most ``MOMENT``
+seconds until the others have read (:func:`linger`).
+
+**Costs.** A rank sends three requests, for any number of ranks. The one that decides sends one that waits for all
+posts, one for each ``_AT_ONCE`` of them and one with the answer; a few missing ranks of 16,384 are found by some 30
+more for each. Keys are deleted when no rank needs them any more, see :func:`leave`.
+
+**Failures.** The rank that decides learns which ranks did not post. An error that it raises is raised on all ranks. A
+rank raises an error of its own if no answer comes, or if the store is lost or does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ds_topo import errors
+from ds_topo.base.backends import device_in_use
+from ds_topo.base.torch_names import Store, address_of_store, get_several
+from ds_topo.errors import DisagreementError, StoreTimeoutError, unanswered
+
+Result = TypeVar("Result")
+GATHERING = 0.9
+"""The share of a timeout for which a rank that decides waits for the others, which then still read its answer."""
+UNANSWERED_AFTER = 1.2
+"""The share of a timeout after which the store's own timeouts, where they work, have expired."""
+MOMENT = 2.0
+"""The longest time, in seconds, that rank 0 waits for the others to read an answer."""
+_PART = 1 << 22
+"""Characters of a value in one key; the store's server refuses 8 MiB."""
+_AT_ONCE = 256
+"""Values that one request reads."""
+
+_left: WeakKeyDictionary[Store, dict[int, list[tuple[Sequence[int], str]]]] = WeakKeyDictionary()
+"""For each store and each rank that wrote to it: pairs of (ranks that may still read a key, the key)."""
+
+
+@dataclass
+class Council:
+    """The ranks that decide together, as one of them takes part.
+
+    Args:
+        store: the job's store.
+        token: the prefix of keys, the same on all members.
+        rank: this rank.
+        members: all ranks that take part, ascending; the first one decides.
+        subject: the thing to decide about, for messages.
+        timeout: the time limit of each decision.
+        error: the class of errors.
+    """
+
+    store: Store
+    token: str
+    rank: int
+    members: Sequence[int]
+    subject: str
+    timeout: timedelta
+    error: type[RuntimeError] = DisagreementError
+    _readers: int = field(default=0, init=False)
+    """The number of ranks that read the last answer."""
+
+    def decide(
+        self,
+        name: str,
+        content: Any,
+        judge: Callable[[dict[int, Any]], Any],
+        *,
+        posting: Sequence[int] | None = None,
+        spread: timedelta = timedelta(),
+    ) -> Any:
+        """Return on every member what ``judge`` returned on the first one for the contents of all, or raise its error.
+
+        Contents and answers are JSON values. Dataclasses in them are read as dicts.
+
+        Args:
+            name: the decision, different from all others of this council.
+            content: what this rank posts.
+            judge: called with the content of each rank that came in time, by rank.
+            posting: the ranks that post, the first of which decides; by default all members. If none, the first member
+                decides alone.
+            spread: the time by which one rank may come later than another.
+
+        Raises:
+            StoreTimeoutError: the store does not answer.
+            RuntimeError: ``judge`` raised an error, or the rank that decides does not answer. The error is of the class
+                ``self.error``, or of the subclass that ``judge`` raised.
+        """
+        posts = self.members if posting is None else posting
+        decider = (posts or self.members)[0]
+        gathering, reading = spread + self.timeout * GATHERING, 2 * spread + self.timeout
+
+        def post() -> None:
+            if self.rank in posts:
+                self._write(f"{name}/{self.rank}", content)
+
+        def gather() -> dict[int, Any]:
+            post()
+            names = [f"{name}/{rank}" for rank in posts]
+            found = ranks_that_came(self.store, [self._key(one, 0) for one in names], gathering) if names else []
+            values = self._read([names[index] for index in found])
+            return {posts[index]: value for index, value in zip(found, values, strict=True)}
+
+        def read() -> Any:
+            post()
+            self.store.wait([self._key(f"{name} decided", 0)], reading)
+            return self._read([f"{name} decided"])[0]
+
+        cause: Exception | None = None
+        if self.rank != decider:
+            outcome = self.request(reading, read, f"rank {decider} did not report its result, ")
+        else:
+            posted = self.request(gathering, gather)
+            readers = len(self.members) - 1 - (len(posts) - len(posted))
+            try:
+                outcome = {"value": judge(posted), "readers": readers}
+            except Exception as error:  # of any class: the other ranks must receive it
+                said = "" if isinstance(error, self.error) else f"{self.subject}: rank {decider}: "
+                outcome = {"error": type(error).__name__, "text": f"{said}{one_line(error, self.error)}"}
+                outcome["readers"] = readers
+                cause = error
+            self.request(self.timeout, lambda: self._write(f"{name} decided", outcome))
+        self._readers = outcome["readers"]
+        if "error" not in outcome:
+            return outcome["value"]
+        self.end()
+        raise class_of(outcome["error"], self.error)(outcome["text"]) from cause
+
+    def end(self) -> None:
+        """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here.
+
+        Call it after the last decision. One that raises an error has called it.
+        """
+        if not self._readers:
+            return
+        key = f"{self.token}/read"
+
+        def count() -> None:
+            if self.rank == 0:
+                leave(self.store, 0, self.members, [key, f"{key}/all"])
+                self.store.wait([f"{key}/all"], timedelta(seconds=moment_of(self.timeout)))
+            elif self.store.add(key, 1) == self._readers:
+                self.store.set(f"{key}/all", "")
+
+        with suppress(RuntimeError):  # this rank knows the outcome
+            self.request(self.timeout, count)
+
+    def request(self, limit: timedelta, call: Callable[[], Result], what: str = "") -> Result:
+        """Return the result of requests to the store, but raise ``self.error`` if they fail, or take too long.
+
+        Args:
+            limit: the time after which requests expire by themselves, if the store can answer.
+            call: the function that sends requests.
+            what: a description of their failure, for the message.
+        """
+        try:
+            return within(limit * UNANSWERED_AFTER, self.subject, call, address_of_store(self.store))
+        except StoreTimeoutError:
+            raise
+        except RuntimeError as error:
+            raise self.error(f"{self.subject}: {what}{unanswered(error, limit)}") from None
+
+    def _key(self, name: str, part: int) -> str:
+        return f"{self.token}/{name}/{part}"
+
+    def _write(self, name: str, value: Any) -> None:
+        """Store a value in parts until the next agreement. The first part, with their number before it, comes last."""
+        text = json.dumps(value, default=vars)
+        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
+        keys = [self._key(name, number) for number in range(len(parts))]
+        for key, part in zip(keys[1:], parts[1:], strict=True):
+            self.store.set(key, part)
+        self.store.set(keys[0], f"{len(parts)} {parts[0]}")
+        leave(self.store, self.rank, self.members, keys)
+
+    def _read(self, names: Sequence[str]) -> list[Any]:
+        found = []
+        for start in range(0, len(names), _AT_ONCE):
+            some = names[start : start + _AT_ONCE]
+            for name, first in zip(some, get_several(self.store, [self._key(one, 0) for one in some]), strict=True):
+                count, _, text = first.partition(b" ")
+                more = [self._key(name, number) for number in range(1, int(count))]
+                found.append(json.loads(b"".join((text, *(get_several(self.store, more) if more else ())))))
+        return found
+
+
+def leave(store: Store, rank: int, readers: Sequence[int], keys: Iterable[str]) -> None:
+    """Delete these keys later, once all ``readers`` have come to an agreement that starts after this call.
+
+    torch deletes nothing from the job's store. A rank that has come to a later agreement has finished all its earlier
+    reads, so the rank that wrote a key can then delete it without asking. NCCL's own communicator ids stay.
+    """
+    _left.setdefault(store, {}).setdefault(rank, []).extend((readers, key) for key in keys)
+
+
+def take_due(store: Store, rank: int, came: Sequence[int]) -> list[str]:
+    """Return and forget this rank's keys that no rank needs, now that the ranks ``came`` are at an agreement."""
+    left = _left.get(store, {}).get(rank)
+    if not left:
+        return []
+    here = set(came)
+    due = [key for readers, key in left if here.issuperset(readers)]
+    left[:] = [(readers, key) for readers, key in left if not here.issuperset(readers)]
+    return due
+
+
+def within(limit: timedelta, what: str, call: Callable[[], Result], address: str | None = None) -> Result:
+    """Return the result of ``call()``, or raise its error, but wait no longer than ``limit``.
+
+    The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit.
+
+    Args:
+        limit: the deadline for the whole call.
+        what: a description of the call, for the error message.
+        call: the function that sends requests to the store.
+        address: where the store is served, for the error message; by default that of the job's store.
+
+    Raises:
+        StoreTimeoutError: the limit has expired. The message names the process that serves the store.
+
+    >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
+    2
+    """
+    result: Future[Result] = Future()
+    device = device_in_use()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            result.set_result(call())
+        except BaseException as error:  # re-raised in the caller's thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"ds_topo {what}", daemon=True).start()
+    try:
+        return result.result(limit.total_seconds())
+    except TimeoutError:
+        if result.done():  # it finished at the last moment, or the call itself raised this error
+            return result.result()
+        raise StoreTimeoutError(
+            f"{what}: the store of the job{address_of_store() if address is None else address} did not answer within "
+            f"{limit}. The process that serves it (rank 0, or the launcher on its host) has stopped, its host has, or "
+            "the link to it is cut: look there, and start the job again"
+        ) from None
+
+
+def ranks_that_came(store: Store, keys: Sequence[str], patience: timedelta) -> list[int]:
+    """Wait until all keys, one of each rank, are set; return the positions of those that were set in time.
+
+    One request checks a range of keys, so a few missing ones of 16,384 are found by some 30 requests each.
+    """
+
+    def came(ranks: range) -> list[int]:
+        if store.check([keys[rank] for rank in ranks]):
+            return list(ranks)
+        half = len(ranks) // 2
+        return [*came(ranks[:half]), *came(ranks[half:])] if half else []
+
+    with suppress(dist.DistError, RuntimeError):
+        store.wait(list(keys), patience)
+        return list(range(len(keys)))
+    return came(range(len(keys)))
+
+
+def linger(is_over: Callable[[], bool], seconds: float) -> None:
+    """Wait on the process that serves the store and may exit, until a condition is true, but only a moment."""
+    until = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < until:
+        time.sleep(MOMENT / 400)
+
+
+def moment_of(timeout: timedelta) -> float:
+    """Return the seconds that rank 0 waits for readers."""
+    return min(MOMENT, timeout.total_seconds() / 4)
+
+
+def class_of(name: str, ours: type[RuntimeError]) -> type[RuntimeError]:
+    """Return the class of an error that another rank raised: itself, if it is one of ours."""
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, ours) else ours
+
+
+def one_line(error: Exception, ours: type[Exception]) -> str:
+    """Return the message of an error in one line, and its class before it unless it is ours."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ours) else f"{type(error).__name__}: {text}"
