@@ -9,8 +9,8 @@ the answer, so they read which ranks did not come instead of giving up themselve
 one may come ``spread`` later than another. Then the first rank waits that much longer, and the others twice as much,
 because the rank that decides may be the last. A store request can block without limit, because torch's own timeout
 does not expire when the store's server process is stopped or its host is cut off. :func:`within` abandons it after
-``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: it waits at most ``MOMENT``
-seconds until the others have read (:func:`linger`).
+``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: at the end it waits at most
+``MOMENT`` seconds until the others have read (:meth:`Council.end`).
 
 **Costs.** A rank sends three requests, for any number of ranks. The one that decides sends one that waits for all
 posts, one for each ``_AT_ONCE`` of them and one with the answer; a few missing ranks of 16,384 are found by some 30
@@ -134,12 +134,12 @@ class Council:
             posted = self.request(gathering, gather)
             readers = len(self.members) - 1 - (len(posts) - len(posted))
             try:
-                outcome = {"value": judge(posted), "readers": readers}
+                outcome: dict[str, Any] = {"value": judge(posted)}
             except Exception as error:  # of any class: the other ranks must receive it
                 said = "" if isinstance(error, self.error) else f"{self.subject}: rank {decider}: "
                 outcome = {"error": type(error).__name__, "text": f"{said}{one_line(error, self.error)}"}
-                outcome["readers"] = readers
                 cause = error
+            outcome["readers"] = readers
             self.request(self.timeout, lambda: self._write(f"{name} decided", outcome))
         self._readers = outcome["readers"]
         if "error" not in outcome:

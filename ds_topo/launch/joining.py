@@ -202,8 +202,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     """Return the job's store: torchrun's own, or one that rank 0 serves.
 
     Raises:
-        LaunchError: the port is in use, or rank 0 does not come within the timeout.
-        StoreTimeoutError: the process that serves the store has stopped, or its host is cut off.
+        LaunchError: the port is in use, or rank 0 does not come within the timeout, or has stopped.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where, host = f"{launch.master_addr}:{launch.master_port}", socket.gethostname()
@@ -220,16 +219,14 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
         )
 
     try:
-        store = within(timeout * UNANSWERED_AFTER, f"rank {launch.rank} on {host} connects", connect, f" at {where}")
-    except StoreTimeoutError:
-        raise
+        store = within(timeout * UNANSWERED_AFTER, "the connection", connect, f" at {where}")
     except (dist.DistError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):
             text = (
                 f"port {launch.master_port} is in use on {host}, probably by another job: set MASTER_PORT to another "
                 "port (deepspeed and torchrun: --master_port)"
             )
-        elif launch.rank == 0:
+        elif launch.rank == 0 and not of_agent:
             text = f"rank 0 on {host} cannot listen at {where}: {str(error).splitlines()[0]}"
             if not is_own_address(address_of(launch.master_addr)):
                 text += (
@@ -238,8 +235,8 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
                 )
         else:
             text = (
-                f"rank {launch.rank} on {host} cannot reach rank 0 at {where} within {timeout}: was it started, is "
-                f"that its address, is there a firewall? ({str(error).splitlines()[0]})"
+                f"rank {launch.rank} on {host} cannot reach {'the launcher' if of_agent else 'rank 0'} at {where} within "
+                f"{timeout}: was it started, is that its address, is there a firewall? ({str(error).splitlines()[0]})"
             )
         raise LaunchError(text) from error
     # After a restart torchrun's own store still has the addresses of ranks that are gone, so keys get a new prefix. One

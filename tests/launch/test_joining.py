@@ -8,9 +8,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,11 +20,12 @@ import pytest
 from torch.distributed import HashStore
 
 from ds_topo import init_distributed
-from ds_topo.errors import DisagreementError, LaunchError
+from ds_topo.errors import DisagreementError, LaunchError, StoreTimeoutError
 from ds_topo.launch.council import ranks_that_came
-from ds_topo.launch.joining import as_timeout, join, open_store, wait_for_all, warn_of_restarts
+from ds_topo.launch.joining import as_timeout, create_world, join, open_store, wait_for_all, warn_of_restarts
 from ds_topo.launch.launchers import Launch
 from tests.support.ports import free_port
+from tests.support.served_store import errors_of, served_store
 
 NOT_INHERITED = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_", "CROSS_", "LOCAL_")
 
@@ -207,3 +210,42 @@ def test_ranks_join_if_their_hosts_count_restarts_differently() -> None:
         for rank in range(2)
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+# -- a store that stops ------------------------------------------------------------------------------------------------
+
+
+def _assert_names_the_server(error: BaseException | None, port: int) -> None:
+    assert isinstance(error, (LaunchError, StoreTimeoutError)), error
+    assert f"the store of the job at 127.0.0.1:{port} did not answer within 0:00:0" in str(error)
+    assert "The process that serves it (rank 0, or the launcher on its host) has stopped" in str(error)
+    assert "look there, and start the job again" in str(error)
+
+
+@pytest.mark.parametrize("step", ["connecting", "waiting for all ranks", "creating the world"])
+def test_store_that_has_stopped_is_named_in_time_on_every_rank(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher serves the store, as with torchrun."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    limit = timedelta(seconds=1)
+    with served_store() as store:
+        launches = [Launch("torchrun", rank, 2, rank, "127.0.0.1", store.port) for rank in range(2)]
+        clients = [store.client(1) for _ in launches]
+        store.stop()
+        calls = {
+            "connecting": lambda rank: open_store(launches[rank], limit),
+            "waiting for all ranks": lambda rank: wait_for_all(clients[rank], launches[rank], limit),
+            "creating the world": lambda rank: create_world(clients[rank], launches[rank], limit, "gloo"),
+        }
+        ranks = [0] if step == "creating the world" else [0, 1]  # a process is in one world
+        for error in errors_of(*(partial(calls[step], rank) for rank in ranks), seconds=10):
+            _assert_names_the_server(error, store.port)
+
+
+def test_store_that_stops_while_ranks_wait_for_another_is_named_in_time() -> None:
+    with served_store() as store:
+        launches = [Launch("environment", rank, 3, 0, "127.0.0.1", store.port) for rank in (0, 2)]
+        clients = [store.client(3) for _ in launches]
+        pairs = zip(clients, launches, strict=True)
+        threading.Timer(1.0, store.stop).start()
+        for error in errors_of(*(partial(wait_for_all, *pair, timedelta(seconds=3)) for pair in pairs), seconds=15):
+            _assert_names_the_server(error, store.port)
