@@ -234,9 +234,10 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
                     "the host on which rank 0 runs"
                 )
         else:
+            server = "the launcher" if of_agent else "rank 0"
             text = (
-                f"rank {launch.rank} on {host} cannot reach {'the launcher' if of_agent else 'rank 0'} at {where} within "
-                f"{timeout}: was it started, is that its address, is there a firewall? ({str(error).splitlines()[0]})"
+                f"rank {launch.rank} on {host} cannot reach {server} at {where} within {timeout}: was it started, is "
+                f"that its address, is there a firewall? ({str(error).splitlines()[0]})"
             )
         raise LaunchError(text) from error
     # After a restart torchrun's own store still has the addresses of ranks that are gone, so keys get a new prefix. One
