@@ -1,0 +1,145 @@
+"""A council decides on the first rank; the others read its answer, its error, or raise in time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ds_topo.errors import CheckpointError, DamagedCheckpointError
+from ds_topo.launch import council as council_module
+from ds_topo.launch.council import MOMENT, Council
+
+Part = Callable[[Council], Any]
+
+
+def _council(store: dist.Store, rank: int, size: int, seconds: float = 10.0) -> Council:
+    return Council(store, "c", rank, range(size), "a test", timedelta(seconds=seconds), CheckpointError)
+
+
+def _outcomes(
+    part: Part, *, size: int, came: Sequence[int] | None = None, store: dist.Store | None = None, seconds: float = 10.0
+) -> list[Any]:
+    """Let the ranks that come do a part in threads; return the result or the error of each."""
+    shared, ranks = store or dist.HashStore(), range(size) if came is None else came
+
+    def run(rank: int) -> Any:
+        try:
+            return part(_council(shared, rank, size, seconds))
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(run, ranks))
+
+
+def test_every_member_reads_what_the_first_one_decided() -> None:
+    def part(council: Council) -> Any:
+        listed = council.decide("one", council.rank + 1, lambda posted: sorted(posted.items()))
+        alone = council.decide("two", None, lambda posted: [posted, "alone"], posting=())
+        some = council.decide("three", council.rank, lambda posted: sum(posted.values()), posting=(1, 2))
+        return [[list(each) for each in listed], alone, some]
+
+    assert _outcomes(part, size=3) == [[[[0, 1], [1, 2], [2, 3]], [{}, "alone"], 3]] * 3
+
+
+def test_an_error_is_raised_on_all_ranks_in_its_class_and_the_council_goes_on() -> None:
+    def part(council: Council) -> list[str]:
+        said = []
+        for error in (DamagedCheckpointError("it is\n damaged"), KeyError("x")):
+            judge = mock.Mock(side_effect=error)
+            with pytest.raises(CheckpointError) as caught:
+                council.decide(f"about {error!r}", council.rank, judge)
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+        return [*said, council.decide("again", 1, lambda posted: f"{len(posted)} came")]
+
+    damaged, other = "DamagedCheckpointError: it is damaged", "CheckpointError: a test: rank 0: KeyError: 'x'"
+    assert _outcomes(part, size=2) == [[damaged, other, "2 came"]] * 2
+
+
+def test_ranks_that_did_not_come_are_absent_and_not_awaited_at_the_end() -> None:
+    def part(council: Council) -> Any:
+        posted = council.decide("who", council.rank, lambda posted: sorted(posted))
+        started = time.monotonic()
+        council.end()
+        return posted, time.monotonic() - started
+
+    for posted, waited in _outcomes(part, size=4, came=(0, 2), seconds=1.0):
+        assert posted == [0, 2]
+        assert waited < 0.2, "a quarter of the timeout if one were awaited"
+
+
+def test_rank_0_waits_a_moment_for_readers_and_no_longer() -> None:
+    def part(council: Council) -> float:
+        council.decide("who", council.rank, len)
+        started = time.monotonic()
+        if council.rank == 0:
+            council.end()
+        return time.monotonic() - started
+
+    assert MOMENT <= _outcomes(part, size=2, seconds=60.0)[0] < MOMENT + 3
+
+
+def test_a_first_rank_that_dies_before_it_decides_is_named_on_the_others() -> None:
+    for error in _outcomes(lambda council: council.decide("who", council.rank, len), size=3, came=(1, 2), seconds=0.5):
+        assert str(error).startswith("a test: rank 0 did not report its result, no answer within 0:00:00.500000: ")
+
+
+def test_a_first_rank_that_comes_late_is_awaited_for_the_spread() -> None:
+    """And a rank that does not come at all is still known to all."""
+
+    def part(council: Council) -> Any:
+        if council.rank == 0:
+            time.sleep(1.0)
+        return council.decide("who", council.rank, sorted, spread=timedelta(seconds=1.0))
+
+    assert _outcomes(part, size=3, came=(0, 1), seconds=0.5) == [[0, 1], [0, 1]]
+
+
+def test_a_lost_store_is_reported_on_each_rank() -> None:
+    store = mock.Mock(**{"set.side_effect": RuntimeError("it is gone"), "host": "", "port": 0})
+    for rank in (0, 1):
+        with pytest.raises(CheckpointError, match=r"a test: .*connection to the store of the job was lost.*it is gone"):
+            _council(store, rank, 2).decide("who", rank, len)
+
+
+@pytest.mark.parametrize("length", [0, 97, 98, 99, 100, 950])
+def test_long_values_travel_in_parts(length: int) -> None:
+    def part(council: Council) -> Any:
+        return council.decide("text", "x" * length, lambda posted: "".join(posted.values()))
+
+    with mock.patch.object(council_module, "_PART", 100), mock.patch.object(council_module, "_AT_ONCE", 2):
+        assert _outcomes(part, size=5) == ["x" * 5 * length] * 5
+
+
+class _Counting:
+    """A store that counts requests."""
+
+    def __init__(self, store: dist.Store, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "get", "wait", "check", "add", "multi_get", "compare_set"):
+            self._counts[name] += 1
+        return getattr(self._store, name)
+
+
+def test_a_decision_takes_three_requests_of_a_rank_and_few_of_the_first() -> None:
+    store, size = dist.HashStore(), 600
+    counts = [Counter[str](), Counter[str]()]
+    for rank in range(2, size):
+        _council(store, rank, size)._write(f"who/{rank}", rank)
+
+    def part(rank: int) -> Any:
+        return _council(cast("dist.Store", _Counting(store, counts[rank])), rank, size).decide("who", rank, len)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(part, range(2))) == [size, size]
+    assert counts == [{"set": 2, "wait": 1, "multi_get": 3}, {"set": 1, "wait": 1, "multi_get": 1}]
