@@ -120,6 +120,9 @@ class Round:
             if self._bring(outcome):
                 self._decide()
             decided = json.loads(self._await_verdict())
+            if decided["all_came"]:  # and so all members have left earlier rounds; keys of this one come later
+                for key in take_due(self.store, self.rank, self.members):
+                    self.store.delete_key(key)
             text = str(decided["text"])
             if text:
                 text += self._compared(decided["compare"], lines) if lines is not None and decided["compare"] else ""
@@ -127,9 +130,6 @@ class Round:
                 if self.rank == 0:
                     read, came = self._key("read"), self._key("number")
                     linger(lambda: self.store.add(read, 0) >= self.store.add(came, 0), moment_of(self.timeout))
-            if decided["all_came"]:  # and so all members have left earlier rounds
-                for key in take_due(self.store, self.rank, self.members):
-                    self.store.delete_key(key)
         except RuntimeError as error:
             text = f"{self._disagreement} {unanswered(error, self.timeout)}"
         leave(self.store, self.rank, self.members, self.own)
