@@ -116,7 +116,7 @@ TESTS = {
     "engine/unused_parameters": "engine/test_accumulation.py",
     "engine/use": "engine/test_use.py "
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
-    "launch/agreement": "process_groups/test_agreement.py",
+    "launch/agreement": "process_groups/test_agreement.py process_groups/test_leftovers.py",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_device_mesh.py engine/test_grid.py engine/test_batches.py",
     "reduction/options": "reduction/test_mistakes.py reduction/test_buckets.py",

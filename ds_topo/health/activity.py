@@ -86,9 +86,7 @@ _WAITS = {
     ("ds_topo/reduction/reductions.py", _ANY): "the reduction of gradients",
     ("ds_topo/reduction/arrivals.py", "wait"): "parameters from their owners",
     ("ds_topo/reduction/exchange.py", _ANY): "slices from other ranks",
-    ("ds_topo/launch/agreement.py", "within"): "the store of the job",
-    ("ds_topo/launch/agreement.py", "agree"): "an agreement of the ranks",
-    ("ds_topo/checkpoint/rank_zero.py", _ANY): "the other ranks' parts of a checkpoint",
+    ("ds_topo/launch/council.py", "within"): "the store of the job",
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks, besides torch's collectives."""

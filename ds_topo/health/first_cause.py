@@ -61,7 +61,7 @@ _SECONDS_BETWEEN_ATTEMPTS = 60.0
 """The time before a store that did not answer is asked again, so that calls are not slow meanwhile."""
 _CAUSE_LIMIT = 2.0
 """The seconds for which a rank that could not reach another one waits for the first cause."""
-_LINGER = 1.5
+_LINGER = timedelta(seconds=1.5)
 """The seconds for which a failed process that serves the store waits for the others to read why."""
 _FOREVER = timedelta(days=7)
 _LISTENERS = "ds_topo/first_cause/listeners"

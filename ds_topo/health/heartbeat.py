@@ -17,6 +17,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -328,8 +329,9 @@ class Heartbeat:
         ring = self._ring
         awaited = ring.world_size - (self.verdict.absent if self.verdict else 0)
         self._store.add(ring.key("ends"), 1)
-        if self._serves:  # all have beaten once more by then
-            linger(lambda: self._store.add(ring.key("ends"), 0) >= awaited, 1.5 * ring.interval + 0.5)
+        if self._serves:
+            moment = timedelta(seconds=1.5 * ring.interval + 0.5)  # all have beaten once more by then
+            linger(lambda: self._store.add(ring.key("ends"), 0) >= awaited, moment)
 
     # -- a silent neighbor ---------------------------------------------------------------------------------------------
 

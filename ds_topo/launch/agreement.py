@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ds_topo.base.torch_names import Store, append, communicates, default_store
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
-from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, leave, linger, moment_of, take_due, within
+from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, Council, leave, linger, take_due, within
 
 MAX_MESSAGE = 4000
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
@@ -129,7 +129,7 @@ class Round:
                 self.store.add(self._key("read"), 1)
                 if self.rank == 0:
                     read, came = self._key("read"), self._key("number")
-                    linger(lambda: self.store.add(read, 0) >= self.store.add(came, 0), moment_of(self.timeout))
+                    linger(lambda: self.store.add(read, 0) >= self.store.add(came, 0), min(MOMENT, self.timeout / 4))
         except RuntimeError as error:
             text = f"{self._disagreement} {unanswered(error, self.timeout)}"
         leave(self.store, self.rank, self.members, self.own)

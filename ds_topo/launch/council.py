@@ -10,7 +10,7 @@ one may come ``spread`` later than another. Then the first rank waits that much 
 because the rank that decides may be the last. A store request can block without limit, because torch's own timeout
 does not expire when the store's server process is stopped or its host is cut off. :func:`within` abandons it after
 ``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: at the end it waits at most
-``MOMENT`` seconds until the others have read (:meth:`Council.end`).
+``MOMENT`` until the others have read (:meth:`Council.end`).
 
 **Costs.** A rank sends three requests, for any number of ranks. The one that decides sends one that waits for all
 posts, one for each ``_AT_ONCE`` of them and one with the answer; a few missing ranks of 16,384 are found by some 30
@@ -46,8 +46,8 @@ GATHERING = 0.9
 """The share of a timeout for which a rank that decides waits for the others, which then still read its answer."""
 UNANSWERED_AFTER = 1.2
 """The share of a timeout after which the store's own timeouts, where they work, have expired."""
-MOMENT = 2.0
-"""The longest time, in seconds, that rank 0 waits for the others to read an answer."""
+MOMENT = timedelta(seconds=2)
+"""The longest time that rank 0 waits for the others to read an answer."""
 _PART = 1 << 22
 """Characters of a value in one key; the store's server refuses 8 MiB."""
 _AT_ONCE = 256
@@ -159,7 +159,7 @@ class Council:
         def count() -> None:
             if self.rank == 0:
                 leave(self.store, 0, self.members, [key, f"{key}/all"])
-                self.store.wait([f"{key}/all"], timedelta(seconds=moment_of(self.timeout)))
+                self.store.wait([f"{key}/all"], min(MOMENT, self.timeout / 4))
             elif self.store.add(key, 1) == self._readers:
                 self.store.set(f"{key}/all", "")
 
@@ -284,16 +284,11 @@ def ranks_that_came(store: Store, keys: Sequence[str], patience: timedelta) -> l
     return came(range(len(keys)))
 
 
-def linger(is_over: Callable[[], bool], seconds: float) -> None:
+def linger(is_over: Callable[[], bool], limit: timedelta) -> None:
     """Wait on the process that serves the store and may exit, until a condition is true, but only a moment."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + limit.total_seconds()
     while not is_over() and time.monotonic() < until:
-        time.sleep(MOMENT / 400)
-
-
-def moment_of(timeout: timedelta) -> float:
-    """Return the seconds that rank 0 waits for readers."""
-    return min(MOMENT, timeout.total_seconds() / 4)
+        time.sleep(0.005)
 
 
 def class_of(name: str, ours: type[RuntimeError]) -> type[RuntimeError]:

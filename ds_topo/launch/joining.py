@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,18 +207,16 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where, host = f"{launch.master_addr}:{launch.master_port}", socket.gethostname()
-
-    def connect() -> TCPStore:
-        return TCPStore(
-            launch.master_addr,
-            launch.master_port,
-            launch.world_size,
-            is_master=launch.rank == 0 and not of_agent,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=not of_agent,
-        )
-
+    connect = partial(
+        TCPStore,
+        launch.master_addr,
+        launch.master_port,
+        launch.world_size,
+        is_master=launch.rank == 0 and not of_agent,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=not of_agent,
+    )
     try:
         store = within(timeout * UNANSWERED_AFTER, "the connection", connect, f" at {where}")
     except (dist.DistError, RuntimeError) as error:
@@ -282,11 +281,8 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             f"rank {rank} on {host} (process {pid}): process {found[1]} on {found[0]} is rank {rank} of the job at "
             f"{place}. Give every process a RANK of its own, and every job another MASTER_PORT"
         )
-
-    def judge(came: Mapping[int, Any]) -> tuple[str, int]:
-        return _problems_of(came, launch, timeout * GATHERING), size
-
-    verdict, size_of_0 = council.decide("came", {"host": host, "world_size": size}, judge)
+    me, waited = {"host": host, "world_size": size}, timeout * GATHERING
+    verdict, size_of_0 = council.decide("came", me, lambda came: (_problems_of(came, launch, waited), size))
     if not verdict and size_of_0 != size:  # rank 0 does not expect this rank
         verdict = f"rank {rank} on {host} has WORLD_SIZE={size}, but rank 0 has {size_of_0}: {_SAME_SIZE}"
     if verdict:
@@ -301,12 +297,10 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
     splitting it, which is collective over all ranks. torch 2.15 binds it nevertheless, to ``LOCAL_RANK``; a grid
     creates its groups by their members alone in both cases (:func:`~ds_topo.base.torch_names.next_group_named`).
     """
-
-    def init() -> None:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-
+    rank, size = launch.rank, launch.world_size
+    init = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        within(timeout * UNANSWERED_AFTER, f"rank {launch.rank} connects by {backend}", init, address_of_store(store))
+        within(timeout * UNANSWERED_AFTER, f"rank {rank} connects by {backend}", init, address_of_store(store))
     except StoreTimeoutError:
         raise
     except (dist.DistError, RuntimeError) as error:
