@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ds_topo.base.torch_names import Store, append, communicates, default_store
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
-from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, Council, leave, linger, take_due, within
+from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, leave, linger, take_due, within
 
 MAX_MESSAGE = 4000
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
@@ -120,9 +120,6 @@ class Round:
             if self._bring(outcome):
                 self._decide()
             decided = json.loads(self._await_verdict())
-            if decided["all_came"]:  # and so all members have left earlier rounds; keys of this one come later
-                for key in take_due(self.store, self.rank, self.members):
-                    self.store.delete_key(key)
             text = str(decided["text"])
             if text:
                 text += self._compared(decided["compare"], lines) if lines is not None and decided["compare"] else ""
@@ -130,6 +127,9 @@ class Round:
                 if self.rank == 0:
                     read, came = self._key("read"), self._key("number")
                     linger(lambda: self.store.add(read, 0) >= self.store.add(came, 0), min(MOMENT, self.timeout / 4))
+            if decided["all_came"]:  # and so all members have left earlier rounds
+                for key in take_due(self.store, self.rank, self.members):
+                    self.store.delete_key(key)
         except RuntimeError as error:
             text = f"{self._disagreement} {unanswered(error, self.timeout)}"
         leave(self.store, self.rank, self.members, self.own)
@@ -203,9 +203,18 @@ class Round:
 
     def _compared(self, ranks: Sequence[int], lines: Sequence[str]) -> str:
         """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""
-        council = Council(self.store, self.token, self.rank, self.members, self.subject, self.timeout)
+        end = self._key("difference")
         with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
-            return str(council.decide("lines", lines, _difference, posting=ranks))
+            if self.rank in ranks:
+                self.own.append(self._key(f"lines/{self.rank}"))
+                self.store.set(self.own[-1], "\n".join(lines))
+            if self.rank == ranks[0]:
+                keys = [self._key(f"lines/{rank}") for rank in ranks]
+                self.store.wait(keys, self.timeout)
+                plans = {rank: self.store.get(key).decode().split("\n") for rank, key in zip(ranks, keys, strict=True)}
+                self.store.set(end, _difference(plans))
+            self.store.wait([end], self.timeout)
+            return str(self.store.get(end).decode())
         return ""
 
 

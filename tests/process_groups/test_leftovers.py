@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.launch.agreement import Round
-from ds_topo.launch.council import Council, leave, take_due
+from ds_topo.launch.council import leave, take_due
 from tests.support.world import Worlds
 
 
@@ -52,18 +49,6 @@ def test_the_next_round_deletes_the_keys_of_a_disagreement() -> None:
     assert counted == counted[:1] * 3
     assert _verdicts(store, 4, range(3), ["plan: a"] * 3, 20.0) == {""}
     assert store.num_keys() == 1, "the verdict"
-
-
-def test_lines_that_were_compared_stay_for_a_rank_that_reads_late() -> None:
-    read = Council._read
-
-    def read_late(council: Council, names: Sequence[str]) -> list[Any]:
-        time.sleep(0.5 * (council.rank == 2))
-        return read(council, names)
-
-    with mock.patch.object(Council, "_read", read_late):
-        (verdict,) = _verdicts(dist.HashStore(), 1, range(3), ["plan: a", "plan: b", "plan: b"], 5.0)
-    assert "only rank 1: ['plan: b']; only rank 0: ['plan: a']" in verdict, "rank 1 compared them, and has left"
 
 
 def test_keys_stay_until_an_absent_rank_has_come() -> None:
