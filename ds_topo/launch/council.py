@@ -39,7 +39,7 @@ import torch.distributed as dist
 from ds_topo import errors
 from ds_topo.base.backends import device_in_use
 from ds_topo.base.torch_names import Store, address_of_store, get_several
-from ds_topo.errors import DisagreementError, StoreTimeoutError, unanswered
+from ds_topo.errors import StoreTimeoutError, unanswered
 
 Result = TypeVar("Result")
 GATHERING = 0.9
@@ -77,7 +77,7 @@ class Council:
     members: Sequence[int]
     subject: str
     timeout: timedelta
-    error: type[RuntimeError] = DisagreementError
+    error: type[RuntimeError]
     _readers: int = field(default=0, init=False)
     """The number of ranks that read the last answer."""
 
@@ -128,13 +128,14 @@ class Council:
             return self._read([f"{name} decided"])[0]
 
         cause: Exception | None = None
+        outcome: dict[str, Any]
         if self.rank != decider:
             outcome = self.request(reading, read, f"rank {decider} did not report its result, ")
         else:
             posted = self.request(gathering, gather)
             readers = len(self.members) - 1 - (len(posts) - len(posted))
             try:
-                outcome: dict[str, Any] = {"value": judge(posted)}
+                outcome = {"value": judge(posted)}
             except Exception as error:  # of any class: the other ranks must receive it
                 said = "" if isinstance(error, self.error) else f"{self.subject}: rank {decider}: "
                 outcome = {"error": type(error).__name__, "text": f"{said}{one_line(error, self.error)}"}
