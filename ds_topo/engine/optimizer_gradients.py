@@ -34,7 +34,7 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducerOfOptimizer,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
+from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
 
 
 class OptimizerGradients:
@@ -204,15 +204,18 @@ class PartitionGradients(OptimizerGradients):
         copies = None if any(map(is_moe_param, parameters)) else self._copies
         number = 1 if copies is None else copies.number
         ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole, number)
-        memory = None if flat_gradients is None else lengthened(flat_gradients, ours.numel)
+        memory: GradientMemory | torch.Tensor = GradientMemory.STEP
+        if flat_gradients is not None:
+            memory = lengthened(flat_gradients, ours.numel)
+        elif self.reduces_always:
+            memory = GradientMemory.MICRO_BATCH
         gradients = PartitionedGradients(
             parameters,
             ours,
             process_group,
             dtype,
-            keeps=not self.reduces_always,
-            whole=needed_whole,
             memory=memory,
+            whole=needed_whole,
             copies=copies,
             ends_step=self.engine.is_gradient_accumulation_boundary,
         )

@@ -17,7 +17,21 @@ import torch.distributed as dist
 
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import BucketSizes, ReductionOptions
-from ds_topo.reduction.parameters import ParameterState, Route, expert_group_name
+from ds_topo.reduction.parameters import (
+    BUFFER,
+    COPIED,
+    GRAD,
+    NOT_YET,
+    PARTITION,
+    ROWS,
+    SUMMED,
+    WIDER,
+    ParameterState,
+    Progress,
+    Route,
+    expert_group_name,
+)
+from ds_topo.reduction.partitions import LASTING, MICRO_BATCH
 
 
 def plan_buckets(
@@ -98,7 +112,7 @@ def plan_parameters(
     capacities: dict[Hashable, int] = {}
     without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
     for state in states:
-        apart = state.index if state.is_sparse else state.region or runs.get(state.index)
+        apart = state.index if state.home is ROWS else state.region or runs.get(state.index)
         kind = (state.dtype, state.parameter.device, id(state.route), apart)
         kinds.append(kind)
         if state.region is not None:
@@ -130,6 +144,10 @@ def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str
 class GradientBucket:
     """Contiguous memory for the gradients of some parameters, which are reduced together.
 
+    In a step it is given memory, if that is lent (:meth:`open`). It is full when no member is pending, and is launched
+    in its turn (``ReductionStep.next_bucket``). After the wait, lent memory is returned (:meth:`give_back`). At the end
+    of the step all members are pending again (:meth:`reset`).
+
     Args:
         index: its position in the order of reduction.
         members: parameters of one data type, device and route.
@@ -138,18 +156,12 @@ class GradientBucket:
     def __init__(self, index: int, members: Sequence[ParameterState]) -> None:
         self.index = index
         self.members = sorted(members, key=operator.attrgetter("address"))
-        self.pending = len(self.members)
-        """The number of members whose contribution is not complete."""
         first = self.members[0]
-        self.route, self.region, self.is_sparse = first.route, first.region, first.is_sparse
+        self.route, self.region, self.is_sparse = first.route, first.region, first.home is ROWS
         self.is_scattered = first.region is not None and not first.region.is_whole
         """True if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
-        self.accumulates = first.accumulates
-        """True if the gradients of all micro-batches are summed here."""
-        self._lasts = first.region is None or first.region.gradients.lasts
-        """True if its memory lasts from step to step; otherwise it has some from :meth:`open` to :meth:`give_back`."""
-        self.is_open = self._lasts
-        """True while it has memory."""
+        self.memory = first.memory
+        """How long it has memory. Lent memory is there from :meth:`open` to :meth:`give_back`."""
         numels = [member.parameter.numel() for member in self.members]
         if self.region is not None:
             start = self.region.region.start
@@ -162,16 +174,22 @@ class GradientBucket:
         self._gaps.append(slice(ends[-1], None))
         self.numel = ends[-1]
         self.nbytes = self.numel * first.dtype.itemsize
-        self.flat = self._memory()
-        """The gradients, one after the other: ``[numel]``, then padding."""
+
+        # -- the step
+        self.pending = set(self.members)
+        """The members whose contribution is not complete; hooks remove them, :meth:`reset` restores them."""
+        self.flat = self._first_memory()
+        """The gradients, one after the other: ``[numel]``, then padding; empty while no memory is lent."""
         if self.region is None:
             self.flat[self.numel :].zero_()
 
-    def _memory(self) -> torch.Tensor:
-        """Return new memory, or the members' buffers as one tensor."""
+    def _first_memory(self) -> torch.Tensor:
+        """Return new memory, or the members' buffers as one tensor; nothing if memory will be lent."""
         first = self.members[0]
+        if self.memory is not LASTING:
+            return torch.empty(0)
         if self.region is not None:
-            return self.region.gradients.place(self.region.region) if self._lasts else torch.empty(0)
+            return self.region.gradients.place(self.region.region)
         if first.grad_buffer is not None:
             return first.grad_buffer.as_strided((self.numel,), (1,))
         if self.is_sparse:
@@ -186,35 +204,35 @@ class GradientBucket:
             member.bucket = self
         if self.is_sparse:
             return
-        if self._lasts:
+        if self.memory is LASTING:
             self._set_views()
         else:
             self.give_back()
 
     def open(self) -> None:
-        """Borrow memory."""
-        assert self.region is not None
-        self.flat, self.is_open = self.region.gradients.place(self.region.region), True
-        self._set_views()
+        """Borrow memory, if it has none."""
+        if not len(self.flat) and self.region is not None:
+            self.flat = self.region.gradients.place(self.region.region)
+            self._set_views()
 
     def fill(self) -> None:
         """Copy in gradients that had to wait for memory, and clear the gaps of a region."""
         if self.region is None:
             return
-        if not self.accumulates:
-            self.open()
+        if self.memory is MICRO_BATCH:
             copy_in(self.members)
         for gap in self._gaps:
             self.flat[gap].zero_()
 
     def give_back(self) -> None:
         """Return borrowed memory."""
-        if not self._lasts:
-            self.flat, self.is_open = self.flat.new_empty(0), False
+        if self.memory is not LASTING:
+            self.flat = self.flat.new_empty(0)
             for member in self.members:
-                member.view, member.holds_sum = self.flat, False
+                member.view = self.flat
 
     def _set_views(self) -> None:
+        """Give each member its part of the memory; gradients that it still needs move along."""
         for member, offset in zip(self.members, self.offsets, strict=True):
             parameter, buffer = member.parameter, member.grad_buffer
             # Strides are those of autograd's gradients, except in a user's buffer, which is plain memory.
@@ -239,10 +257,9 @@ class GradientBucket:
 
     def reset(self) -> None:
         """Expect every gradient anew."""
-        self.pending = len(self.members)
+        self.pending.update(self.members)
         for member in self.members:  # no calls: this runs for every parameter in every step
-            member.is_copied_in = False
-            member.holds_sum = False
+            member.progress = NOT_YET
             member.arrived = 0
 
 
@@ -311,7 +328,8 @@ class BucketLayout:
         arrived = set(last_arrivals)
         order = last_arrivals + [state.index for state in reversed(self._states) if state.index not in arrived]
         for state in self._states:
-            state.expected = state.expected or max(1, state.arrived)
+            if state.expected is None:
+                state.expected = max(1, state.arrived)
         agreed = torch.tensor(order, device=self._states[0].parameter.device)
         dist.broadcast(agreed, group_src=0, group=group)
         self.arrivals = None
@@ -321,7 +339,7 @@ class BucketLayout:
 
     def absent(self) -> list[ParameterState]:
         """Return the parameters without a gradient in the last micro-batch."""
-        found = [state for bucket in self.buckets if bucket.pending for state in bucket.members if not state.arrived]
+        found = [state for bucket in self.buckets for state in bucket.pending if not state.arrived]
         return sorted(found, key=operator.attrgetter("index"))
 
     def renew(self) -> None:
@@ -348,24 +366,31 @@ _LARGE_NUMEL = 1 << 14
 
 def is_copied_at_once(state: ParameterState) -> bool:
     """Return True if this parameter is copied in as soon as its gradient is complete."""
-    if state.is_apart and (state.grad_buffer is not None or state.region is None or not state.accumulates):
-        return False
-    return state.parameter.numel() >= _LARGE_NUMEL and not state.is_sparse
+    may_be = state.home is GRAD or (state.home is PARTITION and state.memory is not MICRO_BATCH)
+    return may_be and state.parameter.numel() >= _LARGE_NUMEL
 
 
 def accumulate_gradient(state: ParameterState) -> None:
     """Move a gradient of an earlier micro-batch into its bucket."""
-    gradient = state.parameter.grad
-    if state.is_sparse or gradient is None or gradient is state.view:
+    home, gradient = state.home, state.parameter.grad
+    if home is ROWS or gradient is None or gradient is state.view:
         return
-    if not state.bucket.is_open:
+    if home is GRAD:
+        state.view.copy_(_dense(gradient, state))
+        state.parameter.grad = state.view
+        return
+    if home is PARTITION:
         state.bucket.open()
-    if state.is_apart and state.holds_sum:
+    _sum(gradient, state, state.progress)
+    state.progress, state.parameter.grad = SUMMED, None
+
+
+def _sum(gradient: torch.Tensor, state: ParameterState, progress: Progress) -> None:
+    """Add a gradient to the sum of earlier ones in a view apart from ``parameter.grad``, or start the sum."""
+    if progress is SUMMED:
         state.view.add_(_dense(gradient, state))
     else:
         state.view.copy_(_dense(gradient, state))
-    state.holds_sum = state.is_apart
-    state.parameter.grad = None if state.is_apart else state.view
 
 
 def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
@@ -382,23 +407,26 @@ def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> lis
     gradients: list[torch.Tensor] = []
     in_place: list[torch.Tensor] = []
     without: list[ParameterState] = []
+    if members[0].home is PARTITION:
+        members[0].bucket.open()
     for state in members:
-        if state.is_copied_in:
+        progress = state.progress
+        if progress is COPIED:
             continue
-        state.is_copied_in = True
-        parameter = state.parameter
+        state.progress = COPIED  # even if this raises: it must not raise again in reset()
+        parameter, home = state.parameter, state.home
         gradient = parameter.grad
-        if state.is_sparse:
+        if home is ROWS:
             state.view = _no_rows(state) if gradient is None else _rows(gradient, state) * state.scale
-        elif state.is_apart:
-            if not state.bucket.is_open:
-                state.bucket.open()
-            if in_one_pass and not state.holds_sum and gradient is not None and gradient.dtype == state.dtype:
+        elif home is not GRAD:
+            if gradient is None:
+                in_place.append(state.view if progress is SUMMED else state.view.zero_())
+            elif in_one_pass and progress is NOT_YET and gradient.dtype == state.dtype:
                 torch.mul(_dense(gradient, state), state.scale, out=state.view)
-                state.holds_sum, parameter.grad = True, None
             else:
-                accumulate_gradient(state)
-                in_place.append(state.view if state.holds_sum else state.view.zero_())
+                _sum(gradient, state, progress)
+                in_place.append(state.view)
+            parameter.grad = None
         elif gradient is None:
             state.view.zero_()
             without.append(state)
@@ -484,7 +512,7 @@ def start_sum_of_rows(gradient: torch.Tensor, route: Route) -> Callable[[], torc
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
     """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it is sparse."""
     if gradient.layout is not _STRIDED:
-        if state.region is not None:
+        if state.home in (PARTITION, BUFFER):
             return gradient.detach().to_dense()
         raise ValueError(
             f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
@@ -496,7 +524,7 @@ def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
 def late_gradient(state: ParameterState) -> torch.Tensor:
     """Return the gradient that arrived after the copy, in the view's type and layout; zeros if there is none."""
     gradient = state.parameter.grad
-    if state.is_sparse:
+    if state.home is ROWS:
         return _no_rows(state) if gradient is None else _rows(gradient, state)
     if gradient is None:
         return torch.zeros_like(state.parameter, dtype=state.dtype)
@@ -513,7 +541,7 @@ def add_late_gradients(late: Sequence[ParameterState], scales: tuple[float, floa
     before, after = scales
     for state in sorted(late, key=operator.attrgetter("index")):
         gradient = late_gradient(state) * before
-        if state.is_sparse:
+        if state.home is ROWS:
             gradient = start_sum_of_rows(gradient, state.route)()
         else:
             dist.all_reduce(gradient, group=state.route.group)
@@ -540,18 +568,14 @@ def hand_out(
     """
     keep = {state.index for state in unused}
     for state in states if options.allow_late_gradients else without:
-        if state.index not in keep and not state.is_apart and state.parameter.requires_grad:
+        if state.index not in keep and state.home is GRAD and state.parameter.requires_grad:
             state.parameter.grad = state.view
     for state in states:
-        if not (state.is_apart or state.is_sparse):
-            continue
-        parameter = state.parameter
-        if not state.leaves_gradient:
+        parameter, home = state.parameter, state.home
+        if home in (PARTITION, BUFFER):
             parameter.grad = None
-        elif state.index in keep:
-            continue
-        elif state.is_sparse:
+        elif home is ROWS and state.index not in keep:
             parameter.grad = state.view
-        else:
+        elif home is WIDER and state.index not in keep:
             setattr(parameter, "main_grad", state.view)  # noqa: B010
             parameter.grad = state.view.to(parameter.dtype)

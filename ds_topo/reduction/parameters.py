@@ -6,12 +6,13 @@ to step and that gradients are discarded, and compares the module with what it w
 
 from __future__ import annotations
 
+import enum
 import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from ds_topo.launch.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import Exchange
 from ds_topo.reduction.options import ReductionArguments, ReductionOptions
-from ds_topo.reduction.partitions import RegionOfGradients
+from ds_topo.reduction.partitions import LASTING, MICRO_BATCH, GradientMemory, RegionOfGradients
 
 # -- routes ------------------------------------------------------------------------------------------------------------
 
@@ -83,6 +84,47 @@ class Route:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
+class GradientHome(enum.Enum):
+    """Where the gradient of a parameter is accumulated, and where its sum is left."""
+
+    GRAD = enum.auto()
+    """In ``parameter.grad``, which is a view of the bucket."""
+    ROWS = enum.auto()
+    """In ``parameter.grad``, as the rows of a sparse embedding; the bucket has no memory."""
+    WIDER = enum.auto()
+    """In the bucket, in another data type; ``main_grad`` is the view of it, and ``parameter.grad`` gets a copy."""
+    BUFFER = enum.auto()
+    """In the user's memory alone."""
+    PARTITION = enum.auto()
+    """In partitioned gradients alone."""
+
+
+GRAD, ROWS, WIDER, BUFFER, PARTITION = GradientHome
+
+
+class Progress(enum.Enum):
+    """How far this rank's contribution to the gradient of one parameter is, in a step.
+
+    ::
+
+                  accumulate_gradient()            copy_in()             GradientBucket.reset()
+        NOT_YET ------------------------> SUMMED ------------> COPIED -------------------------> NOT_YET
+           |  ^      (apart from grad)      |                    ^
+           |  +------- discard_sum() -------+                    |
+           +------------------- copy_in() -----------------------+
+    """
+
+    NOT_YET = enum.auto()
+    """The bucket has none of it, or ``parameter.grad`` is the view that has the sum of earlier gradients."""
+    SUMMED = enum.auto()
+    """The view, apart from ``parameter.grad``, has the sum of earlier gradients, not scaled yet."""
+    COPIED = enum.auto()
+    """It is in the bucket, scaled. Further gradients are late, and must not be added to it."""
+
+
+NOT_YET, SUMMED, COPIED = Progress
+
+
 @dataclass(eq=False, slots=True)
 class ParameterState:
     """The state of one parameter (compare FSDP2's ``FSDPParam``)."""
@@ -94,23 +136,23 @@ class ParameterState:
     parameter: nn.Parameter
     dtype: torch.dtype
     """The type in which its gradient accumulates."""
-    is_sparse: bool
+    is_sparse: InitVar[bool]
+    """True for the weight of a sparse embedding, which has no ``grad_buffer`` and no region."""
     repeats: bool = False
     """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
     grad_buffer: torch.Tensor | None = None
     """The user's memory for its gradient: contiguous, ``numel`` elements."""
     region: RegionOfGradients | None = None
     """The region of its gradient, if that is partitioned."""
-
-    is_apart: bool = field(init=False)
-    """True if the view cannot be ``parameter.grad``: it has another data type, a user's buffer, or a region."""
+    home: GradientHome = field(init=False)
+    """Where its gradient accumulates; only a cast of the parameter changes it, from GRAD to WIDER or back."""
 
     # -- set when routes are assigned, and by the first step
     route: Route = field(init=False)
     scale: float = 1.0
     """The factor for its gradient before the reduction."""
-    expected: int = 1
-    """The number of gradients that it gets in the last micro-batch; 0 while that is unknown."""
+    expected: int | None = 1
+    """The number of gradients that it gets in the last micro-batch; None while that is unknown."""
 
     # -- set by each layout of buckets
     view: torch.Tensor = field(init=False)
@@ -118,30 +160,37 @@ class ParameterState:
     bucket: Any = field(init=False)
     """Its :class:`~ds_topo.reduction.buckets.GradientBucket`."""
 
-    # -- the step: written by hooks and copies, reset by the bucket at the end
+    # -- the step: reset by the bucket at the end
     arrived: int = 0
-    """The number of gradients that arrived in the last micro-batch."""
-    is_copied_in: bool = False
-    """True if this rank's contribution is in the bucket, scaled."""
-    holds_sum: bool = False
-    """True if a view apart from ``parameter.grad`` holds the sum of earlier micro-batches."""
+    """The number of gradients that arrived in the last micro-batch; counted by the hook."""
+    progress: Progress = NOT_YET
+    """How far its contribution is; written by the copies, and by :meth:`discard_sum`."""
 
-    def __post_init__(self) -> None:
-        self.note_type()
+    def __post_init__(self, is_sparse: bool) -> None:
+        if self.region is not None:
+            self.home = PARTITION
+        elif self.grad_buffer is not None:
+            self.home = BUFFER
+        elif is_sparse:
+            self.home = ROWS
+        else:
+            self.home = GRAD
+            self.note_type()
 
     def note_type(self) -> None:
-        """Update ``is_apart`` after a cast of the parameter."""
-        self.is_apart = not self.leaves_gradient or self.dtype != self.parameter.dtype
+        """Update ``home`` after a cast of the parameter."""
+        if self.home in (GRAD, WIDER):
+            self.home = GRAD if self.dtype == self.parameter.dtype else WIDER
 
     @property
-    def leaves_gradient(self) -> bool:
-        """True if its gradient ends in ``parameter.grad``, not in a user's buffer or a partition."""
-        return self.grad_buffer is None and self.region is None
+    def is_apart(self) -> bool:
+        """True if the view in the bucket is never ``parameter.grad``."""
+        return self.home is not GRAD and self.home is not ROWS
 
     @property
-    def accumulates(self) -> bool:
-        """True if the gradients of all micro-batches are summed in its view."""
-        return self.region is None or self.region.gradients.keeps
+    def memory(self) -> GradientMemory:
+        """How long its bucket has memory."""
+        return LASTING if self.region is None else self.region.gradients.lifetime
 
     @property
     def stays_in_grad(self) -> bool:
@@ -151,7 +200,7 @@ class ParameterState:
         moved to the partition before. Lasting memory of gradients, as of ``BF16_Optimizer``, takes the gradient of each
         micro-batch out of ``parameter.grad``, also without a reducer.
         """
-        is_lent = self.region is not None and self.region.gradients.lends
+        is_lent = self.memory is not LASTING
         return is_lent and self.repeats and self.dtype == self.parameter.dtype
 
     @property
@@ -165,7 +214,7 @@ class ParameterState:
     def holds_live_view(self) -> bool:
         """True if the view holds gradients that are still needed."""
         if self.is_apart:
-            return self.holds_sum
+            return self.progress is SUMMED
         return self.parameter.grad is not None and self.parameter.grad is getattr(self, "view", None)
 
     @property
@@ -178,14 +227,16 @@ class ParameterState:
         """True if the user has replaced or removed the gradient since it was copied in."""
         gradient = self.parameter.grad
         if self.repeats:
-            return gradient is not None and self.arrived <= self.expected
+            return gradient is not None and self.expected is not None and self.arrived <= self.expected
         if gradient is self.view:
             return False
-        return gradient is None if self.is_sparse else gradient is not None or not self.is_apart
+        if self.home is ROWS:
+            return gradient is None
+        return gradient is not None or not self.is_apart
 
     def discard_sum(self) -> None:
         """Discard gradients that are not in ``parameter.grad``."""
-        self.holds_sum = False
+        self.progress = NOT_YET
         if self.is_apart and hasattr(self.parameter, "main_grad"):
             del self.parameter.main_grad
 
@@ -219,14 +270,15 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
             name=name,
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
-            is_sparse=id(parameter) in sparse and region is None,
+            is_sparse=id(parameter) in sparse,
             repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
             region=region,
         )
-        if options.static_graph and state.accumulates:  # counting others first would need memory for all gradients
-            state.expected = 0
-        if state.is_sparse:
+        # Counting the gradients of others first would need memory for all of them.
+        if options.static_graph and state.memory is not MICRO_BATCH:
+            state.expected = None
+        if state.home is ROWS:
             _check_sparse(module, state)
         group = expert_group_name(parameter)
         if group is not None and group not in options.expert_groups:
@@ -382,7 +434,7 @@ def agreed_inputs(
 def _description(state: ParameterState) -> str:
     text = f"{state.name} {list(state.parameter.shape)} {state.parameter.dtype}"
     expert = expert_group_name(state.parameter)
-    return text + (" sparse" if state.is_sparse else "") + (f" expert of {expert}" if expert is not None else "")
+    return text + (" sparse" if state.home is ROWS else "") + (f" expert of {expert}" if expert is not None else "")
 
 
 def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:
@@ -524,7 +576,7 @@ class Changes:
         self._may_be_frozen = options.may_miss
         self._ignored = ignored_identities(module, options)
         self._parameters = [state.parameter for state in states]
-        self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
+        self._are_plain = all(state.home is GRAD for state in states)
         named = list(self._named())
         self._known = {name: id(parameter) for name, parameter in named}
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -597,7 +649,7 @@ class Changes:
         gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
         if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
             return None
-        replaced = [state.name for state in self._states if state.is_copied_in and state.is_replaced]
+        replaced = [state.name for state in self._states if state.progress is COPIED and state.is_replaced]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "

@@ -8,6 +8,7 @@ arrive first.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -212,27 +213,38 @@ def _counts(pairs: list[tuple[Fragment, Fragment]], size: int) -> list[int]:
 
 
 _LENT = 3
-"""The number of regions in flight at a time where gradients are not kept."""
+"""The number of regions in flight at a time, where memory is lent for a micro-batch."""
+
+
+class GradientMemory(enum.Enum):
+    """How long a bucket keeps its memory for whole gradients. This decides where micro-batches accumulate."""
+
+    LASTING = enum.auto()
+    """From step to step; micro-batches accumulate in it."""
+    STEP = enum.auto()
+    """Lent from a step's first gradient until the sum is collected; micro-batches accumulate in it (ZeRO 1)."""
+    MICRO_BATCH = enum.auto()
+    """Lent from when the bucket is full until the sum is collected. The gradients of every micro-batch are exchanged,
+    and only this rank's partition accumulates (ZeRO 2)."""
+
+
+LASTING, STEP, MICRO_BATCH = GradientMemory
 
 
 class PartitionedGradients:
     """The gradients of one flat tensor's parameters, of which each rank owns a partition.
-
-    Memory for whole gradients is ``memory``, if given. Otherwise it is lent region by region, until the region's sum is
-    collected.
 
     Args:
         parameters: the parameters of the flat tensor, in the layout's numbering.
         layout: their places and those of this rank's slices.
         group: the ranks that share the flat tensor.
         dtype: the type that gradients accumulate in.
-        keeps: if True, gradients of all micro-batches accumulate whole and are exchanged after the last one (ZeRO 1).
-            If False, every micro-batch's gradients are exchanged, and only this rank's partition accumulates (ZeRO 2).
+        memory: lasting memory of all whole gradients; or how long memory is lent, region by region.
         whole: indices of regions that every rank needs whole, such as those of tied layers.
-        memory: lasting memory of all gradients.
         copies: the ranks that hold copies of the partitions, if there are any; sums include them.
-        ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch. Without
-            ``keeps``, sums of earlier ones do not include the copies, and the last exchange adds those.
+        ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch.
+            If memory is lent for a micro-batch, sums of earlier ones do not include the copies, and the last exchange
+            adds those.
     """
 
     def __init__(
@@ -242,26 +254,18 @@ class PartitionedGradients:
         group: ProcessGroup,
         dtype: torch.dtype,
         *,
-        keeps: bool,
+        memory: torch.Tensor | GradientMemory,
         whole: Collection[int] = (),
-        memory: torch.Tensor | None = None,
         copies: PartitionHolders | None = None,
         ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.layout, self.group, self.keeps, self.whole = layout, group, keeps, frozenset(whole)
+        self.layout, self.group, self.whole = layout, group, frozenset(whole)
         self.copies, self._ends_step = copies, ends_step
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
-        self._memory = memory
-        self.lends = memory is None
-        """True if memory for whole gradients is lent region by region."""
-        self._partition = self._empty(0)
-        """The sums collected for this rank's partition, if there is no lasting memory."""
-        self._collected: set[int] = set()
-        """Indices of the regions in it."""
-        self._whole: dict[int, torch.Tensor] = {}
-        """Sums that every rank needs whole, by the index of the region."""
-        self._lent: deque[Pending] = deque()
+        self._memory = memory if isinstance(memory, torch.Tensor) else None
+        """Lasting memory for whole gradients."""
+        self.lifetime = memory if isinstance(memory, GradientMemory) else LASTING
         self.regions = {
             parameters[member]: owned
             for owned in (RegionOfGradients(self, region) for region in layout.regions)
@@ -270,6 +274,16 @@ class PartitionedGradients:
         """The region of every parameter."""
         self.offsets = dict(zip(parameters, layout.offsets, strict=True))
         """The offset of every parameter's gradient in the flat tensor."""
+
+        # -- the step: written by place(), note(), collect() and add(); cleared by take() and discard()
+        self._partition = self._empty(0)
+        """The sums collected for this rank's partition, if there is no lasting memory."""
+        self._collected: set[int] = set()
+        """Indices of the regions in it."""
+        self._whole: dict[int, torch.Tensor] = {}
+        """Sums that every rank needs whole, by the index of the region."""
+        self._lent: deque[Pending] = deque()
+        """The regions in flight whose memory is lent."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -287,18 +301,13 @@ class PartitionedGradients:
             op: the operation.
             unit: the sum that has been collected for 1.0 in ``flat``.
         """
-        if self.copies is None or self.keeps:
+        if self.copies is None or self.lifetime is not MICRO_BATCH:
             return self.exchange.reduce_scatter(flat, op)
         over_copies = self._ends_step()
         if over_copies and region.index in self._collected:
             self._collected.remove(region.index)
             flat.view(region.size, -1)[self.rank].add_(self._place_in_partition(region), alpha=1 / unit)
         return self.exchange.reduce_scatter(flat, op, over_copies=over_copies)
-
-    @property
-    def lasts(self) -> bool:
-        """True if the memory of whole gradients lasts from step to step."""
-        return self._memory is not None
 
     @property
     def partition(self) -> torch.Tensor:
@@ -335,7 +344,7 @@ class PartitionedGradients:
         """Return memory for a region's gradients, padding included: lasting, or lent until their sum is collected."""
         if self._memory is not None:
             return self._memory[region.start : region.start + region.numel]
-        while not self.keeps and len(self._lent) >= _LENT:
+        while self.lifetime is MICRO_BATCH and len(self._lent) >= _LENT:
             self._lent[0].wait()
             self._lent.popleft()
         return self._empty(region.numel)
@@ -366,7 +375,7 @@ class PartitionedGradients:
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a late sum of a whole parameter to the sums that have been collected."""
         region, offset = self.regions[parameter].region, self.offsets[parameter]
-        if self.copies is not None and not self.keeps and not self._ends_step():
+        if self.copies is not None and self.lifetime is MICRO_BATCH and not self._ends_step():
             gradient = gradient / self.copies.number  # the last exchange of the step sums it over the copies
         if self._memory is not None or region.index in self.whole:
             self.place_of(parameter).add_(gradient.reshape(-1))
@@ -383,7 +392,7 @@ class PartitionedGradients:
         return bool(self._collected)
 
     def discard(self) -> None:
-        """Discard the collected sums; lasting memory is overwritten by the next gradients."""
+        """Discard the collected sums, to which the next ones would be added; lasting memory is overwritten anyway."""
         self._lent.clear()
         self._partition = self._empty(0)
         self._collected.clear()

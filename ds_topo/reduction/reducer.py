@@ -48,8 +48,11 @@ from ds_topo.reduction.buckets import (
 )
 from ds_topo.reduction.options import ReductionArguments
 from ds_topo.reduction.parameters import (
+    COPIED,
     KEPT,
     REBUILD,
+    ROWS,
+    SUMMED,
     Changes,
     CommHook,
     HasDataParallelGroup,
@@ -63,7 +66,7 @@ from ds_topo.reduction.parameters import (
     owners,
     watch,
 )
-from ds_topo.reduction.partitions import PartitionedGradients
+from ds_topo.reduction.partitions import MICRO_BATCH, STEP
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, different_steps
 from ds_topo.reduction.report import BucketTiming, GradientReport, StepTiming
 
@@ -304,11 +307,12 @@ class BucketReducer:
                 unused, late = self._read(notes)
                 add_late_gradients(late, self.options.scales(self._dense.size))
                 for state in self._step.late.values():
-                    state.expected = max(state.expected, state.arrived)
+                    state.expected = max(state.expected or 1, state.arrived)
                 hand_out(self._states, self.options, without, unused)
                 self._layout.learn(self.group)
             except BaseException:
-                self._discard_collected(self.options.partitions)
+                for partition in self.options.partitions:
+                    partition.discard()
                 raise
 
     def reset(self) -> None:
@@ -329,7 +333,8 @@ class BucketReducer:
             state.discard_sum()
             if state.grad_buffer is not None:
                 state.grad_buffer.zero_()
-        self._discard_collected(self.options.partitions)
+        for partition in self.options.partitions:
+            partition.discard()
         self._is_unreduced = False
 
     def complete(self) -> None:
@@ -383,14 +388,14 @@ class BucketReducer:
                 "register_comm_hook() with op, divisor, predivide_factor or communication_dtype: a communication hook "
                 "scales and converts by itself, so leave these options out of this GradientReducer"
             )
-        if any(not partition.keeps for partition in options.partitions):
+        if any(partition.lifetime is MICRO_BATCH for partition in options.partitions):
             raise ValueError(
                 "register_comm_hook() at ZeRO stage 2: a communication hook works on whole gradients, of which ranks "
                 "keep their partition alone; use stage 0 or 1"
             )
         self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
         for parameter in self._states:
-            if parameter.route is self._dense and not parameter.is_sparse:
+            if parameter.route is self._dense and parameter.home is not ROWS:
                 parameter.scale = 1.0
 
     def report(self) -> GradientReport:
@@ -450,7 +455,7 @@ class BucketReducer:
             reducer = reference()
             assert reducer is not None
             if reducer._state is not REDUCING and not reducer._start():
-                if not (parameter._post_accumulate_grad_hooks and state.stays_in_grad and state.accumulates):
+                if not (parameter._post_accumulate_grad_hooks and state.stays_in_grad and state.memory is STEP):
                     accumulate_gradient(state)
                 reducer._is_unreduced = True
                 return
@@ -465,9 +470,10 @@ class BucketReducer:
             if at_once:
                 copy_in((state,), in_one_pass=True)
             bucket = state.bucket
-            bucket.pending -= 1
-            if not bucket.pending:
-                if bucket.accumulates:
+            pending = bucket.pending
+            pending.discard(state)
+            if not pending:
+                if bucket.memory is not MICRO_BATCH:
                     copy_in(bucket.members)
                 if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
                     reducer._launch_full_buckets()
@@ -479,7 +485,7 @@ class BucketReducer:
 
         Further gradients are expected, or may follow (in the first step of a static graph), or this is one too many.
         """
-        if not state.expected or state.arrived < state.expected:
+        if state.expected is None or state.arrived < state.expected:
             accumulate_gradient(state)
         elif not state.repeats:
             if state.expected > 1:
@@ -494,7 +500,7 @@ class BucketReducer:
                 "If reentrant checkpointing or several backward calls reach the parameter more often in every step, "
                 "pass static_graph=True"
             )
-        elif state.is_copied_in:
+        elif state.progress is COPIED:
             self._step.late[state.index] = state
 
     def _start(self) -> bool:
@@ -600,16 +606,9 @@ class BucketReducer:
         with self._finishing():
             _, notes = self._launch_the_rest(failed)
             self._wait(notes)
-            self._discard_collected([partition for partition in self.options.partitions if partition.keeps])
-
-    @staticmethod
-    def _discard_collected(partitions: Iterable[PartitionedGradients]) -> None:
-        """Discard the sums of a step that is given up; otherwise the next step's would be added to them.
-
-        Partitions that do not keep whole gradients also hold those of earlier micro-batches.
-        """
-        for partition in partitions:
-            partition.discard()
+            for partition in self.options.partitions:
+                if partition.lifetime is not MICRO_BATCH:  # it also has the sums of earlier micro-batches
+                    partition.discard()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[StepNotes]]:
         """Launch the remaining buckets, with zeros for unused parameters, so that no rank waits forever.
@@ -624,13 +623,15 @@ class BucketReducer:
                 state.index
                 for state in step.absent
                 # parameters of earlier micro-batches are used, too
-                if not (options.find_unused_parameters and (state.parameter.grad is not None or state.holds_sum))
+                if not (
+                    options.find_unused_parameters and (state.parameter.grad is not None or state.progress is SUMMED)
+                )
             }
         without: list[ParameterState] = []
         for bucket in self._layout.buckets:
             if bucket.pending:
-                without += copy_in(bucket.members) if bucket.accumulates else ()
-                bucket.pending = 0
+                without += copy_in(bucket.members) if bucket.memory is not MICRO_BATCH else ()
+                bucket.pending.clear()
         self._launch_full_buckets()
         late, defers, steps = set(step.late), self.driver.prefers_to_defer(self._timings), self.driver.steps_taken()
         notes = [

@@ -23,7 +23,7 @@ from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reduction.exchange import Exchange, Pending, hosts_in_order, two_level_exchange
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import CommHook, ParameterState, Route, expert_group_name
+from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reduction.report import BucketTiming
 from ds_topo.topology.rank_tables import has_two_levels
 
@@ -61,7 +61,7 @@ def assign_routes(
     for state in states:
         name = expert_group_name(state.parameter)
         state.route = dense if name is None else experts[name]
-        state.scale = options.scales(size)[0] if state.is_sparse else state.route.before
+        state.scale = options.scales(size)[0] if state.home is ROWS else state.route.before
     return dense
 
 

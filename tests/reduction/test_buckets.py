@@ -29,8 +29,8 @@ from ds_topo.reduction.buckets import (
     start_sum_of_rows,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.parameters import ParameterState
-from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
+from ds_topo.reduction.parameters import COPIED, NOT_YET, ROWS, SUMMED, ParameterState
+from ds_topo.reduction.partitions import MICRO_BATCH, STEP, GradientMemory, PartitionedGradients, PartitionLayout
 from tests.support.fake_world import fake_world
 
 KINDS = ("float32", "bfloat16", "expert")
@@ -187,7 +187,7 @@ def test_views_are_consecutive_and_have_the_strides_of_parameters() -> None:
     last.parameter.data = last.parameter.data.to(memory_format=torch.channels_last)
     sliced.parameter.data = torch.ones(3, 9)[:, ::2][:, :4]
     bucket = _bucket(plain, last, sliced, multiple=5)
-    assert (bucket.index, bucket.numel, bucket.nbytes, bucket.pending) == (7, 30, 120, 3)
+    assert (bucket.index, bucket.numel, bucket.nbytes, len(bucket.pending)) == (7, 30, 120, 3)
     assert len(bucket.flat) == 30
     bucket.flat.copy_(torch.arange(30.0))
     assert plain.view.flatten().tolist() == list(range(6))
@@ -219,27 +219,26 @@ def test_bucket_over_grad_buffers_is_their_memory() -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(keeps: bool, frozen: int) -> None:
+@pytest.mark.parametrize("memory", [STEP, MICRO_BATCH])
+def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory: GradientMemory, frozen: int) -> None:
     layout = PartitionLayout.balanced([3, 2, 4], [(0, 1, 2)], 2)
     with fake_world(0, 2):
         parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
-        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, keeps=keeps)
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, memory=memory)
         served = [one for number, one in enumerate(parameters) if number != frozen]
         bucket = _bucket(*(_region_state(number, each, gradients) for number, each in enumerate(served)))
-        assert not bucket.is_open
+        assert len(bucket.flat) == 0
         for parameter in served:
             parameter.grad = torch.ones_like(parameter)
         with mock.patch.object(gradients, "place", lambda region: torch.full((region.numel,), torch.nan)):
-            if keeps:
+            if memory is STEP:
                 copy_in(bucket.members)
             bucket.fill()
-        assert bucket.is_open
         values = [float(number != frozen) for number, numel in enumerate(layout.numels) for _ in range(numel)]
         assert bucket.flat.tolist() == values + [0.0] * (layout.numel - 9)
         bucket.give_back()
-        assert not bucket.is_open
-        assert not any(len(state.view) or state.holds_sum for state in bucket.members)
+        assert len(bucket.flat) == 0
+        assert not any(len(state.view) for state in bucket.members)
 
 
 def _region_state(index: int, parameter: nn.Parameter, gradients: PartitionedGradients) -> ParameterState:
@@ -252,7 +251,7 @@ def test_live_gradients_move_to_the_new_bucket() -> None:
     first = [_bucket(live, replaced, none), _bucket(summed, unsummed)]
     for state in (live, summed, unsummed):
         state.view.fill_(5.0)
-    live.parameter.grad, summed.holds_sum = live.view, True
+    live.parameter.grad, summed.progress = live.view, SUMMED
     replaced.parameter.grad = own = torch.full((4,), 6.0)
     summed.parameter.grad = small = torch.ones(4)
     for bucket in first:
@@ -281,12 +280,12 @@ def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
     states = [_state(0), _state(1)]
     bucket = _bucket(*states)
     assert not bucket.is_sparse
-    bucket.pending = 0
-    for state in states:
-        state.is_copied_in, state.holds_sum, state.arrived = True, True, 3
+    bucket.pending.clear()
+    for state, progress in zip(states, (SUMMED, COPIED), strict=True):
+        state.progress, state.arrived = progress, 3
     bucket.reset()
-    assert bucket.pending == 2
-    assert all((state.is_copied_in, state.holds_sum, state.arrived) == (False, False, 0) for state in states)
+    assert bucket.pending == set(states)
+    assert all((state.progress, state.arrived) == (NOT_YET, 0) for state in states)
 
 
 def test_comm_hook_bucket_has_gradients_parameters_and_index() -> None:
@@ -326,7 +325,9 @@ def test_layout_follows_the_order_in_which_gradients_last_arrived() -> None:
     assert [bucket.index for bucket in layout.buckets] == [0, 1, 2, 3]
     assert layout.arrivals == []
     layout.arrivals += [1, 0, 1]
-    states[0].expected, states[0].arrived, states[1].expected, states[1].arrived, states[2].expected = 1, 5, 0, 2, 0
+    states[0].expected, states[0].arrived = 1, 5
+    states[1].expected, states[1].arrived = None, 2
+    states[2].expected = None
     with mock.patch.object(buckets_module.dist, "broadcast") as told:
         layout.learn("group")  # type: ignore[arg-type]
         assert _members(layout) == [[3], [2], [1], [0]], "the new order applies from the next step on"
@@ -385,7 +386,7 @@ def _installed(place: str = "in the bucket", gradient: object = None, **more: An
         given["grad_buffer"] = torch.zeros(4)
     state = _state(0, **given)
     state.scale = 0.5
-    if not state.is_sparse:
+    if state.home is not ROWS:
         _bucket(state)
         state.view.fill_(torch.nan)
     if gradient == "in place":
@@ -414,7 +415,7 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
     state.scale = scale
     without = copy_in([state], in_one_pass)
     assert without == ([state] if gradient is None else [])
-    assert state.is_copied_in
+    assert state.progress is COPIED
     assert torch.equal(state.view, torch.zeros(4) if gradient is None else VALUES * scale)
     if repeats:
         assert state.parameter.grad is None, "a further gradient must not be added to a bucket in flight"
@@ -431,7 +432,7 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
         state.parameter.grad = VALUES.clone() if state.parameter.grad is None else state.parameter.grad.add_(VALUES)
         accumulate_gradient(state)
         assert torch.equal(state.view, VALUES.to(state.dtype) * count)
-        assert state.holds_sum is state.is_apart
+        assert state.progress is (SUMMED if state.is_apart else NOT_YET)
         assert state.parameter.grad is (None if state.is_apart else state.view)
     assert copy_in([state]) == []
     assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
@@ -444,7 +445,7 @@ def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str
     state.scale = 1 / 3
     copy_in([state], in_one_pass)
     assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
-    assert state.holds_sum
+    assert state.progress is COPIED
     assert state.parameter.grad is None
 
 
@@ -461,7 +462,7 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     bucket.flat.fill_(torch.nan)
     for state in (own, in_place, none, done):
         state.scale = 0.5
-    own.parameter.grad, done.is_copied_in = VALUES.clone().requires_grad_(), True
+    own.parameter.grad, done.progress = VALUES.clone().requires_grad_(), COPIED
     in_place.view.copy_(VALUES)
     in_place.parameter.grad = in_place.view
     done.view.fill_(9.0)

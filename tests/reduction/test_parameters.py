@@ -255,6 +255,23 @@ def test_gradients_accumulate_in_grad_buffers(world: Worlds) -> None:
     world(2).run(_stored)
 
 
+def _stored_rows() -> list[float]:
+    embedding, rank = nn.Embedding(4, 2, sparse=True), dist.get_rank()
+    buffer = torch.zeros(8)
+    reducer = GradientReducer(embedding, grad_buffers={embedding.weight: buffer}, op="sum")
+    with reducer.no_sync():
+        embedding(torch.tensor([rank])).sum().backward()
+    embedding(torch.tensor([rank, 2])).sum().backward()
+    reducer.finish()
+    assert embedding.weight.grad is None
+    reducer.detach()
+    return buffer[::2].tolist()
+
+
+def test_rows_of_sparse_embeddings_accumulate_in_grad_buffers(world: Worlds) -> None:
+    assert world(2).run(_stored_rows) == [[2.0, 2.0, 2.0, 0.0]] * 2
+
+
 def test_copy_of_module_can_have_its_own_reducer(world: Worlds) -> None:
     world(1).run(_copied)
 

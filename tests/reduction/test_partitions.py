@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_topo.reduction.exchange import PartitionHolders, rounds_of
-from ds_topo.reduction.partitions import ALIGNMENT, PartitionedGradients, PartitionLayout, moved
+from ds_topo.reduction.partitions import (
+    ALIGNMENT,
+    LASTING,
+    MICRO_BATCH,
+    STEP,
+    GradientMemory,
+    PartitionedGradients,
+    PartitionLayout,
+    moved,
+)
 from tests.support.fake_world import fake_world
 
 NUMELS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -139,9 +148,8 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
             layout,
             dist.group.WORLD,
             torch.float32,
-            keeps=True,
+            memory=torch.zeros(layout.numel) if lasts else STEP,
             whole=whole,
-            memory=torch.zeros(layout.numel) if lasts else None,
         )
         for step in range(2):
             sums = [torch.zeros(numel) for numel in layout.numels]
@@ -164,7 +172,7 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
                     sums[member] += gradient
                     if region.index in whole or lasts:
                         assert torch.equal(gradients.place_of(parameters[member]), sums[member])
-            assert gradients.lasts is lasts
+            assert (gradients.lifetime is LASTING) is lasts
             assert gradients.holds_sums == bool(reduced - whole and not lasts)
             expected = _own_part(layout, rank, sums)
             found = gradients.take()
@@ -172,26 +180,27 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
             assert not gradients.holds_sums
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_few_regions_are_lent_at_a_time_unless_gradients_are_kept(keeps: bool) -> None:
+@pytest.mark.parametrize("memory", [STEP, MICRO_BATCH])
+def test_few_regions_are_lent_at_a_time_unless_gradients_are_kept(memory: GradientMemory) -> None:
     layout = PartitionLayout.balanced([4] * 6, [(index,) for index in range(6)], 2)
     with fake_world(0, 2):
         parameters = [nn.Parameter(torch.zeros(4)) for _ in range(6)]
-        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, keeps=keeps)
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, memory=memory)
         under_way: list[Any] = []
         for number, region in enumerate(layout.regions):
             assert len(gradients.place(region)) == region.numel
-            waits = 0 if keeps else max(0, number - 2)
+            waits = 0 if memory is STEP else max(0, number - 2)
             assert [each.wait.call_count for each in under_way] == [1] * waits + [0] * (number - waits)
             under_way.append(mock.Mock(**{"is_done.return_value": False}))
             gradients.note(under_way[-1])
 
 
 @pytest.mark.parametrize(
-    ("keeps", "ends_step", "expected"), [(False, False, 0.5), (False, True, 1.0), (True, False, 1.0), (True, True, 1.0)]
+    ("memory", "ends_step", "expected"),
+    [(MICRO_BATCH, False, 0.5), (MICRO_BATCH, True, 1.0), (STEP, False, 1.0), (STEP, True, 1.0)],
 )
 def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
-    keeps: bool, ends_step: bool, expected: float
+    memory: GradientMemory, ends_step: bool, expected: float
 ) -> None:
     layout = PartitionLayout.balanced([4], [(0,)], 2)
     with fake_world(0, 2):
@@ -201,7 +210,7 @@ def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
             layout,
             world,
             torch.float32,
-            keeps=keeps,
+            memory=memory,
             copies=PartitionHolders(world, world),
             ends_step=lambda: ends_step,
         )

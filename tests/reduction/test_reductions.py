@@ -24,7 +24,7 @@ from ds_topo.base import backends
 from ds_topo.reduction import ReductionOptions, exchange, reductions
 from ds_topo.reduction.buckets import CommHookBucket, GradientBucket, copy_in
 from ds_topo.reduction.parameters import ParameterState, Route
-from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
+from ds_topo.reduction.partitions import STEP, PartitionedGradients, PartitionLayout
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, scaling
 from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
@@ -672,7 +672,7 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
     with fake_world(0, 2), _recorded_sums(2.0) as sums:
         parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
         whole = [0] if is_whole else []
-        gradients = PartitionedGradients([parameter], layout, world, torch.float32, keeps=True, whole=whole)
+        gradients = PartitionedGradients([parameter], layout, world, torch.float32, memory=STEP, whole=whole)
         state = ParameterState(0, "p0", parameter, torch.float32, False, region=gradients.regions[parameter])
         state.route, parameter.grad = _route(), VALUES.clone()
         bucket = GradientBucket(0, [state])
