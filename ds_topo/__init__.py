@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_topo.base.lazy import lazy_attributes
+from ds_topo.base import lazy_attributes
 from ds_topo.topology.process_topology import PipeDataParallelTopology as PipeDataParallelTopology
 from ds_topo.topology.process_topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from ds_topo.topology.process_topology import ProcessTopology as ProcessTopology

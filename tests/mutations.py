@@ -113,7 +113,6 @@ TESTS = {
     "engine/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",
     "engine/reducer_drivers": "engine/test_reducer_drivers.py mistakes/test_errors_on_every_rank.py",
     "engine/start": "engine/test_use.py engine/test_grid.py launch/test_joining.py",
-    "engine/unused_parameters": "engine/test_accumulation.py",
     "engine/use": "engine/test_use.py "
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
     "launch/agreement": "process_groups/test_agreement.py process_groups/test_leftovers.py",

@@ -1,1 +1,35 @@
 """Hold what all other packages need: backends, patches, classes for objects of others, and the supported releases."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_attributes(
+    package: str, modules: Mapping[str, str | None]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use (PEP 562).
+
+    Args:
+        package: the package's ``__name__``.
+        modules: the submodule that defines each name, relative to the package; ``None`` for a name that is itself a
+            submodule.
+    """
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = modules[name]
+        if module is None:
+            return import_module(f"{package}.{name}")
+        value = getattr(import_module(f"{package}.{module}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def __dir__() -> list[str]:  # noqa: N807
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return __getattr__, __dir__

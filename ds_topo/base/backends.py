@@ -48,6 +48,8 @@ class BackendTraits:
     """torch's functional ``all_gather_into_tensor`` works. On GPUs that of gloo ends the process (torch 2.11)."""
     communicates: bool = True
     """It moves data between processes."""
+    serves_host_first: bool = False
+    """A job that names it alone has its tensors on the CPU: those of an accelerator are copied there and back."""
     binds_device: bool = False
     """It connects while a group is created, on the group's device; torch guesses one from ``LOCAL_RANK`` by default."""
 
@@ -55,7 +57,12 @@ class BackendTraits:
 _NCCL = BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True)
 TRAITS: dict[str, BackendTraits] = {
     "gloo": BackendTraits(
-        ordered_by_stream=False, tagged_messages=True, sums_sparse=True, uses_sockets=True, keeps_versions=True
+        ordered_by_stream=False,
+        tagged_messages=True,
+        sums_sparse=True,
+        uses_sockets=True,
+        keeps_versions=True,
+        serves_host_first=True,
     ),
     "mpi": BackendTraits(ordered_by_stream=False),
     "nccl": replace(_NCCL, keeps_versions=True),
@@ -175,7 +182,7 @@ def device_served_by(backend: str, index: int) -> torch.device:
     device(type='cpu')
     """
     device = accelerator()
-    if device is None or backend.lower() == "gloo":
+    if device is None or TRAITS.get(backend.lower(), BackendTraits()).serves_host_first:
         return torch.device("cpu")
     served = BackendConfig(dist.Backend(backend)).get_device_backend_map()  # registers a backend of an entry point
     return torch.device(device.type, index) if device.type in served else torch.device("cpu")

@@ -19,9 +19,6 @@ StockDualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
 FoldingGroupTables = find("deepspeed.module_inject.auto_ep_folding.FoldingGroupTables")
 validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_autoep_config")
 is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transforming")
-HAS_PARAMETER_ALIGNMENT = not is_absent(find("deepspeed.checkpoint.constants.PARAM_ALIGNMENT_PADDINGS"))
-"""True if ZeRO 1 and 2 have the option ``parameter_alignment`` and save its paddings, from DeepSpeed 0.19.7 on."""
-
 BF16_DISCARDS_INFINITIES = not is_absent(find("deepspeed.runtime.utils.is_invalid_grad_norm"))
 """True if ``BF16_Optimizer`` discards gradients that are not finite, as it does from DeepSpeed 0.19.8 on."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ds_topo.base.lazy import lazy_attributes
+from ds_topo.base import lazy_attributes
 from ds_topo.base.supported import refuse_older_releases
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ checkpoints and recordings read it. The last section restores what is no tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -269,7 +269,9 @@ class PartOfTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        part = next(value for value in args if isinstance(value, PartOfTensor))
+        given = [*args, *(kwargs or {}).values()]
+        given += chain.from_iterable(value for value in given if isinstance(value, (list, tuple)))
+        part = next(value for value in given if isinstance(value, PartOfTensor))
         device = (kwargs or {}).get("device") or part.device
         if function is _ATEN.new_empty.default:  # the stager copies the attribute boxes itself
             return cls(part.shape, {}, torch.empty(0, dtype=part.dtype, device=device), part.is_written)
@@ -284,7 +286,7 @@ class PartOfTensor(torch.Tensor):
             for offsets, memory in source.boxes.items():
                 into[offsets].copy_(memory)
             return target
-        raise NotImplementedError(  # Python's operators would replace a TypeError by one that says nothing
+        raise RuntimeError(  # Python's operators would replace a TypeError by one that says nothing
             f"{function}: {part!r} does not support this operation. It holds boxes of a tensor and can be saved and "
             "loaded by torch.distributed.checkpoint only. Compute with the engine's own tensors instead"
         )

@@ -168,29 +168,23 @@ def load(
         failure = problem
     finish_what_is_unfinished()
     options = LoadOptions(
-        convert,
-        verify,
-        trusted,
-        restore_random_states,
-        load_module_strict,
-        load_optimizer_states,
-        load_lr_scheduler_states,
-        load_module_only,
-        custom_load_fn is not None,
+        convert=convert,
+        verify=verify,
+        trusted=trusted,
+        restore_random_states=restore_random_states,
+        load_module_strict=load_module_strict,
+        load_optimizer_states=load_optimizer_states,
+        load_lr_scheduler_states=load_lr_scheduler_states,
+        load_module_only=load_module_only,
+        has_custom_function=custom_load_fn is not None,
     )
     what = f"the checkpoint {name!r}" if name else "the newest checkpoint"
     meeting = Meeting.begin(f"loading {what} of {root}", f"tag {name!r} {options}", failure)
     choice = _Choice(engine, root, name, options)
-    for attempt in count(1):
-        chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
-        if not chosen:
-            break
-        share = choice.check(root / chosen, reason)
-        if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
-            break
+    chosen, is_fitting = choice.agreed(meeting)
     for concern in choice.concerns():
         warn(concern)
-    if chosen and is_fitting:
+    if is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
         state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
@@ -321,6 +315,21 @@ class _Choice:
         """The last proposal; used on rank 0 only."""
         self._saved: SavedLayout | None = None
         """Its layout, if it is known; used on rank 0 only."""
+
+    def agreed(self, meeting: Meeting) -> tuple[str, bool]:
+        """Return the tag of the checkpoint that all ranks load, and whether its files fit; an empty tag: plain weights.
+
+        Collective over all ranks.
+        """
+        for attempt in count(1):
+            tag, reason = meeting.decided(f"choice {attempt}", self.next)
+            if not tag:
+                break
+            share = self.check(self._root / tag, reason)
+            is_fitting = meeting.decided_from(f"check {attempt}", share, self.accepts)
+            if is_fitting is not None:
+                return tag, is_fitting
+        return "", False
 
     def next(self) -> tuple[str, str]:
         """Return, on rank 0, the tag of the next candidate that is complete by the sizes of its files.

@@ -1,6 +1,17 @@
 """The classes of DeepSpeed's optimizers in an engine on a grid: every method that differs from DeepSpeed's, and why.
 
 There is one mixin for each kind of optimizer. :func:`put_optimizer_on_grid` chooses it.
+
+Note [Unused parameters]. ZeRO 3, and every stage with an offloaded optimizer, keep each gradient in memory that is
+never cleared. The first micro-batch overwrites it, later ones add to it, and the last one hands it to an offloaded
+optimizer. A parameter that a micro-batch does not use takes no part in that:
+
+    unused in the first    its gradient is added to that of an earlier step
+    unused in the last     an offloaded optimizer does not get its gradient
+    unused in all          the optimizer gets its gradient of an earlier step again
+
+Here its memory is cleared before its first gradient of a step, and what the last micro-batch left out is done before
+the step. Only parameters that a micro-batch did not use cost time.
 """
 
 from __future__ import annotations
@@ -8,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,9 +33,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.base.classes import Mixin, adopt
+from ds_topo.base.classes import Mixin, adopt, stock_class
 from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
-from ds_topo.engine import hybrid_sharding, norms, reduction_order, unused_parameters
+from ds_topo.engine import hybrid_sharding, norms, reduction_order
 from ds_topo.engine.backward_passes import BackwardPasses
 from ds_topo.engine.hybrid_sharding import copies_of
 from ds_topo.engine.parameter_gathers import gathering_of
@@ -45,7 +57,7 @@ class OptimizerParts:
     adds_zeros: bool
     """True if gradients of zeros are added for parameters that this rank does not use."""
     keeps_gradients: bool
-    """True if the optimizer keeps gradients in memory that it never clears."""
+    """True if the optimizer keeps gradients in memory that it never clears; see Note [Unused parameters]."""
     corrects_norm: bool
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
@@ -74,6 +86,8 @@ def put_optimizer_on_grid(
     mixin = next((mixin for kind, mixin in _MIXINS.items() if isinstance(optimizer, kind)), None)
     if mixin is None:
         return lambda: None
+    kind = stock_class(optimizer)
+    is_offloaded = kind is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow
     corrects = corrects_norms and has_experts
     if mixin is ZeroOnGrid:
         corrects = corrects_norms or stages_differ
@@ -87,7 +101,7 @@ def put_optimizer_on_grid(
         compared=compared,
         passes=passes,
         adds_zeros=reduction_order.adds_zeros(engine),
-        keeps_gradients=unused_parameters.keeps_gradients(optimizer),
+        keeps_gradients=kind is DeepSpeedZeroOptimizer_Stage3 or bool(is_offloaded),
         corrects_norm=corrects,
         has_experts=has_experts,
         gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
@@ -125,12 +139,12 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return super().reduce_ipg_grads(comm_dtype=comm_dtype)
 
     def async_accumulate_grad_in_cpu_via_gpu(self, param: torch.nn.Parameter) -> Any:
-        """Clear the memory of a gradient first, once per step.
-
-        It still has the gradient of an earlier step if a micro-batch does not use the parameter.
-        """
-        if self.on_grid.keeps_gradients:
-            unused_parameters.clear_earlier_offloaded(self, param)
+        """Clear the memory of a gradient before the first one of a step is added; see Note [Unused parameters]."""
+        if self.on_grid.keeps_gradients and self.micro_step_id > 0:
+            number = self.get_param_id(param)
+            earlier = self.accumulated_grads_in_cpu.get(number)
+            if earlier is not None and number not in self._offload_accumulated_param_ids:
+                earlier.zero_()
         return super().async_accumulate_grad_in_cpu_via_gpu(param)
 
     def step(self, closure: object = None) -> Any:
@@ -141,7 +155,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """
         parts = self.on_grid
         if parts.keeps_gradients:
-            unused_parameters.hand_over_missing_offloaded(self)
+            _hand_over_offloaded(self)
         if parts.compared is not None:
             parts.compared.read()
         if parts.copies is not None:
@@ -305,7 +319,9 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """
         parts = self.on_grid
         if parts.keeps_gradients and self.micro_step_id > 0:
-            unused_parameters.clear_earlier_partitions(self, params_to_release)
+            for parameter in params_to_release:
+                if parameter.ds_id not in self._offload_boundary_param_ids:
+                    _clear(self, parameter)
         partition = super().partition_grads
         if parts.copies is None:
             return partition(params_to_release, grad_partitions)
@@ -328,12 +344,9 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 parts.compared.waits_for_device = False
 
     def step(self, closure: object = None) -> Any:
-        """Clear the gradients of unused parameters first, or hand them over to an offloaded optimizer.
-
-        Their memory still has gradients of an earlier step.
-        """
+        """Clear the gradients of unused parameters first, and hand them over; see Note [Unused parameters]."""
         if self.on_grid.keeps_gradients:
-            unused_parameters.hand_over_missing_partitions(self)
+            _hand_over_partitions(self)
         return super().step(closure)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
@@ -341,6 +354,47 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().zero_grad(*arguments, **options)
         if self.on_grid.passes is not None:
             self.on_grid.passes.are_discarded = True
+
+
+def _hand_over_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Hand gradients that the last micro-batch left out over to an offloaded optimizer of ZeRO 1 or 2."""
+    used = optimizer._offload_accumulated_param_ids
+    handed_over = optimizer.norm_for_param_grads
+    if used or handed_over:  # else a compiled graph has reduced the gradients
+        missing = set()
+        for parameter in chain.from_iterable(optimizer.params_in_partition):
+            number = optimizer.get_param_id(parameter)
+            if number in handed_over or not parameter.requires_grad:
+                continue
+            missing.add(number)
+            if number not in used:
+                group, _, start, numel = optimizer.grad_position[number]
+                (master,) = optimizer.param_groups[group]["params"]
+                master.grad.view(-1)[start : start + numel].zero_()
+        if missing & used:
+            optimizer._offload_accumulated_param_ids = missing & used
+            optimizer._finalize_cpu_offload_gradient_accumulation()
+
+
+def _hand_over_partitions(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Clear the gradients of parameters that no micro-batch used at ZeRO 3, and hand over those left out."""
+    used = optimizer._offload_boundary_param_ids
+    if used:  # else a compiled graph has reduced the gradients
+        trained = [each for each in chain.from_iterable(optimizer.fp16_groups) if each.requires_grad]
+        for parameter in trained:
+            if parameter.ds_id not in used:
+                _clear(optimizer, parameter)
+        if optimizer.offload_optimizer:
+            handed_over = optimizer.norm_for_param_grads
+            missing = {each.ds_id for each in trained if optimizer.get_param_id(each) not in handed_over}
+            if missing:
+                optimizer._offload_boundary_param_ids = missing
+                optimizer._finalize_offload_gradient_accumulation()
+
+
+def _clear(optimizer: DeepSpeedZeroOptimizer_Stage3, parameter: Any) -> None:
+    """Clear the memory of a parameter's gradient at ZeRO 3."""
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id].zero_()
 
 
 def _states_of_replica(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:

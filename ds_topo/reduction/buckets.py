@@ -26,8 +26,8 @@ from ds_topo.reduction.parameters import (
     ROWS,
     SUMMED,
     WIDER,
+    Contribution,
     ParameterState,
-    Progress,
     Route,
     expert_group_name,
 )
@@ -259,7 +259,7 @@ class GradientBucket:
         """Expect every gradient anew."""
         self.pending.update(self.members)
         for member in self.members:  # no calls: this runs for every parameter in every step
-            member.progress = NOT_YET
+            member.contribution = NOT_YET
             member.arrived = 0
 
 
@@ -381,13 +381,13 @@ def accumulate_gradient(state: ParameterState) -> None:
         return
     if home is PARTITION:
         state.bucket.open()
-    _sum(gradient, state, state.progress)
-    state.progress, state.parameter.grad = SUMMED, None
+    _sum(gradient, state, state.contribution)
+    state.contribution, state.parameter.grad = SUMMED, None
 
 
-def _sum(gradient: torch.Tensor, state: ParameterState, progress: Progress) -> None:
+def _sum(gradient: torch.Tensor, state: ParameterState, before: Contribution) -> None:
     """Add a gradient to the sum of earlier ones in a view apart from ``parameter.grad``, or start the sum."""
-    if progress is SUMMED:
+    if before is SUMMED:
         state.view.add_(_dense(gradient, state))
     else:
         state.view.copy_(_dense(gradient, state))
@@ -410,21 +410,21 @@ def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> lis
     if members[0].home is PARTITION:
         members[0].bucket.open()
     for state in members:
-        progress = state.progress
-        if progress is COPIED:
+        before = state.contribution
+        if before is COPIED:
             continue
-        state.progress = COPIED  # even if this raises: it must not raise again in reset()
+        state.contribution = COPIED  # even if this raises: it must not raise again in reset()
         parameter, home = state.parameter, state.home
         gradient = parameter.grad
         if home is ROWS:
             state.view = _no_rows(state) if gradient is None else _rows(gradient, state) * state.scale
         elif home is not GRAD:
             if gradient is None:
-                in_place.append(state.view if progress is SUMMED else state.view.zero_())
-            elif in_one_pass and progress is NOT_YET and gradient.dtype == state.dtype:
+                in_place.append(state.view if before is SUMMED else state.view.zero_())
+            elif in_one_pass and before is NOT_YET and gradient.dtype == state.dtype:
                 torch.mul(_dense(gradient, state), state.scale, out=state.view)
             else:
-                _sum(gradient, state, progress)
+                _sum(gradient, state, before)
                 in_place.append(state.view)
             parameter.grad = None
         elif gradient is None:

@@ -102,8 +102,8 @@ class GradientHome(enum.Enum):
 GRAD, ROWS, WIDER, BUFFER, PARTITION = GradientHome
 
 
-class Progress(enum.Enum):
-    """How far this rank's contribution to the gradient of one parameter is, in a step.
+class Contribution(enum.Enum):
+    """What a bucket has of this rank's contribution to the gradient of one parameter, in a step.
 
     ::
 
@@ -122,7 +122,7 @@ class Progress(enum.Enum):
     """It is in the bucket, scaled. Further gradients are late, and must not be added to it."""
 
 
-NOT_YET, SUMMED, COPIED = Progress
+NOT_YET, SUMMED, COPIED = Contribution
 
 
 @dataclass(eq=False, slots=True)
@@ -163,8 +163,8 @@ class ParameterState:
     # -- the step: reset by the bucket at the end
     arrived: int = 0
     """The number of gradients that arrived in the last micro-batch; counted by the hook."""
-    progress: Progress = NOT_YET
-    """How far its contribution is; written by the copies, and by :meth:`discard_sum`."""
+    contribution: Contribution = NOT_YET
+    """What the bucket has of its gradient; written by the copies, and by :meth:`discard_sum`."""
 
     def __post_init__(self, is_sparse: bool) -> None:
         if self.region is not None:
@@ -214,7 +214,7 @@ class ParameterState:
     def holds_live_view(self) -> bool:
         """True if the view holds gradients that are still needed."""
         if self.is_apart:
-            return self.progress is SUMMED
+            return self.contribution is SUMMED
         return self.parameter.grad is not None and self.parameter.grad is getattr(self, "view", None)
 
     @property
@@ -236,7 +236,7 @@ class ParameterState:
 
     def discard_sum(self) -> None:
         """Discard gradients that are not in ``parameter.grad``."""
-        self.progress = NOT_YET
+        self.contribution = NOT_YET
         if self.is_apart and hasattr(self.parameter, "main_grad"):
             del self.parameter.main_grad
 
@@ -649,7 +649,7 @@ class Changes:
         gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
         if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
             return None
-        replaced = [state.name for state in self._states if state.progress is COPIED and state.is_replaced]
+        replaced = [state.name for state in self._states if state.contribution is COPIED and state.is_replaced]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "

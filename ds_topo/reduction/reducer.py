@@ -500,7 +500,7 @@ class BucketReducer:
                 "If reentrant checkpointing or several backward calls reach the parameter more often in every step, "
                 "pass static_graph=True"
             )
-        elif state.progress is COPIED:
+        elif state.contribution is COPIED:
             self._step.late[state.index] = state
 
     def _start(self) -> bool:
@@ -617,16 +617,9 @@ class BucketReducer:
             The parameters without a gradient, and the notes for the other ranks, in flight.
         """
         step, options = self._step, self.options
-        unused: set[int] = set()
-        if not options.zero_unused_parameters:
-            unused = {
-                state.index
-                for state in step.absent
-                # parameters of earlier micro-batches are used, too
-                if not (
-                    options.find_unused_parameters and (state.parameter.grad is not None or state.progress is SUMMED)
-                )
-            }
+        unused = [] if options.zero_unused_parameters else step.absent
+        if options.find_unused_parameters:  # parameters of earlier micro-batches are used, too
+            unused = [each for each in unused if each.parameter.grad is None and each.contribution is not SUMMED]
         without: list[ParameterState] = []
         for bucket in self._layout.buckets:
             if bucket.pending:
@@ -634,8 +627,9 @@ class BucketReducer:
                 bucket.pending.clear()
         self._launch_full_buckets()
         late, defers, steps = set(step.late), self.driver.prefers_to_defer(self._timings), self.driver.steps_taken()
+        indices = {state.index for state in unused}
         notes = [
-            StepNotes(members, route, unused, late, failed=failed, prefers_to_defer=defers, step=steps)
+            StepNotes(members, route, indices, late, failed=failed, prefers_to_defer=defers, step=steps)
             for route, members in self._members.items()
         ]
         return without, notes

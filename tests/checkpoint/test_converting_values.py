@@ -17,7 +17,7 @@ from deepspeed.ops.lamb import FusedLamb
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.base.differences import HAS_PARAMETER_ALIGNMENT
+from ds_topo.base.ledger import find, is_absent
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
 from ds_topo.checkpoint.plain_weights import to_single_file
@@ -105,6 +105,7 @@ def _save(folder: Path, topology: str, zero: dict[str, Any], kind: str) -> None:
 
 # -- options of ZeRO that order the optimizer's vectors ----------------------------------------------------------------
 
+HAS_PARAMETER_ALIGNMENT = not is_absent(find("deepspeed.checkpoint.constants.PARAM_ALIGNMENT_PADDINGS"))
 ALIGNED: list[dict[str, Any]] = [{"parameter_alignment": True}] if HAS_PARAMETER_ALIGNMENT else []
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"stage": 1, "round_robin_gradients": True}, {"stage": 1}, "round_robin_gradients is True"),

@@ -251,7 +251,7 @@ def test_live_gradients_move_to_the_new_bucket() -> None:
     first = [_bucket(live, replaced, none), _bucket(summed, unsummed)]
     for state in (live, summed, unsummed):
         state.view.fill_(5.0)
-    live.parameter.grad, summed.progress = live.view, SUMMED
+    live.parameter.grad, summed.contribution = live.view, SUMMED
     replaced.parameter.grad = own = torch.full((4,), 6.0)
     summed.parameter.grad = small = torch.ones(4)
     for bucket in first:
@@ -281,11 +281,11 @@ def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
     bucket = _bucket(*states)
     assert not bucket.is_sparse
     bucket.pending.clear()
-    for state, progress in zip(states, (SUMMED, COPIED), strict=True):
-        state.progress, state.arrived = progress, 3
+    for state, contribution in zip(states, (SUMMED, COPIED), strict=True):
+        state.contribution, state.arrived = contribution, 3
     bucket.reset()
     assert bucket.pending == set(states)
-    assert all((state.progress, state.arrived) == (NOT_YET, 0) for state in states)
+    assert all((state.contribution, state.arrived) == (NOT_YET, 0) for state in states)
 
 
 def test_comm_hook_bucket_has_gradients_parameters_and_index() -> None:
@@ -415,7 +415,7 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
     state.scale = scale
     without = copy_in([state], in_one_pass)
     assert without == ([state] if gradient is None else [])
-    assert state.progress is COPIED
+    assert state.contribution is COPIED
     assert torch.equal(state.view, torch.zeros(4) if gradient is None else VALUES * scale)
     if repeats:
         assert state.parameter.grad is None, "a further gradient must not be added to a bucket in flight"
@@ -432,7 +432,7 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
         state.parameter.grad = VALUES.clone() if state.parameter.grad is None else state.parameter.grad.add_(VALUES)
         accumulate_gradient(state)
         assert torch.equal(state.view, VALUES.to(state.dtype) * count)
-        assert state.progress is (SUMMED if state.is_apart else NOT_YET)
+        assert state.contribution is (SUMMED if state.is_apart else NOT_YET)
         assert state.parameter.grad is (None if state.is_apart else state.view)
     assert copy_in([state]) == []
     assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
@@ -445,7 +445,7 @@ def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str
     state.scale = 1 / 3
     copy_in([state], in_one_pass)
     assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
-    assert state.progress is COPIED
+    assert state.contribution is COPIED
     assert state.parameter.grad is None
 
 
@@ -462,7 +462,7 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     bucket.flat.fill_(torch.nan)
     for state in (own, in_place, none, done):
         state.scale = 0.5
-    own.parameter.grad, done.progress = VALUES.clone().requires_grad_(), COPIED
+    own.parameter.grad, done.contribution = VALUES.clone().requires_grad_(), COPIED
     in_place.view.copy_(VALUES)
     in_place.parameter.grad = in_place.view
     done.view.fill_(9.0)
