@@ -322,7 +322,7 @@ class MpuGrid(ProcessGrid):
     destroy_model_parallel = ProcessGrid.destroy
 
 
-def require_grid(name: str, value: Any) -> None:
+def require_grid(value: Any) -> None:
     """Refuse a layout, or a pipeline that has a grid, in place of a grid, and a grid that was destroyed.
 
     Raises:
@@ -331,11 +331,11 @@ def require_grid(name: str, value: Any) -> None:
     """
     if isinstance(value, MpuGrid):
         if not value.is_alive:
-            raise RuntimeError(f"{name}={value.topology().spec!r}: the grid was destroyed; create another one")
+            raise RuntimeError(f"grid={value.topology().spec!r}: the grid was destroyed; create another one")
         return
     if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
-        raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
-    raise TypeError(f"{name}={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")
+        raise TypeError(f"grid: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
+    raise TypeError(f"grid={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")
 
 
 # -- expert groups, in the tables of DeepSpeed's MoE layers ------------------------------------------------------------

@@ -559,11 +559,8 @@ class FileRecorder:
                 parts = (Part(stacked, own * numel, (own + 1) * numel, 0),)
                 self._vectors.append(Vector(file, tensors, {}, parts))
             elif (number := self._by_whole_name.get(name)) is not None and torch.is_tensor(value):
-                kind = BUFFER if self._is_buffer(number) else WEIGHT
-                self._add_whole(number, kind, value, file, (), name)
-
-    def _is_buffer(self, number: int) -> bool:
-        return any(self._numbers.get(name) == number for name in self._buffers)
+                is_buffer = any(self._numbers.get(buffer) == number for buffer in self._buffers)
+                self._add_whole(number, BUFFER if is_buffer else WEIGHT, value, file, (), name)
 
     def _add_whole(self, number: int, kind: str, value: torch.Tensor, file: str, path: Path, key: str) -> None:
         names, pieces = self._weights.setdefault((file, kind, value.dtype, path), ([], []))

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ds_topo.errors import HostError, TopologyError, printable
 from ds_topo.launch.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
-from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,18 +84,6 @@ def refuse_both(given: list[str], what: str, error: type[TopologyError] = Topolo
     """
     if len(given) > 1:
         raise error(f"{given[0]} and {given[1]} both {what}: give one of them")
-
-
-def check_topology(option: str, spec: str) -> None:
-    """Refuse a spec that is malformed, leaves out a degree, or has an axis without a meaning.
-
-    Raises:
-        TopologyError: it is one of these.
-    """
-    if leaves_out_a_degree(spec):
-        raise TopologyError(f"{option} {spec!r}: give all degrees, none is computed")
-    topology = ProcessTopology.from_spec(spec)
-    check_meanings(topology.axes, topology.extra_axes)
 
 
 def host_map_of(arguments: argparse.Namespace) -> HostMap | None:

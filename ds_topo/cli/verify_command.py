@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ds_topo.cli.shared import (
     cells,
     check_ending,
-    check_topology,
     counted,
     new_figure,
     progress_of,
@@ -24,6 +23,8 @@ from ds_topo.cli.shared import (
 )
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     topology = topology or arguments.topology
     if topology is None:
         raise TopologyError('--topology is missing: give the layout to verify, such as --topology "pipe=2,data=2"')
-    check_topology("--topology", topology)
+    if leaves_out_a_degree(topology):
+        raise TopologyError(f"--topology {topology!r}: give all degrees, none is computed")
+    layout = ProcessTopology.from_spec(topology)
+    check_meanings(layout.axes, layout.extra_axes)
     check_ending("--png", arguments.png, (".png",))
     if not 0 < arguments.timeout < math.inf:
         raise TopologyError(f"--timeout {arguments.timeout}: give seconds above 0")

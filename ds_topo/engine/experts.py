@@ -160,7 +160,7 @@ def create_expert_groups(
     ([5, 7], [1, 5])
     >>> dist.destroy_process_group()
     """
-    require_grid("grid", grid)
+    require_grid(grid)
     failure: Exception | None = None
     registry.forget_former_worlds()
     try:
@@ -203,7 +203,7 @@ def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
         RuntimeError: such groups exist already.
         DisagreementError: ranks asked for different sizes, or a rank did not call the function.
     """
-    require_grid("grid", grid)
+    require_grid(grid)
     failure: Exception | None = None
     ranks: list[int] = []
     try:

@@ -279,7 +279,7 @@ def _layout_of(
         spec: Spec = read_config(config)
         return spec
     if grid is not None:
-        require_grid("grid", grid)
+        require_grid(grid)
         return grid
     if topology is not None:
         return topology

@@ -82,7 +82,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     >>> grid.destroy(), dist.destroy_process_group()
     (None, None)
     """
-    require_grid("grid", grid)
+    require_grid(grid)
     before = grid_in_use()
     if before is None:
         _warn_of_earlier_engines(grid)

@@ -76,7 +76,7 @@ def of(grid: PipelineParallelGrid, program: str = "megatron-lm") -> ParallelStat
     (1, 1)
     >>> dist.destroy_process_group()
     """
-    require_grid("grid", grid)
+    require_grid(grid)
     if program not in PROGRAMS:
         raise ValueError(f"program={abridged(program)}: choose one of {list(PROGRAMS)}")
     return PROGRAMS[program](grid)

@@ -268,7 +268,9 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._arrivals: list[Arrival] = []
+        """The regions that :meth:`expect` was given last, until all have arrived."""
         self._end_hook: Callable[[], None] | None = None
+        """Removes the hook on all modules; None while there is none."""
         _under_way.add(self)
 
     def expect(self, arrivals: Iterable[Arrival]) -> None:

@@ -269,6 +269,7 @@ class CommHookBucket:
     def __init__(self, bucket: GradientBucket, is_last: bool) -> None:
         self._bucket, self._is_last = bucket, is_last
         self._buffer = bucket.flat[: bucket.numel]
+        """The gradients; a hook may replace them."""
 
     def index(self) -> int:
         """Return the bucket's position in the order of reduction."""
@@ -317,7 +318,9 @@ class BucketLayout:
         self.arrivals: list[int] | None = []
         """Parameters as their gradients became ready in the first step; None from then on."""
         self._plan = plan_parameters(states, sizes, range(len(states) - 1, -1, -1))
+        """Indices of parameters by bucket."""
         self._next_plan: list[tuple[int, ...]] | None = None
+        """The plan that was learned and differs, until :meth:`renew` builds its buckets."""
         self._lay_out()
 
     def learn(self, group: ProcessGroup) -> None:

@@ -620,6 +620,7 @@ class GlooThreads:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage collection inside one call may end another exchange
         self._wanted = 0
+        """The number of exchanges for which threads yield."""
         self._changed: set[int] = set()
         """Linux thread ids of the threads whose policy was changed."""
 

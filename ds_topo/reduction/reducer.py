@@ -124,6 +124,7 @@ class ReductionStep:
     next_bucket: int = 0
     """The first bucket that has not been launched."""
     in_flight: list[Reduction] = field(default_factory=list)
+    """The launched buckets, in their order."""
     absent: list[ParameterState] = field(default_factory=list)
     """Parameters without a gradient in the last micro-batch."""
     late: dict[int, ParameterState] = field(default_factory=dict)
@@ -237,7 +238,9 @@ class BucketReducer:
 
         # -- the step
         self._state = IDLE
+        """See :class:`ReducerState`."""
         self._step = ReductionStep(StepTiming(0, 0))
+        """Valid from REDUCING to the end of FINISHING; empty otherwise."""
         self._is_unreduced = False
         """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False

@@ -321,14 +321,17 @@ class StepNotes:
         """True if this rank has notes on single parameters."""
         number = step % _STEPS
         self._sums = self._on_device([self.are_unusual, failed, prefers_to_defer, number, number * number])
+        """This rank's numbers, then the sums over all ranks; on the host after :meth:`settle`."""
         alone = route.size == 1  # its notes are the sums
         self._work = None if alone else dist.all_reduce(self._sums, group=route.group, async_op=True)
         self._event: torch.Event | None = None
+        """The end of the copy to the host, if the sums were on an accelerator."""
 
         # -- the sums over all ranks of the group, set by read()
         self.unusual = self.failed = self.prefer_to_defer = 0
         """The numbers of ranks with unused parameters or late gradients, that failed, and that prefer to defer."""
         self.steps_differ = False
+        """True if the ranks are not at the same step of the optimizer."""
         self.are_named = True
         """False if single parameters were not summed, because not all ranks read these notes in the same step."""
         self.unused_anywhere: list[ParameterState] = []

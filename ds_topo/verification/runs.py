@@ -356,22 +356,29 @@ def verify(
                     engine.backward(loss_of(engine, *micro_batch))
                     engine.step()
         dist.barrier()
-        run, mine = Run(folder / "wanted"), about(engine)
-        problem = ""
-        if dist.get_rank() == run.share_of.index(mine["share"]):
-            try:
-                whole.to(getattr(torch, mine["dtype"])).train()
-                for name, noise in (("reference", None), ("rounding", 1)):
-                    weights = (run.step(number).previous for number in range(len(steps)))
-                    recorder = Recorder(Recording(folder / name, len(steps), noise=noise))
-                    recorder.record_whole(whole, zip(weights, steps, strict=True), loss_of, mine)
-            except Exception as error:  # any exception: the other ranks must raise, too
-                problem = f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        _meet(problem)
+        _meet(_problem_of_reference(engine, whole, steps, loss_of, folder))
         paths = folder / "wanted", folder / "reference", folder / "rounding"
         report = gathered(compare(*paths, same_samples=same_samples) if dist.get_rank() == 0 else None)[0]
     assert report is not None
     return report
+
+
+def _problem_of_reference(
+    engine: DeepSpeedEngine, whole: nn.Module, steps: Sequence[Any], loss_of: Callable[..., torch.Tensor], folder: Path
+) -> str:
+    """Run the reference and its rounding on the first rank of each share; return why it failed, or nothing."""
+    run, mine = Run(folder / "wanted"), about(engine)
+    if dist.get_rank() != run.share_of.index(mine["share"]):
+        return ""
+    try:
+        whole.to(getattr(torch, mine["dtype"])).train()
+        for name, noise in (("reference", None), ("rounding", 1)):
+            weights = (run.step(number).previous for number in range(len(steps)))
+            recorder = Recorder(Recording(folder / name, len(steps), noise=noise))
+            recorder.record_whole(whole, zip(weights, steps, strict=True), loss_of, mine)
+    except Exception as error:  # any exception: the other ranks must raise, too
+        return f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    return ""
 
 
 def _meet(problem: str) -> None:
