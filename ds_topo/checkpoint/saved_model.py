@@ -294,6 +294,29 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
             f"{manifest.tag!r} has a stage without trainable parameters in a group of the optimizer ({PLACEHOLDERS}), "
             "so it cannot be converted: load it in the layout that saved it, or give each stage such a parameter"
         )
+    parameters = _parameters_of(manifest, structure, slices, splits, padded)
+    structure = replace(structure, splits={**known_splits, **padded})
+    has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
+    layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
+    model = WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
+    if problem := next(_contradictions(model), ""):
+        raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
+    return model
+
+
+def _parameters_of(
+    manifest: Manifest,
+    structure: SavedStructure,
+    slices: int,
+    splits: Mapping[str, SavedSplit],
+    padded: Mapping[str, SavedSplit],
+) -> dict[str, Parameter]:
+    """Return the parameters of a manifest by name, each expert of a layer after the other.
+
+    Raises:
+        CheckpointLayoutError: slices of a parameter differ in shape, or its split is along no dimension of it.
+        DamagedCheckpointError: a data type is unknown.
+    """
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
         known = rows.setdefault(row.name, row)
@@ -326,13 +349,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                 elif first in padded and padded[first].padded != one.size:
                     one = replace(one, padded=padded[first].padded)
                 parameters[name] = one
-    structure = replace(structure, splits={**known_splits, **padded})
-    has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
-    layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
-    model = WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
-    if problem := next(_contradictions(model), ""):
-        raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
-    return model
+    return parameters
 
 
 def has_placeholders(groups: Iterable[Iterable[str]]) -> bool:
