@@ -213,9 +213,8 @@ class ParameterState:
     @property
     def holds_live_view(self) -> bool:
         """True if the view holds gradients that are still needed."""
-        if self.is_apart:
-            return self.contribution is SUMMED
-        return self.parameter.grad is not None and self.parameter.grad is getattr(self, "view", None)
+        gradient = self.parameter.grad
+        return self.contribution is SUMMED or (gradient is not None and gradient is getattr(self, "view", None))
 
     @property
     def nbytes(self) -> int:
