@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
@@ -232,7 +231,7 @@ class Loader:
         *,
         has_states: bool,
     ) -> None:
-        self._engine, self._source, self._named, self._buffers = engine, source, named, buffers
+        self._engine, self.source, self._named, self._buffers = engine, source, named, buffers
         _, self._place, self._slices = facts.stage_and_slice(engine)
         self._inner = facts.inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
@@ -251,7 +250,7 @@ class Loader:
         """
         names: list[str] = []
         added: dict[str, str] = {}
-        parameters, aliases = self._source.model.parameters, self._source.model.structure.aliases
+        parameters, aliases = self.source.model.parameters, self.source.model.structure.aliases
         is_first = facts.replica_of(self._engine) == 0 and self._place == 0
         for named in self._named:
             first, shape = named.names[0], facts.shape_of(named.parameter)
@@ -259,7 +258,7 @@ class Loader:
             names += wanted if is_first or named.is_expert else ()
             found = [parameters[name] for name in wanted if name in parameters]
             if not found:
-                added[first] = f"it has no {self._source.called(first)} {list(shape)}"
+                added[first] = f"it has no {self.source.called(first)} {list(shape)}"
                 continue
             saved, is_trained = found[0], named.held.group is not None and named.parameter.requires_grad
             own = named.slice
@@ -271,7 +270,7 @@ class Loader:
                 added[saved.name] = f"{saved.name!r} is trained here and was frozen there, so it has no states"
         for name, (buffer, _, is_expert) in self._buffers.items():
             names += [name] if is_first or is_expert else []
-            there = self._source.shape_of_buffer(name, self._place, self._slices)
+            there = self.source.shape_of_buffer(name, self._place, self._slices)
             if there is None:
                 added[name] = f"it has no buffer {name!r} {list(buffer.shape)}"
             else:
@@ -288,14 +287,14 @@ class Loader:
                 f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {row.named.experts} in the model"
             )
         require_split(saved, row.slices)
-        self._require_shape(self._source.called(saved.name), saved.shape_of_slice(row.slices), shape)
+        self._require_shape(self.source.called(saved.name), saved.shape_of_slice(row.slices), shape)
         held = row.named.held
         for other in found[1:]:
             weights = [torch.empty(held.numel, dtype=saved.dtype) for _ in range(2)]
             names = (saved.name, other.name)
             if saved.shape == other.shape and held.numel:
                 rows = zip(names, weights, strict=True)
-                self._source.read(
+                self.source.read(
                     [ReadRequest(name, WEIGHT, row.place, row.slices, held.start, one) for name, one in rows]
                 )
             if saved.shape != other.shape or not torch.equal(*weights):
@@ -309,7 +308,7 @@ class Loader:
             raise self._of_another_model(f"{what} is {list(saved)} in the checkpoint{cut} and {list(own)} in the model")
 
     def _of_another_model(self, problem: str) -> CheckpointModelError:
-        return CheckpointModelError(f"{self._source.where} is of another model: {problem}. {_BUILD_ALIKE}")
+        return CheckpointModelError(f"{self.source.where} is of another model: {problem}. {_BUILD_ALIKE}")
 
     def _vectors(self) -> list[list[MatchedParameter]]:
         """Return the rows that share a tensor of the optimizer."""
@@ -322,14 +321,14 @@ class Loader:
     def _states_of(self, rows: Sequence[MatchedParameter]) -> dict[str, Any]:
         """Return the states that one tensor of the optimizer will have: those of the parameters that it has here."""
         own = [row for row in rows if row.named.held.numel] or rows
-        return self._source.states_of(row.saved.name for row in own if row.has_states)
+        return self.source.states_of(row.saved.name for row in own if row.has_states)
 
     def _require_states_that_fit(self) -> None:
         """Raise CheckpointLayoutError if this optimizer cannot hold the saved states."""
-        saved, own = self._source.model.structure.optimizer, type(self._inner).__name__
+        saved, own = self.source.model.structure.optimizer, type(self._inner).__name__
         if saved not in (own, None) and not {saved, own} <= _ADAMS:
             raise CheckpointLayoutError(
-                f"{self._source.where} was trained by {saved}, and this job has {own}, whose states differ: use "
+                f"{self.source.where} was trained by {saved}, and this job has {own}, whose states differ: use "
                 f"{saved}, or load the weights alone (load_optimizer_states=False)"
             )
         for rows in self._vectors():
@@ -344,9 +343,9 @@ class Loader:
             for rows in self._vectors() if self._has_states else ():
                 wanted += self._prepared_states(rows)
             for name, (buffer, *_) in self._buffers.items():
-                if self._source.shape_of_buffer(name, self._place, self._slices) is not None:
+                if self.source.shape_of_buffer(name, self._place, self._slices) is not None:
                     wanted.append(ReadRequest(name, BUFFER, self._place, self._slices, 0, buffer.detach()))
-            self._source.read(wanted)
+            self.source.read(wanted)
         if self._has_states:
             self._restore_groups()
 
@@ -385,7 +384,7 @@ class Loader:
         for row in self._rows:
             number = row.named.held.group
             if number is not None and row.has_states:
-                group = self._source.group_of(row.saved.name)
+                group = self.source.group_of(row.saved.name)
                 sources[number].update({id(group): group} if group else {})
         for group, found in zip(self._inner.param_groups, sources, strict=True):
             beside = [other for other, there in zip(own, sources, strict=True) if found.keys() & there.keys()]
@@ -443,18 +442,23 @@ def load_into(
     decided = meeting.decided_from("structure", shares, lambda posted: asdict(facts.whole_structure(posted)))
     structure: SavedStructure = built_from(SavedStructure, decided)
 
-    def opened() -> tuple[Source, list[Named], dict[str, NamedBuffer]]:
+    def opened() -> Loader:
         named, buffers = named_parameters(engine, rename), named_buffers(engine, rename)
-        return open_source(structure, named, buffers), named, buffers
+        source = open_source(structure, named, buffers)
+        source.require_reachable(layout, structure, has_states=has_states)
+        return Loader(engine, source, named, buffers, has_states=has_states)
 
-    source, named, buffers = meeting.step("opened", opened)
-    meeting.decided("reachable", lambda: source.require_reachable(layout, structure, has_states=has_states))
-    loader = Loader(engine, source, named, buffers, has_states=has_states)
-    names, added = meeting.step("compared", loader.compare)
-    digests = facts.digests_of_buffers(engine) if slices != source.model.slices else {}
+    loader = meeting.step("opened", opened)
+    source = loader.source
+
+    def compared() -> tuple[Any, ...]:
+        names, added = loader.compare()
+        return names, added, stage, facts.digests_of_buffers(engine) if slices != source.model.slices else {}
+
+    tolerated: list[str] = []  # on rank 0 only
     judge = partial(_judged, source, is_strict=is_strict)
-    said = meeting.decided_from("difference", (names, added, stage, digests), judge)
-    if said and dist.get_rank() == 0:
+    meeting.step("compared", compared, decide=lambda posted: tolerated.append(judge(posted)))
+    for said in filter(None, tolerated):
         warn(f"{source.where} was loaded although {said}")
     return source, loader
 
