@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from attempts import Attempt, describe_restarts
 from gpt import GPTConfig, next_byte_loss
 from parallel_layers import Parallel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,7 +28,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
 from ds_topo.checkpoint.folder import replace_text
-from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, MissingCheckpointError, TopologyError
+from ds_topo.errors import (
+    CheckpointError,
+    DisagreementError,
+    LaunchError,
+    MissingCheckpointError,
+    TopologyError,
+    WorldSizeError,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
@@ -69,7 +78,12 @@ def argument_parser(description: str | None, out: str) -> argparse.ArgumentParse
     parser.add_argument("--seed", type=int, default=0, help="seed of parameters and samples")
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward, and show a report")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for checkpoints, loss curve and history")
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints, which are written in the background; the last is always saved",
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -90,7 +104,14 @@ def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParall
     config = _read_config(arguments.config)
     if arguments.topology:
         config["topology"] = arguments.topology
-    grid = PipelineParallelGrid(config.get("topology"))
+    try:
+        grid = PipelineParallelGrid(config.get("topology"))
+    except WorldSizeError as error:
+        raise TopologyError(
+            f"{error}. With torchrun, --nnodes x --nproc-per-node must be such a number; further hosts that start the "
+            "same command wait as spares until one is lost"
+        ) from error
+    arguments.joined = time.time()
     if grid.topology().get_dim("seq") > 1:
         raise TopologyError(
             f"--topology {grid.topology().spec}: this model does not split sequences; use model or data"
@@ -158,21 +179,12 @@ def divide_batch(arguments: argparse.Namespace, config: dict[str, Any], grid: Pi
     A step has the same sequences at any number of replicas. With ``--micro-batch-size``, a rank of fewer replicas
     takes more micro-batches, and not more memory.
     """
-    size, replicas, most = arguments.batch_size, grid.get_sample_world_size(), arguments.micro_batch_size
-    count = config["gradient_accumulation_steps"] if most is None else 1
-    if size < 1 or size % (replicas * count):
-        near = size // (replicas * count) * replicas * count
-        sizes = " or ".join(f"{one}" for one in (near, near + replicas * count) if one)
-        fewer = next((one for one in range(replicas - 1, 0, -1) if size % (one * count) == 0), None)
-        raise TopologyError(
-            f"--batch-size {size} cannot be divided among {replicas} ranks with their own samples x {count} "
-            f"micro-batches: use --batch-size {sizes}{f', or a topology with {fewer} of them' if fewer else ''}"
+    try:
+        config |= grid.batch_sizes(
+            arguments.batch_size, arguments.micro_batch_size, accumulation=config["gradient_accumulation_steps"]
         )
-    if most is not None:
-        per_rank = size // replicas
-        count = per_rank // next(one for one in range(max(1, min(most, per_rank)), 0, -1) if per_rank % one == 0)
-    config["gradient_accumulation_steps"] = count
-    config["train_micro_batch_size_per_gpu"] = size // (replicas * count)
+    except ValueError as error:
+        raise TopologyError(f"--batch-size {arguments.batch_size}: {error}") from error
 
 
 def micro_batches(
@@ -196,7 +208,9 @@ def train(
     """Run the remaining steps; return step, loss and tokens per second of all steps, including the ``earlier`` ones."""
     history = list(earlier)
     first_step = int(history[-1]["step"]) if history else 0
-    with progress_bar(grid) as bar:
+    attempt = start_attempt(engine, grid, arguments, first_step)
+    saving: checkpoint.BackgroundSave | None = None
+    with progress_bar(grid) as bar, noticing_termination() as signals:
         known = f"loss {history[-1]['loss']:.3f}" if history else "first step"
         task = bar and bar.add_task("training", total=arguments.steps, completed=first_step, known=known)
         for step in range(first_step, arguments.steps):
@@ -204,11 +218,25 @@ def train(
             loss = engine.train_batch(micro_batches(text.train, engine, grid, arguments, step, arguments.seed))
             speed = arguments.batch_size * arguments.context / (time.perf_counter() - started)
             history.append({"step": step + 1, "loss": float(loss), "tokens_per_second": speed})
+            attempt.add_step(step + 1, float(loss))
             if bar and task is not None:
                 bar.update(task, advance=1, known=f"loss {float(loss):.3f}  {speed:,.0f} tokens/s")
             is_last = step + 1 == arguments.steps
-            if is_last or (arguments.save_every and (step + 1) % arguments.save_every == 0):
+            is_terminated, is_unwritten = on_any_rank(engine, bool(signals), saving is None or not saving.is_written)
+            if saving is not None and not is_unwritten:
+                saving.finish()
+                saving = None
+            if is_last or is_terminated:
                 save(engine, arguments, history)
+            elif arguments.save_every and (step + 1) % arguments.save_every == 0:
+                saving = save(engine, arguments, history, in_background=True)
+            if is_terminated:
+                if grid.global_rank == 0:
+                    print(f"SIGTERM: saved step {step + 1}; --resume continues from there", file=sys.stderr)
+                raise SystemExit(128 + signal.SIGTERM)
+    attempt.end()
+    if grid.global_rank == 0 and (sentence := describe_restarts(arguments.out)):
+        print(sentence)
     if engine.gradient_reducer is not None and grid.global_rank == 0:
         report = engine.gradient_reducer.report()
         report.save_trace(arguments.out / "trace.json")
@@ -225,13 +253,55 @@ def validate(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: arg
     return sum(losses) / len(losses)
 
 
-def save(engine: Any, arguments: argparse.Namespace, history: list[dict[str, float]]) -> None:
+def start_attempt(engine: Any, grid: PipelineParallelGrid, arguments: argparse.Namespace, first_step: int) -> Attempt:
+    """Begin the record of this attempt; after a restart, rank 0 says what remains and where it continues."""
+    what = (
+        f"{grid.topology().spec} on {grid.world_size} ranks, {engine.train_micro_batch_size_per_gpu()} sequences x "
+        f"{engine.gradient_accumulation_steps()} micro-batches per rank"
+    )
+    if first_step and grid.global_rank == 0:
+        print(f"continuing from step {first_step} with {what}", file=sys.stderr)
+    return Attempt(
+        arguments.out,
+        joined=arguments.joined,
+        step=first_step,
+        what=what,
+        continues=bool(arguments.resume),
+        writes=grid.global_rank == 0,
+    )
+
+
+@contextmanager
+def noticing_termination() -> Iterator[list[int]]:
+    """Collect SIGTERM instead of ending at once, so that the step can end and be saved.
+
+    Launchers send it before they take a host away, and torchrun when a host joins the job. They wait 30 seconds.
+    """
+    signals: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    if signals:  # it came after the last step had ended
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def on_any_rank(engine: Any, *flags: bool) -> list[bool]:
+    """Tell which flags are set on any rank; collective over all of them."""
+    numbers = torch.tensor(flags, dtype=torch.int32, device=engine.device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return [bool(number) for number in numbers.tolist()]
+
+
+def save(
+    engine: Any, arguments: argparse.Namespace, history: list[dict[str, float]], in_background: bool = False
+) -> Any:
     """Save a checkpoint atomically, with the history of all steps so far."""
     step = int(history[-1]["step"])
-    state = {"step": step, "history": history}
-    checkpoint.save(engine, arguments.out, f"global_step{step}", state, keep_last=arguments.keep_last)
-    if dist.get_rank() == 0:
-        replace_text(arguments.out / HISTORY, json.dumps({"history": history}))
+    state = {"step": step, "history": list(history)}
+    write = checkpoint.save_in_background if in_background else checkpoint.save
+    return write(engine, arguments.out, f"global_step{step}", state, keep_last=arguments.keep_last)
 
 
 def resume(engine: Any, arguments: argparse.Namespace) -> list[dict[str, float]]:

@@ -528,6 +528,7 @@ def check_config(case: ConfigOnGrid) -> None:
             axis.
     """
     unknown = check_top_level(case.config._param_dict)
+    refuse_elasticity(case.config._param_dict)
     if unknown and dist.get_rank() == 0:
         warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
     for message in refusals(case):
@@ -616,21 +617,35 @@ def _check_switches(path: str, section: object) -> None:
         _check_switches(f"{path}.{name}", value)
 
 
+def refuse_elasticity(config: Mapping[str, Any]) -> None:
+    """Refuse DeepSpeed's section for elastic jobs on a grid, and say what serves them.
+
+    DeepSpeed up to 0.19.7 chooses the samples of a step by it. Version 0.2 of the section divides the number of
+    replicas, which an mpu gives, by the number of slices once more. DeepSpeed 0.19.8 has removed it.
+
+    Raises:
+        EngineOptionError: the section is switched on.
+    """
+    section = config.get("elasticity")
+    if isinstance(section, Mapping) and section.get("enabled"):
+        raise EngineOptionError(
+            'config section "elasticity" on a grid: DeepSpeed 0.19.8 has removed it, and earlier releases do not count '
+            "the replicas of a topology. Remove it, and give train_batch_size and train_micro_batch_size_per_gpu "
+            "without gradient_accumulation_steps, which then follows from the replicas; config |= "
+            "grid.batch_sizes(samples, most) also makes micro-batches smaller where that is needed"
+        )
+
+
 def check_batch_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
     """Refuse sizes of batches that contradict each other, or the number of replicas with samples of their own.
 
     Raises:
         EngineOptionError: the message says which axes count.
     """
+    refuse_elasticity(config)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     batch, micro, steps = (config.get(name) for name in names)
-    elastic = config.get("elasticity")
-    is_elastic = isinstance(elastic, Mapping) and elastic.get("enabled")
-    if (
-        not isinstance(batch, int)
-        or is_elastic
-        or not all(isinstance(size, (int, NoneType)) for size in (micro, steps))
-    ):
+    if not isinstance(batch, int) or not all(isinstance(size, (int, NoneType)) for size in (micro, steps)):
         return  # one of them follows from the others, or DeepSpeed names the value
     replicas = grid.get_data_parallel_world_size()
     parts = (micro or 1) * (steps or 1) * replicas

@@ -23,7 +23,7 @@ from ds_topo.launch.agreement import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import Spec, canonical_axis, check_meanings
+from ds_topo.topology.axes import Spec, canonical_axis, check_meanings, divisors
 from ds_topo.topology.rank_tables import RankGroup
 
 
@@ -269,6 +269,59 @@ class ProcessGrid:
     def get_sample_world_size(self) -> int:
         """Return the number of shares into which each step's samples are divided."""
         return rank_tables.degree(self._core.topology, rank_tables.sample_axes(self._core.topology))
+
+    def batch_sizes(
+        self, train_batch_size: int, micro_batch_size: int | None = None, *, accumulation: int = 1
+    ) -> dict[str, int]:
+        """Divide the samples of a step among the replicas that there are, and into micro-batches.
+
+        A job that continues at another number of replicas, because a host was lost or added, then takes steps of the
+        same samples. The result has the keys of a DeepSpeed config: ``config |= grid.batch_sizes(256, 8)``.
+
+        Args:
+            train_batch_size: the samples of a step, over all replicas.
+            micro_batch_size: the most samples of a rank in a forward pass, which bounds its memory. Micro-batches are
+                as large as that allows, and all of one size.
+            accumulation: the number of micro-batches, if ``micro_batch_size`` is not given.
+
+        Raises:
+            ValueError: the samples cannot be divided; the message has the nearest numbers that can.
+
+        >>> import torch.distributed as dist
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+        >>> with ProcessGrid("data=2,model=2") as grid:
+        ...     grid.batch_sizes(24, 8)
+        {'train_batch_size': 24, 'train_micro_batch_size_per_gpu': 6, 'gradient_accumulation_steps': 2}
+        >>> dist.destroy_process_group()
+        """
+        numbers = {"train_batch_size": train_batch_size, "micro_batch_size": micro_batch_size}
+        for name, value in (numbers | {"accumulation": accumulation}).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={abridged(value)}: give a whole number, at least 1")
+        size, replicas = train_batch_size, self.get_sample_world_size()
+        count = accumulation if micro_batch_size is None else 1
+        if size % (replicas * count):
+            unit = replicas * count
+            sizes = [str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near]
+            possible = divisors(size // count) if size % count == 0 else []
+            fewer, more = (
+                [one for one in possible if one < replicas][-1:],
+                [one for one in possible if one > replicas][:1],
+            )
+            choices = f", or start {' or '.join(map(str, fewer + more))} replicas" if fewer + more else ""
+            raise ValueError(
+                f"{size} samples cannot be divided among {replicas} replicas ({self.topology().spec!r}) x {count} "
+                f"micro-batches: give {' or '.join(sizes)} samples{choices}"
+            )
+        share = size // replicas
+        if micro_batch_size is not None:
+            count = share // max(number for number in divisors(share) if number <= micro_batch_size)
+        return {
+            "train_batch_size": size,
+            "train_micro_batch_size_per_gpu": share // count,
+            "gradient_accumulation_steps": count,
+        }
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, start: int = 0

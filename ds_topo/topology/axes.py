@@ -243,10 +243,18 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
                 f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree"
             )
         world_size = _checked_world_size(world_size)
-        if world_size % prod(known):
+        replica = prod(known)
+        if world_size % replica:
+            others = " x ".join(
+                f"{axis}={size}"
+                for position, (axis, size) in enumerate(zip(names, sizes, strict=True))
+                if position not in left_out and size > 1
+            )
+            below = world_size // replica * replica
             raise WorldSizeError(
-                f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees {known} make "
-                f"{prod(known)}, which does not divide the world size {world_size}. Nearest that does: "
+                f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees ({others}) make "
+                f"{replica}, which does not divide the world size {world_size}. Start "
+                f"{f'{below} or ' if below else ''}{below + replica} ranks, or change the degrees. Nearest that does: "
                 f"{_nearest_spec(names, sizes, world_size, extra_axes, names[left_out[0]])!r}"
             )
         sizes[left_out[0]] = world_size // prod(known)

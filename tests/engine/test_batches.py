@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.engine import batches
 from ds_topo.engine.batches import FirstSamples, ReadAhead, remaining
+from ds_topo.engine.config_options import check_batch_sizes
 from ds_topo.errors import DisagreementError, EndOfSamplesError
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -538,6 +540,48 @@ def test_steps_have_the_same_samples_at_any_number_of_replicas(replicas: int) ->
     order = torch.randperm(60, generator=torch.Generator().manual_seed(4)).split(size)
     assert [steps[step] for step in range(5)] == [set(part.tolist()) for part in order]
     assert [steps[start * 100 + step] for step in range(2, 5)] == [steps[step] for step in range(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "expected"),
+    [
+        ("data=4", {"train_batch_size": 32, "micro_batch_size": 8}, (8, 1)),
+        ("data=2,model=2", {"train_batch_size": 32, "micro_batch_size": 8}, (8, 2)),
+        ("data=2,pipe=2", {"train_batch_size": 20, "micro_batch_size": 4}, (2, 5)),
+        ("data=2,shard=2", {"train_batch_size": 32, "micro_batch_size": 100}, (8, 1)),
+        ("seq=4", {"train_batch_size": 14, "micro_batch_size": 4}, (2, 7)),
+        ("data=4", {"train_batch_size": 32}, (8, 1)),
+        ("data=4", {"train_batch_size": 32, "accumulation": 4}, (2, 4)),
+        ("data=3", {"train_batch_size": 32, "micro_batch_size": 8}, "30 or 33 samples, or start 2 or 4 replicas"),
+        ("data=3", {"train_batch_size": 32, "accumulation": 4}, "24 or 36 samples, or start 2 or 4 replicas"),
+        ("data=4", {"train_batch_size": 2, "accumulation": 2}, "give 8 samples, or start 1 replicas"),
+        ("data=4", {"train_batch_size": 3, "accumulation": 2}, "give 8 samples$"),
+        ("data=4", {"train_batch_size": 0}, "train_batch_size=0: give a whole number, at least 1"),
+        ("data=4", {"train_batch_size": 8, "micro_batch_size": 2.5}, "micro_batch_size=2.5: give a whole"),
+    ],
+)
+def test_the_samples_of_a_step_are_divided_among_the_replicas(
+    spec: str, arguments: dict[str, Any], expected: tuple[int, int] | str
+) -> None:
+    world_size = ProcessTopology.from_spec(spec).world_size()
+    with fake_world(0, world_size), PipelineParallelGrid(spec) as grid:
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=expected):
+                grid.batch_sizes(**arguments)
+        else:
+            sizes = grid.batch_sizes(**arguments)
+            assert (sizes["train_micro_batch_size_per_gpu"], sizes["gradient_accumulation_steps"]) == expected
+            config = DeepSpeedConfig(sizes, grid)
+            assert config.train_batch_size == arguments["train_batch_size"]
+
+
+@pytest.mark.parametrize(("replicas", "expected"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_accumulation_that_is_left_out_follows_from_the_replicas(replicas: int, expected: int) -> None:
+    spec = f"data={replicas},model=2"
+    with fake_world(0, 2 * replicas), PipelineParallelGrid(spec) as grid:
+        config = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
+        check_batch_sizes(config, grid)
+        assert DeepSpeedConfig(config, grid).gradient_accumulation_steps == expected
 
 
 def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:

@@ -371,7 +371,8 @@ def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any
     with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
         with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
             check_batch_sizes(config, grid)
-        check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
+        with pytest.raises(EngineOptionError, match=r'"elasticity" on a grid: .* config \|= grid.batch_sizes'):
+            check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
     with fake_world(0, 4), PipelineParallelGrid("model=4") as grid:
         check_batch_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 1}, grid)
         with pytest.raises(EngineOptionError, match="train_batch_size 3 is not 1 "):

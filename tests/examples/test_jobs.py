@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from training import divide_batch
 
+from ds_topo import PipelineParallelGrid
 from ds_topo.errors import TopologyError
 from tests.support.example_jobs import SMALL, record_in, run_main
+from tests.support.fake_world import fake_world
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -75,29 +76,24 @@ def test_main_job_resumes_on_fewer_ranks_with_the_same_samples(
 
 
 @pytest.mark.parametrize(
-    ("replicas", "size", "most", "expected"),
+    ("size", "most", "expected"),
     [
-        (4, 32, None, (2, 4)),
-        (4, 32, 8, (8, 1)),
-        (2, 32, 8, (8, 2)),
-        (2, 20, 4, (2, 5)),
-        (3, 32, 4, "use --batch-size 30 or 33, or a topology with 2 of them"),
-        (3, 32, None, "use --batch-size 24 or 36, or a topology with 2 of them"),
-        (8, 4, None, "use --batch-size 32, or a topology with 1 of them"),
+        (32, None, (2, 4)),
+        (32, 6, (4, 2)),
+        (30, 6, "--batch-size 30: 30 samples cannot be divided among 4 replicas"),
     ],
 )
 def test_batch_of_a_step_is_divided_among_the_replicas(
-    replicas: int, size: int, most: int | None, expected: tuple[int, int] | str
+    size: int, most: int | None, expected: tuple[int, int] | str
 ) -> None:
-    arguments = argparse.Namespace(batch_size=size, micro_batch_size=most)
-    config, grid = {"gradient_accumulation_steps": 4}, mock.Mock()
-    grid.get_sample_world_size.return_value = replicas
-    if isinstance(expected, str):
-        with pytest.raises(TopologyError, match=expected):
+    arguments, config = argparse.Namespace(batch_size=size, micro_batch_size=most), {"gradient_accumulation_steps": 4}
+    with fake_world(0, 8), PipelineParallelGrid("data=4,pipe=2") as grid:
+        if isinstance(expected, str):
+            with pytest.raises(TopologyError, match=expected):
+                divide_batch(arguments, config, grid)
+        else:
             divide_batch(arguments, config, grid)
-    else:
-        divide_batch(arguments, config, grid)
-        assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == expected
+            assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == expected
 
 
 @pytest.mark.exhaustive
@@ -191,13 +187,20 @@ def test_mixture_of_experts_trains_equally_in_every_order(
     ("earlier", "shown"), [([], "first step"), ([{"step": 3, "loss": 2.5, "tokens_per_second": 9.0}], "loss 2.500")]
 )
 def test_progress_starts_with_what_is_known(
-    earlier: list[dict[str, float]], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    earlier: list[dict[str, float]],
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     training: Any = importlib.import_module("training")
-    arguments = SimpleNamespace(steps=len(earlier) and 3)
-    engine, grid = SimpleNamespace(gradient_reducer=None), SimpleNamespace(global_rank=0)
-    assert training.train(engine, grid, None, arguments, earlier) == earlier
+    arguments = SimpleNamespace(steps=len(earlier) and 3, out=tmp_path, joined=0.0, resume="auto")
+    engine = SimpleNamespace(
+        gradient_reducer=None, train_micro_batch_size_per_gpu=lambda: 1, gradient_accumulation_steps=lambda: 1
+    )
+    with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
+        assert training.train(engine, grid, None, arguments, earlier) == earlier
     printed = capsys.readouterr().out
     assert shown in printed
     assert "tokens/s" not in printed

@@ -317,7 +317,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         ),
         ([*JOB, "--heads", "3"], "--heads 3 must divide --hidden 512"),
         ([*JOB, "--topology", "pipe=3,data=3"], "is for 9 ranks (3 x 3), but the job has 8"),
-        ([*JOB, "--compare", "pipe=3,data=-1"], "[3] make 3, which does not divide the world size 8"),
+        ([*JOB, "--compare", "pipe=3,data=-1"], "(pipe=3) make 3, which does not divide the world size 8"),
         ([*JOB, "--topology", "pipe=8", "--zero", "3"], "deepspeed has no ZeRO 3 with a pipeline, only [1]"),
         ([*JOB, "--topology", "pipe=2,seq=4"], "deepspeed cannot split sequences in a pipeline"),
         ([*JOB, "--virtual-stages", "2", "--fix", "pipe=2"], "no 2 virtual stages"),

@@ -127,6 +127,23 @@ def test_a_wrong_product_suggests_degrees_that_fit(topology: tuple[list[str], li
 
 
 @pytest.mark.parametrize(
+    ("spec", "world_size", "message"),
+    [
+        ("data=-1,model=2", 7, r"the other degrees \(model=2\) make 2, .* world size 7. Start 6 or 8 ranks, or"),
+        ("data=-1,model=2,pipe=2", 7, r"\(model=2 x pipe=2\) make 4, .* Start 4 or 8 ranks"),
+        ("data=-1,model=2,pipe=2", 2, r"world size 2. Start 4 ranks, or"),
+        ("data=-1,pipe=2,model=1", 3, r"\(pipe=2\) make 2, .* Start 2 or 4 ranks"),
+        ("data=-1,shard=2", 5, r"\(shard=2\) make 2, .* Start 4 or 6 ranks"),
+    ],
+)
+def test_ranks_that_do_not_make_whole_replicas_are_refused_with_numbers_that_do(
+    spec: str, world_size: int, message: str
+) -> None:
+    with pytest.raises(WorldSizeError, match=message):
+        ProcessTopology.from_spec(spec, world_size=world_size)
+
+
+@pytest.mark.parametrize(
     ("spec", "world_size", "nearest"),
     [
         ("model=2", 3, "data=3,model=1"),
