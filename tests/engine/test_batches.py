@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -28,6 +27,7 @@ from ds_topo.engine.config_options import check_batch_sizes
 from ds_topo.errors import DisagreementError, EndOfSamplesError
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -571,17 +571,29 @@ def test_the_samples_of_a_step_are_divided_among_the_replicas(
         else:
             sizes = grid.batch_sizes(**arguments)
             assert (sizes["train_micro_batch_size_per_gpu"], sizes["gradient_accumulation_steps"]) == expected
-            config = DeepSpeedConfig(sizes, grid)
-            assert config.train_batch_size == arguments["train_batch_size"]
+            assert sizes["train_batch_size"] == arguments["train_batch_size"]
+            check_batch_sizes(sizes, grid)
 
 
-@pytest.mark.parametrize(("replicas", "expected"), [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_accumulation_that_is_left_out_follows_from_the_replicas(replicas: int, expected: int) -> None:
-    spec = f"data={replicas},model=2"
-    with fake_world(0, 2 * replicas), PipelineParallelGrid(spec) as grid:
-        config = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
-        check_batch_sizes(config, grid)
-        assert DeepSpeedConfig(config, grid).gradient_accumulation_steps == expected
+def _sizes_of_engine(spec: str) -> tuple[int, list[int]]:
+    """Return the number of replicas, and the micro-batches of a step of an engine whose config leaves them out."""
+    start()
+    with PipelineParallelGrid(spec) as grid:
+        grid.check_weights = False
+        found = []
+        for sizes in ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, grid.batch_sizes(16, 2)):
+            config = {name: value for name, value in settings().items() if name != "gradient_accumulation_steps"}
+            engine, *_ = initialize(model=nn.Linear(2, 2), mpu=grid, config={**config, **sizes})
+            assert engine.train_batch_size() == 16
+            found.append(engine.gradient_accumulation_steps())
+            destroy_engine(engine)
+        return grid.get_sample_world_size(), found
+
+
+def test_accumulation_that_is_left_out_follows_from_the_replicas(world: Worlds) -> None:
+    for spec in ("data=4", "data=2,model=2", "model=4"):
+        for replicas, found in world(4).run(_sizes_of_engine, spec):
+            assert found == [8 // replicas] * 2
 
 
 def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:
