@@ -106,7 +106,8 @@ def describe_restarts(folder: Path) -> str:
     if not costs:
         return ""
     steps = sum("loss" in entry for entries in attempts for entry in entries)
-    whole = attempts[-1][-1].get("time", time.time()) - attempts[0][0]["born"]
+    last = attempts[-1][-1]
+    whole = last.get("ended", last.get("time", last.get("loaded", 0.0))) - attempts[0][0]["born"]
     lost = sum(map(sum, costs))
     phases = ", ".join(f"{sum(cost[index] for cost in costs):.0f} s {name}" for index, name in enumerate(PHASES))
     number = "1 restart" if len(costs) == 1 else f"{len(costs)} restarts"

@@ -25,7 +25,8 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from ds_topo import PipelineParallelGrid, use
 from ds_topo.engine.batches import digest
-from tests.programs.test_hugging_face import recorded_steps
+from ds_topo.engine.one_layout import grid_in_use
+from tests.programs.test_hugging_face import recorded_samples, recorded_steps
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -429,3 +430,135 @@ def test_program_on_a_grid_does_what_it_does_with_stock_deepspeed(program: str, 
         assert len(found) == len(stock[share])
         for mine, theirs in zip(found, stock[share], strict=True):
             assert near(mine, theirs), f"{mine} on the grid, {theirs} with stock DeepSpeed"
+
+
+# -- at another number of replicas -----------------------------------------------------------------------------------
+
+STEP, MOST = 8, 2
+"""The samples of a step, and the most of a rank in a forward pass."""
+
+
+def _elastic_config(zero: int) -> dict[str, Any]:
+    config = config_of(Case("linear", zero=zero), "data=-1")
+    return {**config, "gradient_accumulation_steps": "auto"}
+
+
+def _read_in_steps(read: list[int], steps: int, share: int) -> list[list[int]]:
+    """Return the samples of each step, over all replicas."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (share, read))
+    by_share = dict(everyone)
+    number = STEP // len(by_share)
+    return [
+        sorted(index for own in by_share.values() for index in own[step * number : (step + 1) * number])
+        for step in range(steps)
+    ]
+
+
+def _trainer_on(spec: str, zero: int, folder: str, checkpoint: str | None) -> tuple[list[Any], ...]:
+    """Train with Trainer; return samples by step, the records of Trainer's log, and rates and norms of the steps."""
+    from transformers import Trainer, TrainingArguments
+
+    with layout(spec, Case("linear")) as share, recorded_samples(Tokens) as read, recorded_steps() as steps:
+        grid = grid_in_use()
+        assert grid is not None
+        sizes = grid.batch_sizes(STEP, MOST)
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            folder,
+            deepspeed=_elastic_config(zero),
+            per_device_train_batch_size=sizes["train_micro_batch_size_per_gpu"],
+            gradient_accumulation_steps=sizes["gradient_accumulation_steps"],
+            max_grad_norm=0.5,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            warmup_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            log_level="error",
+        )
+        trainer = Trainer(_llama(), arguments, train_dataset=Tokens(24))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.model_wrapped.train_batch_size() == STEP
+        known = ("step", "epoch", "loss", "learning_rate", "grad_norm")
+        rows = [tuple(float(row[name]) for name in known) for row in trainer.state.log_history if "loss" in row]
+        return _read_in_steps(read, len(steps), share), rows, steps
+
+
+def _accelerate_on(spec: str, zero: int, folder: str, checkpoint: str | None) -> tuple[list[Any], ...]:
+    """Train with a loop of accelerate; return samples by step, losses and rates, and rates and norms of the steps."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
+
+    with layout(spec, Case("linear")) as share, recorded_samples(Tokens) as read, recorded_steps() as steps:
+        grid = grid_in_use()
+        assert grid is not None
+        sizes = grid.batch_sizes(STEP, MOST)
+        count, size = sizes["gradient_accumulation_steps"], sizes["train_micro_batch_size_per_gpu"]
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_elastic_config(zero), gradient_accumulation_steps=count),
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+            step_scheduler_with_optimizer=False,  # accelerate would advance it once for each replica
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # one order for each epoch
+        )
+        model = _llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rate = _schedule(Case("linear"), optimizer)
+        loader = torch.utils.data.DataLoader(Tokens(24), batch_size=size, shuffle=True)
+        engine, optimizer, loader, rate = accelerator.prepare(model, optimizer, loader, rate)
+        first = 0
+        if checkpoint is not None:
+            accelerator.load_state(checkpoint)
+            first = int(checkpoint.rpartition("-")[2])
+        losses, rows = list[float](), list[Any]()
+        for epoch in range(first * STEP // 24, 2):
+            loader.set_epoch(epoch)
+            skipped = (first - epoch * 24 // STEP) * count if epoch == first * STEP // 24 else 0
+            for batch in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
+                with accelerator.accumulate(engine):
+                    loss = engine(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    if accelerator.sync_gradients:
+                        rate.step()
+                    optimizer.zero_grad()
+                losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                if len(losses) == count:
+                    rows.append((sum(losses) / count, engine.optimizer.param_groups[0]["lr"]))
+                    losses.clear()
+                    if len(rows) == 2:
+                        accelerator.save_state(f"{folder}/checkpoint-{first + 2}")
+        return _read_in_steps(read, len(steps), share), rows, steps
+
+
+ELASTIC = {"Trainer": _trainer_on, "accelerate": _accelerate_on}
+
+
+def _elastic(program: str, zero: int, spec: str, folder: str, checkpoint: str | None) -> tuple[list[Any], ...]:
+    return ELASTIC[program](spec, zero, folder, checkpoint)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("program", ELASTIC)
+def test_program_resumes_on_other_numbers_of_replicas(program: str, zero: int, tmp_path: Path) -> None:
+    """Samples, losses, rates and norms are those of an undisturbed job, also from the middle of an epoch on."""
+
+    def run(ranks: int, spec: str, checkpoint: str | None = None) -> tuple[list[Any], ...]:
+        arguments = (program, zero, spec, str(tmp_path / spec), checkpoint)
+        found: tuple[list[Any], ...] = run_ranks(ranks, _elastic, *arguments, deadline=240)[0]
+        return found
+
+    whole = run(4, "data=4")
+    assert [len(part) for part in whole] == [6, 6, 6]
+    assert sorted(whole[0][0] + whole[0][1] + whole[0][2]) == [*range(24)]
+    kept = ("data=4/checkpoint-2", "data=4/checkpoint-2", "data=2/checkpoint-4")
+    for ranks, spec, checkpoint in zip((2, 4, 4), ("data=2", "model=2,data=2", "data=-1"), kept, strict=True):
+        resumed = run(ranks, spec, str(tmp_path / checkpoint))
+        for mine, theirs in zip(resumed, whole, strict=True):
+            expected = theirs if len(mine) == 6 else theirs[int(checkpoint[-1]) :]  # Trainer's log has earlier steps
+            assert near(mine, expected), f"{spec}: {mine} instead of {expected}"
