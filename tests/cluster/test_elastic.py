@@ -37,8 +37,7 @@ def _rank_killed(job: ElasticJob) -> list[float]:
     job.until_step(7)
     job.kill_rank(1)
     losses = job.finish(0, 1)
-    assert len(job.attempts()) == 2
-    assert job.attempts()[0]["what"] == job.attempts()[1]["what"]
+    assert job.attempts()[-1]["what"] == job.attempts()[-2]["what"]
     return losses
 
 
@@ -54,8 +53,7 @@ def _host_comes(job: ElasticJob) -> list[float]:
     job.until_step(7)
     job.add_host(1)
     losses = job.finish(0, 1)
-    assert len(job.attempts()) == 2
-    assert "0 of" in job.report(), "the job saves before it grows"
+    assert ", 0 of" in job.report(), "the job saves before it grows"
     return losses
 
 
@@ -66,7 +64,7 @@ def _host_comes_back(job: ElasticJob) -> list[float]:
     job.until_continued(2)
     job.add_host(1, "comes back")
     losses = job.finish(0, 1)
-    whats = [attempt["what"] for attempt in job.attempts()]
+    whats = [attempt["what"] for attempt in job.attempts()[-3:]]
     assert whats[0] == whats[2] != whats[1]
     return losses
 
