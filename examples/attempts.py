@@ -113,3 +113,24 @@ def describe_restarts(folder: Path) -> str:
     number = "1 restart" if len(costs) == 1 else f"{len(costs)} restarts"
     share = f"{lost:.0f} of {whole:.0f} s lost ({lost / whole:.0%})"
     return f"{number}, {repeated} of {steps} steps repeated, {share}: {phases}"
+
+
+def draw_attempts(axes: Any, folder: Path) -> None:
+    """Draw the loss over time, an attempt after the other; the time that restarts have cost is grey."""
+    attempts = read_attempts(folder)
+    begin = attempts[0][0]["born"]
+    furthest, lost_from = 0, None
+    for start, *entries in attempts:
+        steps = [entry for entry in entries if "loss" in entry]
+        minutes = [(entry["time"] - begin) / 60 for entry in steps]
+        axes.plot(minutes, [entry["loss"] for entry in steps], color="tab:blue", linewidth=1)
+        for entry in steps:
+            if entry["step"] > furthest:
+                if lost_from is not None:
+                    axes.axvspan(lost_from / 60, (entry["time"] - begin) / 60, color="0.85", linewidth=0)
+                furthest, lost_from = entry["step"], None
+        lost_from = (
+            lost_from if lost_from is not None else (entries[-1] if entries else start).get("time", begin) - begin
+        )
+    axes.set(xlabel="minutes", ylabel="nats per byte", title=f"{len(attempts) - 1} restarts in grey")
+    axes.grid(alpha=0.3)

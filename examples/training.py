@@ -19,7 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from attempts import Attempt, describe_restarts
+from attempts import Attempt, describe_restarts, draw_attempts, read_attempts
 from gpt import GPTConfig, next_byte_loss
 from parallel_layers import Parallel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -346,11 +346,15 @@ def write_history(
     except ImportError:
         print('no loss curve: install matplotlib, with pip install -e ".[plot]" in a checkout')
         return
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="nats per byte", title="GPT on Python's standard library")
+    has_restarts = len(read_attempts(arguments.out)) > 1
+    figure = Figure(figsize=(7, 7 if has_restarts else 4), layout="constrained")
+    axes = figure.add_subplot(2 if has_restarts else 1, 1, 1)
+    axes.set(xlabel="step", ylabel="nats per byte", title="GPT on Python's standard library")
     axes.plot([row["step"] for row in history], [row["loss"] for row in history], label="training")
     axes.axhline(validation_loss, color="tab:orange", linestyle="--", label=f"validation {validation_loss:.3f}")
     axes.grid(alpha=0.3)
     axes.legend()
+    if has_restarts:
+        draw_attempts(figure.add_subplot(2, 1, 2), arguments.out)
     figure.savefig(arguments.out / "loss.png", dpi=120)
     print(f"loss curve: {arguments.out / 'loss.png'}")

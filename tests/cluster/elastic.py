@@ -30,7 +30,7 @@ VARIABLES = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
 }
-SHAPE = ("--batch-size", "8", "--micro-batch-size", "4", "--context", "16", "--width", "16", "--heads", "2")
+SHAPE = ("--batch-size", "12", "--micro-batch-size", "6", "--context", "16", "--width", "16", "--heads", "2")
 SHAPE += ("--depth", "2")
 
 
@@ -110,6 +110,10 @@ class ElasticJob:
 
     def add_host(self, index: int, what: str = "comes") -> None:
         """Start torchrun on a host that the job does not have, or no longer."""
+        for pid in self._processes(index):
+            os.kill(pid, signal.SIGKILL)
+        if index in self._torchruns:
+            self._torchruns.pop(index).wait()
         self.cluster.plug_in(index)
         self._note(f"host{index} {what}")
         self.start(index)
@@ -130,17 +134,21 @@ class ElasticJob:
             torchrun.wait(60)
         self._torchruns.clear()
 
+    def step(self) -> int:
+        """Return the number of steps that the job has done."""
+        return int(self._newest().get("step", 0))
+
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def until_step(self, step: int) -> None:
         """Wait until the job has done a step."""
-        self.until(lambda: self._newest().get("step", 0) >= step)
+        self.until(lambda: self.step() >= step)
 
     def until_continued(self, attempts: int) -> None:
         """Wait until so many attempts have begun, and the last has done a step."""
         self.until(lambda: len(found := read_attempts(self.out)) >= attempts and len(found[-1]) > 1)
 
-    def until(self, what: Callable[[], Any], seconds: float = 120.0) -> None:
+    def until(self, what: Callable[[], Any], seconds: float = 240.0) -> None:
         """Wait until a function returns something true."""
         end = time.monotonic() + seconds
         while not what():
@@ -154,7 +162,7 @@ class ElasticJob:
         is_connected = any(line.split()[2].endswith(f":{PORT:04X}") for line in connections if line)
         return is_connected and not self._ranks(index)
 
-    def finish(self, *hosts: int, seconds: float = 180.0) -> list[float]:
+    def finish(self, *hosts: int, seconds: float = 400.0) -> list[float]:
         """Wait for the end of torchrun on these hosts; return the losses of all steps."""
         end = time.monotonic() + seconds
         for index in hosts:
