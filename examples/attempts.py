@@ -73,6 +73,11 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def _time_of(entry: dict[str, Any]) -> float:
+    """Return the time of an entry, of whichever kind it is."""
+    return float(next(entry[name] for name in ("time", "ended", "loaded") if name in entry))
+
+
 PHASES = ("until new processes", "to join", "to build and load", "in repeated steps")
 """The phases of a restart: its seconds from the last step before it, and those of steps that had been done."""
 
@@ -86,8 +91,12 @@ def cost_of_restarts(attempts: list[list[dict[str, Any]]]) -> tuple[list[list[fl
     repeated = furthest = 0
     for number, (start, *steps) in enumerate(attempts):
         before = attempts[number - 1][-1] if number else {"ended": 0.0}
-        last = before.get("time", before.get("loaded", 0.0))
-        cost = [start["born"] - last, start["joined"] - start["born"], start["loaded"] - start["joined"], 0.0]
+        cost = [
+            start["born"] - _time_of(before),
+            start["joined"] - start["born"],
+            start["loaded"] - start["joined"],
+            0.0,
+        ]
         now, furthest = start["loaded"], max(furthest, start["step"])
         for entry in steps:
             if entry.get("step", furthest + 1) <= furthest:
@@ -106,8 +115,7 @@ def describe_restarts(folder: Path) -> str:
     if not costs:
         return ""
     steps = sum("loss" in entry for entries in attempts for entry in entries)
-    last = attempts[-1][-1]
-    whole = last.get("ended", last.get("time", last.get("loaded", 0.0))) - attempts[0][0]["born"]
+    whole = _time_of(attempts[-1][-1]) - attempts[0][0]["born"]
     lost = sum(map(sum, costs))
     phases = ", ".join(f"{sum(cost[index] for cost in costs):.0f} s {name}" for index, name in enumerate(PHASES))
     number = "1 restart" if len(costs) == 1 else f"{len(costs)} restarts"
@@ -118,19 +126,17 @@ def describe_restarts(folder: Path) -> str:
 def draw_attempts(axes: Any, folder: Path) -> None:
     """Draw the loss over time, an attempt after the other; the time that restarts have cost is grey."""
     attempts = read_attempts(folder)
-    begin = attempts[0][0]["born"]
-    furthest, lost_from = 0, None
-    for start, *entries in attempts:
+    begin, furthest, lost_from = attempts[0][0]["born"], 0, None
+    for _, *entries in attempts:
         steps = [entry for entry in entries if "loss" in entry]
-        minutes = [(entry["time"] - begin) / 60 for entry in steps]
+        minutes = [(_time_of(entry) - begin) / 60 for entry in steps]
         axes.plot(minutes, [entry["loss"] for entry in steps], color="tab:blue", linewidth=1)
-        for entry in steps:
+        for minute, entry in zip(minutes, steps, strict=True):
             if entry["step"] > furthest:
                 if lost_from is not None:
-                    axes.axvspan(lost_from / 60, (entry["time"] - begin) / 60, color="0.85", linewidth=0)
+                    axes.axvspan(lost_from, minute, color="0.85", linewidth=0)
                 furthest, lost_from = entry["step"], None
-        lost_from = (
-            lost_from if lost_from is not None else (entries[-1] if entries else start).get("time", begin) - begin
-        )
-    axes.set(xlabel="minutes", ylabel="nats per byte", title=f"{len(attempts) - 1} restarts in grey")
+        if lost_from is None and minutes:
+            lost_from = None if "ended" in entries[-1] else minutes[-1]
+    axes.set(xlabel="minutes", ylabel="nats per byte", title=f"{len(cost_of_restarts(attempts)[0])} restarts in grey")
     axes.grid(alpha=0.3)

@@ -78,13 +78,22 @@ class ElasticJob:
                     self._command, env=VARIABLES, stdin=subprocess.DEVNULL, stdout=log, stderr=log
                 )
 
+    def serve_store(self, index: int) -> None:
+        """Serve the store of the rendezvous on a host without ranks."""
+        serve = f"from torch.distributed import TCPStore as S; s = S('0.0.0.0', {PORT}, is_master=True, "
+        serve += "wait_for_workers=False); print('ready', flush=True); import signal; signal.pause()"
+        server = self.cluster.hosts[index].start([sys.executable, "-c", serve], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+
     def kill_host(self, index: int) -> None:
         """Cut a host off and kill its processes, as if it had lost its power; it can be started again."""
         self._note(f"host{index} killed")
         self.cluster.unplug(index)
         for pid in self._processes(index):
             os.kill(pid, signal.SIGKILL)
-        self._torchruns.pop(index).wait()
+        if index in self._torchruns:
+            self._torchruns.pop(index).wait()
 
     def cut_cable(self, index: int) -> None:
         """Cut a host off; its processes live on."""

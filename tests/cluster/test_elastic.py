@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, elastic_rank
-from tests.cluster.elastic import PROGRAM, SHAPE, ElasticJob, losses_in
+from tests.cluster.elastic import PORT, PROGRAM, SHAPE, ElasticJob, losses_in
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 
@@ -23,6 +23,14 @@ def _host_killed(job: ElasticJob) -> list[float]:
     job.until_step(7)
     job.kill_host(1)
     return job.finish(0)
+
+
+def _first_host_killed(job: ElasticJob) -> list[float]:
+    job.serve_store(2)
+    job.start(0, 1)
+    job.until_step(7)
+    job.kill_host(0)
+    return job.finish(1)
 
 
 def _cable_cut(job: ElasticJob) -> list[float]:
@@ -124,6 +132,7 @@ class Case:
     options: str
     ranks: int = 1
     least: int = 1
+    store: str = "host0"
 
     def __str__(self) -> str:
         """Return a name for ``pytest -k``."""
@@ -132,6 +141,7 @@ class Case:
 
 CASES = [
     Case(_host_killed, "--topology data=-1 --zero 1"),
+    Case(_first_host_killed, "--topology data=-1 --zero 1", store="host2"),
     Case(_cable_cut, "--topology data=-1 --zero 2 --plain"),
     Case(_rank_killed, "--topology data=-1,shard=2 --zero 3 --plain", ranks=2, least=2),
     Case(_host_stopped, "--topology pipe=2,data=-1 --zero 1", ranks=2, least=2),
@@ -157,7 +167,8 @@ def test_job_ends_with_the_losses_of_an_undisturbed_one(
     is_default = case.happens is _host_killed
     pace = ["--steps", "30", "--pace", "0.05"] if is_default else ["--steps", "150", "--pace", "0.1"]
     options = [*SHAPE, *case.options.split(), *pace, "--save-every", str(SAVE_EVERY), "--keep-last", "2"]
-    job = ElasticJob(start_cluster(hosts=3), tmp_path / "elastic", options, ranks=case.ranks)
+    cluster, endpoint = start_cluster(hosts=3), f"{case.store}:{PORT}"
+    job = ElasticJob(cluster, tmp_path / "elastic", options, ranks=case.ranks, endpoint=endpoint)
     losses = case.happens(job)
     print(f"\n{job.table()}\n{job.report()}")
     run_ranks(case.least, _run, *options, "--pace", "0", "--out", str(tmp_path / "whole"))
