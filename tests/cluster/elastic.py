@@ -166,9 +166,10 @@ class ElasticJob:
             time.sleep(0.02)
 
     def is_in_rendezvous(self, index: int) -> bool:
-        """Tell whether torchrun of a host is connected to the store and has started no rank."""
-        connections = Path(f"/proc/{self.cluster.hosts[index].pid}/net/tcp").read_text().split("\n")[1:]
-        is_connected = any(line.split()[2].endswith(f":{PORT:04X}") for line in connections if line)
+        """Tell whether torchrun of a host is connected to the store of another, and has started no rank."""
+        network = Path(f"/proc/{self.cluster.hosts[index].pid}/net")
+        lines = [line.split() for name in ("tcp", "tcp6") for line in (network / name).read_text().splitlines()]
+        is_connected = any(line[2].endswith(f":{PORT:04X}") and line[3] == "01" for line in lines)
         return is_connected and not self._ranks(index)
 
     def finish(self, *hosts: int, seconds: float = 400.0) -> list[float]:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples python -m tests.cluster.random_faults --faults 20 --picture elastic.png
 
-A rank is killed, or the second of two hosts is killed, cut off or stopped, and comes back some steps later.
+A rank is killed, or the second of two hosts is killed, cut off or stopped, and comes back at once or some steps later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def train_and_lose_hosts(out: Path, faults: int, options: Sequence[str], seed: i
             fault = draw.choice([job.kill_host, job.cut_cable, job.stop_host, job.kill_rank])
             fault(draw.choice([0, 1]) if fault == job.kill_rank else 1)
             if fault != job.kill_rank:
-                attempts = _until_some_steps(job, attempts, draw)
+                if draw.random() < 0.5:
+                    attempts = _until_some_steps(job, attempts, draw)
                 job.add_host(1, "comes back")
         job.finish(0, 1, seconds=3000.0)
     return job

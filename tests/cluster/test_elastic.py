@@ -33,6 +33,15 @@ def _first_host_killed(job: ElasticJob) -> list[float]:
     return job.finish(1)
 
 
+def _spare_takes_over(job: ElasticJob) -> list[float]:
+    job.start(0, 1, 2)
+    job.until_step(7)
+    [spare] = [index for index in (0, 1, 2) if job.is_in_rendezvous(index)]
+    lost = 1 if spare != 1 else 2
+    job.kill_host(lost)
+    return job.finish(*{0, 1, 2} - {lost})
+
+
 def _cable_cut(job: ElasticJob) -> list[float]:
     job.start(0, 1, 2)
     job.until_step(7)
@@ -133,6 +142,7 @@ class Case:
     ranks: int = 1
     least: int = 1
     store: str = "host0"
+    hosts: str = "1:3"
 
     def __str__(self) -> str:
         """Return a name for ``pytest -k``."""
@@ -142,6 +152,7 @@ class Case:
 CASES = [
     Case(_host_killed, "--topology data=-1 --zero 1"),
     Case(_first_host_killed, "--topology data=-1 --zero 1", store="host2"),
+    Case(_spare_takes_over, "--topology data=-1,model=2,pipe=2 --zero 1", ranks=2, least=4, hosts="2"),
     Case(_cable_cut, "--topology data=-1 --zero 2 --plain"),
     Case(_rank_killed, "--topology data=-1,shard=2 --zero 3 --plain", ranks=2, least=2),
     Case(_host_stopped, "--topology pipe=2,data=-1 --zero 1", ranks=2, least=2),
@@ -168,7 +179,7 @@ def test_job_ends_with_the_losses_of_an_undisturbed_one(
     pace = ["--steps", "30", "--pace", "0.05"] if is_default else ["--steps", "150", "--pace", "0.1"]
     options = [*SHAPE, *case.options.split(), *pace, "--save-every", str(SAVE_EVERY), "--keep-last", "2"]
     cluster, endpoint = start_cluster(hosts=3), f"{case.store}:{PORT}"
-    job = ElasticJob(cluster, tmp_path / "elastic", options, ranks=case.ranks, endpoint=endpoint)
+    job = ElasticJob(cluster, tmp_path / "elastic", options, ranks=case.ranks, hosts=case.hosts, endpoint=endpoint)
     losses = case.happens(job)
     print(f"\n{job.table()}\n{job.report()}")
     run_ranks(case.least, _run, *options, "--pace", "0", "--out", str(tmp_path / "whole"))
