@@ -197,7 +197,7 @@ class ElasticJob:
         failures = [second for log in self.out.glob("host*.log") for second in _failures(log)]
         for (start, *steps), (until, join, load, repeat), former in zip(attempts[1:], costs, attempts, strict=False):
             ended = min([second for second in failures if start["born"] - until < second < start["born"]], default=None)
-            ends = "          saved" if ended is None else f"{ended - start['born'] + until:13.1f} s"
+            ends = "by SIGTERM" if ended is None else f"{ended - start['born'] + until:13.1f} s"
             rendezvous = until if ended is None else start["born"] - ended
             again = sum(entry.get("step", 1e9) <= former[-1].get("step", 0) for entry in steps)
             what = start["what"].rpartition(", ")[0]
