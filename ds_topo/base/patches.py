@@ -338,6 +338,8 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
   _zero_padding >=0.19.7: marks gradients that are padding
+deepspeed.runtime.zero.parameter_offload
+  FWD_MODULE_STACK: keeps the module of each engine, which destroy() removes
 deepspeed.runtime.zero.partition_parameters.GatheredParameters
   src_rank: is the rank whose changes of parameters count
 deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator

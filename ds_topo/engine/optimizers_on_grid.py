@@ -29,6 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import CheckOverflow
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
@@ -354,6 +355,13 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().zero_grad(*arguments, **options)
         if self.on_grid.passes is not None:
             self.on_grid.passes.are_discarded = True
+
+    def destroy(self) -> None:
+        """Free the module with all states: DeepSpeed has the module of each engine in a list until the process ends."""
+        super().destroy()
+        places = [place for place, module in enumerate(FWD_MODULE_STACK) if module is self.module]
+        if places:
+            del FWD_MODULE_STACK[places[0]]
 
 
 def _hand_over_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:

@@ -10,11 +10,13 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from ds_topo.errors import DisagreementError, ExpertSizeError, TopologyError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
+from tests.support.small_engines import settings
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -186,3 +189,23 @@ def test_a_thousand_cycles_of_one_rank_leak_nothing(life: Callable[[str], None])
 @pytest.mark.parametrize("cycles", [GLOO_CYCLES, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_cycles_of_real_ranks_leak_nothing(world: Worlds, life: Callable[[str], None], spec: str, cycles: int) -> None:
     assert world(4).run(_differences, cycles, life, spec, deadline=600) == [[]] * 4
+
+
+def _freed_by_destroy(stage: int) -> None:
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("data=-1") as grid:
+        module = nn.Linear(8, 8)
+        config = settings(gradient_accumulation_steps=1, zero_optimization={"stage": stage})
+        engine = deepspeed.initialize(model=module, mpu=grid, config=config)[0]
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        held = [weakref.ref(each) for each in (module, module.weight, engine, engine.optimizer)]
+        engine.destroy()
+        del module, engine
+        gc.collect()
+        assert [reference() for reference in held] == [None] * len(held)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_destroyed_engine_frees_its_module_and_optimizer(world: Worlds, stage: int) -> None:
+    world(2).run(_freed_by_destroy, stage)
