@@ -256,6 +256,11 @@ def test_every_public_name_exists(name: str) -> None:
     assert name in dir(ds_topo)
 
 
+def test_dir_lists_public_names_alone() -> None:
+    for package in (ds_topo, ds_topo.checkpoint):
+        assert [name for name in dir(package) if not name.startswith("_")] == sorted(package.__all__)
+
+
 def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Absent'"):
         ds_topo.Absent  # noqa: B018

@@ -17,6 +17,8 @@ def lazy_attributes(
         package: the package's ``__name__``.
         modules: the submodule that defines each name, relative to the package; ``None`` for a name that is itself a
             submodule.
+
+    ``dir()`` lists what ``__all__`` has, and names with underscores.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
@@ -30,6 +32,7 @@ def lazy_attributes(
         return value
 
     def __dir__() -> list[str]:  # noqa: N807
-        return sorted({*vars(sys.modules[package]), *modules})
+        present = vars(sys.modules[package])
+        return sorted({*present["__all__"], *(name for name in present if name.startswith("_"))})
 
     return __getattr__, __dir__
