@@ -1,7 +1,7 @@
 """Measure the overhead of a reducer and of a grid's engine: microseconds per parameter, on one rank.
 
     OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--layers 500] [--rounds 40]
-    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead --engines [--bf16] [--ranks 2] [--layers 50] [--rounds 400]
+    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead --engines [--bf16] [--device cuda | --ranks 2] [...]
 
 Times backward of a chain of small layers, with gradients set to None before each step, under plain autograd, torch's
 DDP (bucket views) and our reducer, alternately in one process; prints medians. With ``--engines``, times whole steps of
@@ -13,6 +13,7 @@ change less. Then it also counts the Python functions that a step calls, which d
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 import warnings
@@ -66,12 +67,13 @@ def measure(layers: int, rounds: int, device: str) -> Times:
     return alternate(sides, rounds, prepare, warmup=5)
 
 
-def measure_engines(layers: int, rounds: int, is_bf16: bool) -> tuple[Times, dict[str, Called]]:
+def measure_engines(layers: int, rounds: int, is_bf16: bool, device: str = "cpu") -> tuple[Times, dict[str, Called]]:
     """Return the times of a whole step, and what it calls."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid("data=-1")
-    inputs = torch.ones(1, WIDTH, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    inputs = torch.ones(1, WIDTH, dtype=torch.bfloat16 if is_bf16 else torch.float32, device=device)
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def torch_step(model: nn.Module) -> Callable[[], object]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -80,6 +82,7 @@ def measure_engines(layers: int, rounds: int, is_bf16: bool) -> tuple[Times, dic
             model(inputs).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            wait()
 
         return step
 
@@ -100,17 +103,18 @@ def measure_engines(layers: int, rounds: int, is_bf16: bool) -> tuple[Times, dic
         def step() -> None:
             engine.backward(engine(inputs).sum())
             engine.step()
+            wait()
 
         return step
 
-    plain, ddp = (chain(layers).to(inputs.dtype) for _ in range(2))
+    plain, ddp = (chain(layers).to(inputs) for _ in range(2))
     sides = {"plain": torch_step(plain), "ddp": torch_step(DistributedDataParallel(ddp))}
     for stage in (0, 1, 2, 3):
         sides[f"stock, stage {stage}"] = engine_step(stage, None)
         sides[f"grid, stage {stage}"] = engine_step(stage, grid)
         if stage < 3:
             sides[f"reducer, stage {stage}"] = engine_step(stage, grid, gradient_reducer={})
-    clock = time.thread_time if dist.get_world_size() == 1 else time.perf_counter
+    clock = time.thread_time if dist.get_world_size() == 1 and device == "cpu" else time.perf_counter
     times = alternate(sides, rounds, lambda: None, warmup=3, clock=clock)
     return times, {side: called_by(step) for side, step in sides.items()}
 
@@ -135,20 +139,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=500, help="number of layers, of two parameters each")
-    parser.add_argument("--engines", action="store_true", help="time whole steps of DeepSpeed's engine, on a CPU")
+    parser.add_argument("--engines", action="store_true", help="time whole steps of DeepSpeed's engine")
     parser.add_argument("--bf16", action="store_true", help="with --engines, train in bf16")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks with --engines")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     if arguments.engines:
         settings = (arguments.layers, arguments.rounds, arguments.bf16)
-        run = run_ranks(arguments.ranks, measure_engines, *settings, deadline=900)
-        times, called = run[0]
+        if arguments.device == "cuda":
+            times, called = measure_engines(*settings, "cuda")
+        else:
+            times, called = run_ranks(arguments.ranks, measure_engines, *settings, deadline=900)[0]
         print(table(times))
         print_differences(times, called)
         return
     if arguments.device == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         times = measure(arguments.layers, arguments.rounds, "cuda")
         dist.destroy_process_group()
     else:

@@ -109,6 +109,12 @@ CHECKS = (
         ("bench",),
         command=("tests.bench.reducer_overhead", "--rounds", "10", "--device"),
     ),
+    Check(
+        "steps",
+        "steps of engines over DeepSpeed's: tests.bench.reducer_overhead --engines",
+        ("bench",),
+        command=("tests.bench.reducer_overhead", "--engines", "--bf16", "--layers", "50", "--rounds", "20", "--device"),
+    ),
 )
 
 
@@ -185,6 +191,8 @@ def run(check: Check, place: Place, folder: Path) -> Outcome:
         else judge(ranks, text, late)
     )
     outcome = Outcome(check.name, place, result, time.monotonic() - started)
+    if "bench" in check.places and not outcome.is_failure:
+        print(text)
     if outcome.is_failure:
         print(f"\n{check.name} on {place.ranks} x {place.backend}: {result}")
         for path in outputs(ranks, folder):
@@ -206,7 +214,7 @@ def start(check: Check, place: Place, folder: Path) -> list[Rank]:
     command = ["tests.gpu.checks", check.name, place.backend, place.device]
     if check.command:
         command = list(check.command)
-        if check.name == "overhead":
+        if "bench" in check.places:
             command.append(place.device)
     if not check.by_torchrun:
         environment["MASTER_PORT"] = str(free_port())
