@@ -292,6 +292,20 @@ def test_partition_norm_counts_parameters_of_its_slice(cpu_offload: bool) -> Non
         assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
 
 
+def test_updates_of_muon_without_loss_scale_count_as_scaled_gradients() -> None:
+    with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
+        scaled, update = parameter(3.0), parameter(1.0)
+        optimizer = SimpleNamespace(
+            cpu_offload=False,
+            device=torch.device("cpu"),
+            params_in_partition=[[scaled], [update]],
+            averaged_gradients={0: [scaled.grad], 1: [update.grad]},
+            groups_lacking_loss_scale={1},
+            loss_scale=4.0,
+        )
+        assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_first_copy_of_a_partition_counts_dense_parameters(rank: int) -> None:
     with fake_world(rank, 4), PipelineParallelGrid("data=2,shard=2") as grid:
@@ -443,3 +457,19 @@ def test_nan_of_one_rank_is_the_largest_gradient_of_all(monkeypatch: pytest.Monk
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         for own, is_nan in ((math.nan, True), (1.0, False)):
             assert norms._sum_over_grid(torch.tensor(own), grid, is_largest=True)[0].isnan() == is_nan
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([], False),
+        ([torch.empty(0), torch.tensor([1.0, -1e38])], False),  # whose square is infinite
+        ([torch.tensor([65504.0] * 9, dtype=torch.half), torch.ones(2)], False),
+        ([torch.tensor([1.0, torch.nan, 2.0])], True),
+        ([torch.ones(3, dtype=torch.bfloat16), torch.tensor([-torch.inf], dtype=torch.bfloat16)], True),
+        ([torch.sparse_coo_tensor([[2]], [[torch.inf, 0.0]], (4, 2), check_invariants=True)], True),
+        ([torch.sparse_coo_tensor([[2]], [[1.0, 0.0]], (4, 2), check_invariants=True)], False),
+    ],
+)
+def test_overflows_are_elements_that_are_not_finite(values: list[torch.Tensor], found: bool) -> None:
+    assert bool(norms.overflows(values)) == found
