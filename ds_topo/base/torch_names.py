@@ -351,11 +351,7 @@ ROWS: tuple[Patch | Reliance, ...] = (
     ZERO_GRAD_OF_OPTIMIZERS,
     Reliance(torch.Tensor, "_version", "It tells whether a program has written to gradients that are being reduced."),
     Reliance(torch.Tensor, "_post_accumulate_grad_hooks", "It tells whether hooks of the program change a gradient."),
-    Reliance(
-        torch,
-        "_foreach_copy_",
-        "It copies many gradients into a bucket by one call.",
-    ),
+    Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(torch, "_foreach_norm", "It computes the norms of many gradients by a few kernels."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),

@@ -85,7 +85,7 @@ class Route:
 
 
 class GradientHome(enum.Enum):
-    """Where the gradient of a parameter is accumulated, and where its sum is left."""
+    """Name the place where a parameter's gradient accumulates, and where its sum is left."""
 
     GRAD = enum.auto()
     """In ``parameter.grad``, which is a view of the bucket."""
@@ -103,7 +103,7 @@ GRAD, ROWS, WIDER, BUFFER, PARTITION = GradientHome
 
 
 class Contribution(enum.Enum):
-    """What a bucket has of this rank's contribution to the gradient of one parameter, in a step.
+    """Tell what a bucket has of this rank's contribution to the gradient of one parameter, in a step.
 
     ::
 
@@ -189,7 +189,7 @@ class ParameterState:
 
     @property
     def memory(self) -> GradientMemory:
-        """How long its bucket has memory."""
+        """The time for which its bucket has memory."""
         return LASTING if self.region is None else self.region.gradients.lifetime
 
     @property

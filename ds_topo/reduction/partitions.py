@@ -217,7 +217,7 @@ _LENT = 3
 
 
 class GradientMemory(enum.Enum):
-    """How long a bucket keeps its memory for whole gradients. This decides where micro-batches accumulate."""
+    """Tell how long a bucket keeps its memory for whole gradients. This decides where micro-batches accumulate."""
 
     LASTING = enum.auto()
     """From step to step; micro-batches accumulate in it."""

@@ -297,11 +297,11 @@ def split_dim(name: str) -> int | None:
 class Job:
     """One rank of a side."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, route: str) -> None:
         start()
         self.side = side
         self.grid = None if side.is_stock else PipelineParallelGrid(side.topology)
-        if self.grid is not None and side.precision == "fp16" and side.zero == 0:
+        if self.grid is not None and side.precision == "fp16" and side.zero == 0 and "stock" in route:
             self.grid.correct_norms = False  # stock DeepSpeed does not multiply losses by their scale there
         self.slices = 1 if self.grid is None else self.grid.get_slice_parallel_world_size()
         self.place = 0 if self.grid is None else self.grid.get_slice_parallel_rank()
@@ -512,9 +512,9 @@ class Job:
 
 
 @contextmanager
-def _job(side: Side) -> Iterator[Job]:
+def _job(side: Side, route: str) -> Iterator[Job]:
     try:
-        made = Job(side)
+        made = Job(side, route)
     except TopologyError as error:  # it must not count as a refusal of the conversion
         raise AssertionError(f"no engine can be built: {error}") from error
     yield made
@@ -550,7 +550,7 @@ def save_all(cases: Sequence[tuple[Side, Path, str]]) -> list[Result]:
     """Train and save each side on one rank, and continue."""
 
     def one(side: Side, folder: Path, route: str) -> tuple[Values, list[float]]:
-        with _job(side) as job:
+        with _job(side, route) as job:
             job.train(range(BEFORE))
             values = job.values(), job.place
             with _destroyed_if_refused(job):
@@ -570,11 +570,11 @@ def load_all(cases: Sequence[tuple[Side, Path, str]]) -> list[Result]:
 
     def one(side: Side, folder: Path, route: str) -> tuple[Values, list[float]]:
         if route == "to stock":
-            with _job(replace(side, is_stock=False)) as job:
+            with _job(replace(side, is_stock=False), route) as job:
                 with _destroyed_if_refused(job):
                     checkpoint.load(job.engine, folder, "saved")
                 checkpoint.save(job.engine, folder, "again")
-        with _job(side) as job:
+        with _job(side, route) as job:
             with _destroyed_if_refused(job):
                 job.train(range(7, 8))
                 if route == "to stock":
