@@ -53,6 +53,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
       parameters that are marked as a slice.
     - accelerate, and so Trainer, distributes samples over the ranks that work on different samples
       (:meth:`~ds_topo.ProcessGrid.get_sample_rank`), and counts these ranks in schedules and batch sizes.
+      ``start.with_samples_of`` corrects a ``train_batch_size`` that it has computed already.
     - ``deepspeed.init_inference`` with ``tensor_parallel`` splits the model along the axis ``model``.
     - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses the grid's groups.
 
