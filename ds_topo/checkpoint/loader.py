@@ -2,8 +2,8 @@
 
 Both sides are tables of the whole model: :mod:`~ds_topo.checkpoint.engine_state` says which elements of which parameter
 each piece of the engine's memory holds, and a :class:`Source` reads any elements of any parameter: DeepSpeed's files
-(``deepspeed_reader``), plain weights (``plain_weights``), or torch's format (``torch_format``). Every rank reads its own
-elements. Nothing is written to the disk.
+(``deepspeed_reader``), plain weights (``plain_weights``), or torch's format (``torch_format``). Every rank reads its
+own elements. Nothing is written to the disk.
 
 :func:`load_into` first compares the two, so that all ranks refuse before the engine changes. :class:`Loader` then
 copies.

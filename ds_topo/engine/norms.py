@@ -7,8 +7,8 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              experts it averages the norms of ranks that hold different experts. Our
                              ``clip_grad_norm_`` replaces it.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
-                             group, which hangs if stages have different numbers of groups, and starts kernels for
-                             each parameter. ``zero_gradient_norm`` replaces it.
+                             group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
+                             replaces it in both cases.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
                              parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
                              and with experts. ``of_unequal_stages`` refuses it if stages have different numbers of
@@ -28,7 +28,6 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import log_dist
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from ds_topo.base.classes import stock_class
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
@@ -144,21 +143,20 @@ def clip_grad_norm_(
         _local_gradient(parameter) if hasattr(parameter.grad, "device_mesh") else parameter.grad.detach()
         for parameter in trained
     ]
-    own, failure = torch.tensor(0.0), None
+    device = given[0].device if given else get_accelerator().current_device_name()
+    own, failure, is_largest = torch.zeros((), device=device), None, math.isinf(kind)
     try:
         _require_reduced(given)
         pairs = zip(trained, local, strict=True)
         counts = _counted_here(grid)
         counted = [gradient for parameter, gradient in pairs if counts(parameter)]
-        if counted:
-            own = get_total_norm(counted, kind, foreach=foreach)
+        if counted and is_largest:
+            own = get_total_norm(counted, kind, foreach=foreach).to(device)
+        elif counted:
+            own = sum_of_powers(counted, kind, device, is_foreach=foreach is not False)
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure = error
-    device = given[0].device if given else get_accelerator().current_device_name()
-    own, is_largest = own.to(device), math.isinf(kind)
-    total, failed = _sum_over_grid(
-        own if is_largest else own**kind, grid, is_largest=is_largest, failed=failure is not None
-    )
+    total, failed = _sum_over_grid(own, grid, is_largest=is_largest, failed=failure is not None)
     norm = total if is_largest else total ** (1 / kind)
     if failure is not None:
         raise failure
@@ -169,8 +167,14 @@ def clip_grad_norm_(
             f"the total norm of order {kind} of the gradients on all ranks is {float(norm)}, so they cannot be "
             "clipped: skip this step, or pass error_if_nonfinite=False to scale by it anyway"
         )
-    scaled: list[Any] = [SimpleNamespace(grad=gradient) for gradient in local]  # the shards of DTensors
-    clip_grads_with_norm_(scaled, limit, norm, foreach)
+    # torch divides by the reciprocal, which may differ from DeepSpeed's quotient in the last bit.
+    coefficient = (norm.new_tensor(limit) / (norm + 1e-6)).clamp(max=1.0)
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in local:  # also the shards of DTensors
+        on_device.setdefault(gradient.device, []).append(gradient)
+    for place, gradients in on_device.items():
+        for some in [gradients] if foreach is not False else [[gradient] for gradient in gradients]:
+            torch._foreach_mul_(some, coefficient.to(place))
     return norm
 
 
@@ -252,6 +256,22 @@ def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool:
 
 
 # -- norms with experts -----------------------------------------------------------------------------------------------
+
+
+def square_of_partition(
+    gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], grid: MpuGrid, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the sum, ``[]``, of the squares of this rank's partition of a group of ZeRO 1 or 2.
+
+    Args:
+        gradients: those of a partition, maybe with DeepSpeed's padding.
+        parameters: their parameters.
+        grid: the engine's grid.
+        dtype: the type of the sums.
+    """
+    counts, real = _on_this_slice(grid), (part for part in gradients if not getattr(part, "_zero_padding", False))
+    counted = [part.detach() for part, parameter in zip(real, parameters, strict=False) if counts(parameter)]
+    return sum_of_powers(counted, 2.0, get_accelerator().current_device_name(), dtype).float()
 
 
 def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -452,11 +472,32 @@ def overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def _total_norm(gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of all gradients of the model, of which this rank counts some."""
     device = get_accelerator().current_device_name()
-    square = torch.zeros((), device=device)
-    if gradients:
-        norms = torch._foreach_norm([gradient.detach() for gradient in gradients], 2.0, dtype=torch.float32)
-        square = torch.stack(norms).to(device).square().sum()
+    square = sum_of_powers([gradient.detach() for gradient in gradients], 2.0, device, torch.float32)
     return _sum_over_grid(square, grid)[0].sqrt()
+
+
+def sum_of_powers(
+    gradients: list[torch.Tensor],
+    kind: float,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    is_foreach: bool = True,
+) -> torch.Tensor:
+    """Return the sum, ``[]``, of the powers of all elements, by a few kernels, and to the last bit as DeepSpeed does.
+
+    Args:
+        gradients: dense gradients.
+        kind: the exponent.
+        device: the device of the result.
+        dtype: the type of the sums; that of the gradients by default.
+        is_foreach: whether one kernel may work on several gradients.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
+    parts = [gradients] if is_foreach else [[gradient] for gradient in gradients]
+    norms = chain.from_iterable(torch._foreach_norm(part, kind, dtype=dtype) for part in parts)
+    return torch.stack([norm.to(device) for norm in norms]).pow(kind).sum()
 
 
 def _sum_over_grid(

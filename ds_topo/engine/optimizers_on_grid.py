@@ -23,6 +23,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -32,6 +33,7 @@ from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import nn
 
 from ds_topo.base.classes import Mixin, adopt, stock_class
@@ -91,7 +93,7 @@ def put_optimizer_on_grid(
     is_offloaded = kind is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow
     corrects = corrects_norms and has_experts
     if mixin is ZeroOnGrid:
-        corrects = corrects_norms or stages_differ
+        corrects = corrects or stages_differ
     elif mixin is UnfusedOnGrid:
         corrects = corrects_norms and (has_experts or engine.mpu.get_model_parallel_world_size() > 1)
     elif mixin is BF16OnGrid:
@@ -182,15 +184,24 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return found.reshape(1).to(get_accelerator().current_device_name())
 
     def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
-        """Return the norm over the grid, by a few kernels.
+        """Return the norm over the grid.
 
-        DeepSpeed's counts the experts of the first slice only, and hangs where stages differ in parameter groups. It
-        starts several kernels for each parameter.
+        DeepSpeed's counts the experts of the first slice only, and hangs where stages differ in parameter groups.
         """
         if self.on_grid.corrects_norm:
             return norms.zero_gradient_norm(self, self.mpu)
         norm: torch.Tensor = super().scaled_global_norm(norm_type)
         return norm
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
+        """Return the norm of a group, or -1 for inf and nan, to the last bit as DeepSpeed, but by a few kernels.
+
+        DeepSpeed starts several for each parameter. It asks for norms of type 2 only.
+        """
+        total = norms.square_of_partition(gradients, params, self.mpu, get_norm_dtype())
+        dist.all_reduce(total, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        return torch.where(total.isfinite(), total.sqrt(), -1.0)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Note that the step may have another backward pass: programs discard gradients by this method, too."""
