@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import ds_topo
 from ds_topo.cli import main
 from tests.support.example_jobs import SMALL, record_in, run_command
 from tests.support.ranks import run_ranks
@@ -134,6 +135,13 @@ def _exists(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "".join(path.read_text() for path in sorted((ROOT / "examples/reference").glob("*.rst")))
+    entries = re.findall(r"^\.\. auto\w+:: ds_topo\.(\w+)$", pages, re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    assert set(ds_topo.__all__) <= set(entries)
 
 
 def test_the_program_in_eight_lines_has_eight_lines() -> None:

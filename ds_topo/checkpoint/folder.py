@@ -424,7 +424,7 @@ class Checkpoint:
 
     @property
     def age(self) -> tuple[int, str]:
-        """The step, then the time: the newest checkpoint has the greatest. A clock that jumps back changes no step."""
+        """The step, then the time; the newest checkpoint has the greatest. A clock that jumps back changes no step."""
         if self.manifest is not None:
             return self.manifest.step, self.manifest.time
         digits = re.findall(r"[0-9]+", self.tag)

@@ -406,7 +406,7 @@ class Manifest(Saved):
     tag: Text
     step: Number
     time: Text
-    """The time at which its files were written: UTC, ISO 8601."""
+    """The time at which its files were written, in UTC and ISO 8601."""
     layout: SavedLayout
     files: tuple[SavedFile, ...]
     parameters: tuple[SavedParameter, ...]

@@ -67,7 +67,7 @@ def init_distributed(
             The environment variable ``DS_TOPO_WATCH`` (``60``, ``off``) takes precedence.
 
     Returns:
-        The launcher's description of this rank: ``rank``, ``world_size``, ``local_rank``, ...
+        The launcher's description of this rank, with ``rank``, ``world_size``, ``local_rank``, ...
 
     Raises:
         LaunchError: there is no launcher, its variables are missing or contradictory, or the master is unreachable.

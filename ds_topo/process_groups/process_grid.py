@@ -247,7 +247,7 @@ class ProcessGrid:
     # -- replicas and samples ----------------------------------------------------------------------------------------
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
+        """Return the group of all replicas of this rank's parameters, the ranks with the same stage and slice."""
         group = self._core.groups.get(self._core.replica_axes)  # DeepSpeed asks several times in each step
         return self.get_group(self._core.replica_axes) if group is None else group
 

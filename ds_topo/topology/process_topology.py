@@ -318,7 +318,7 @@ class ProcessTopology:
 
     @cached_property
     def spec(self) -> str:
-        """The topology as text for ``from_spec``: degrees, with strides where degrees do not determine it.
+        """The topology as text for ``from_spec``, with strides where degrees do not determine it.
 
         >>> topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2")
         >>> topology.spec, topology.fold({"pipe": ["pipe"], "data": ["data", "seq"]}).spec
