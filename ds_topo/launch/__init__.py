@@ -7,6 +7,6 @@ launcher has ended. ``ds_topo.init_distributed()`` also initialises DeepSpeed; `
 the same with torch alone.
 """
 
-from ds_topo.launch.launchers import Launch, RankFilter, detect_launch, export_coordinates, rank_name
+from ds_topo.launch.launchers import Launch, RankFields, detect_launch, export_coordinates, rank_name
 
-__all__ = ["Launch", "RankFilter", "detect_launch", "export_coordinates", "rank_name"]
+__all__ = ["Launch", "RankFields", "detect_launch", "export_coordinates", "rank_name"]

@@ -346,13 +346,14 @@ def rank_name(separator: str = " ") -> str:
     return separator.join(words)
 
 
-class RankFilter(logging.Filter):
+class RankFields(logging.Filter):
     """Gives log records the fields ``rank``, ``world_size``, ``host`` and ``coordinate``, for any format.
 
-    Add it to a handler; it lets every record pass. The coordinate is empty until there is a grid.
+    Add it to a handler; it lets every record pass (``grid.is_logging_rank()`` selects ranks). The coordinate is empty
+    until there is a grid.
 
     >>> handler = logging.StreamHandler()
-    >>> handler.addFilter(RankFilter())
+    >>> handler.addFilter(RankFields())
     >>> handler.setFormatter(logging.Formatter("%(asctime)s [rank %(rank)s %(coordinate)s %(host)s] %(message)s"))
     """
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
-from ds_topo.base.backends import accelerator
+from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
 from ds_topo.errors import abridged
 from ds_topo.launch.agreement import agree
@@ -269,6 +269,53 @@ class ProcessGrid:
     def get_sample_world_size(self) -> int:
         """Return the number of shares into which each step's samples are divided."""
         return rank_tables.degree(self._core.topology, rank_tables.sample_axes(self._core.topology))
+
+    def is_logging_rank(self, each: str | Iterable[str] = ()) -> bool:
+        """Return whether this rank is the one that logs: the first of the grid, or for each index along some axes.
+
+        Engines of a pipeline return the loss of a step on every stage, and DeepSpeed's monitor writes on rank 0, so the
+        first rank has what there is to log.
+
+        Args:
+            each: axes; one rank for each index along them logs. ``each="data"`` has one rank of each replica.
+
+        Raises:
+            UnknownAxisError: an axis is not in the topology.
+
+        >>> import torch.distributed as dist
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+        >>> with ProcessGrid("data=2,model=2") as grid:
+        ...     grid.is_logging_rank(), grid.is_logging_rank(each="data")
+        (False, True)
+        >>> dist.destroy_process_group()
+        """
+        spared = rank_tables.axes_of(self.topology(), each)
+        return not any(self.get_axis_rank(axis) for axis in self.topology().axes if axis not in spared)
+
+    def sum_over_replicas(self, value: float | torch.Tensor) -> float:
+        """Return the sum of a number, such as of tokens, over the replicas of this rank's parameters; collective."""
+        return self._sums(value)[0]
+
+    def mean_over_replicas(self, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> float:
+        """Return the mean of a number, such as a loss, over the replicas of this rank's parameters; collective.
+
+        It waits for the device, so call it only in steps that log.
+
+        Args:
+            value: the number of this rank, such as the mean over its own samples.
+            weight: what the number is a mean of, if replicas differ in it: samples, or tokens that are not padding.
+        """
+        weight = float(weight)
+        total, weights = self._sums(float(value) * weight, weight)
+        return total / weights
+
+    def _sums(self, *values: float | torch.Tensor) -> list[float]:
+        group = self.get_data_parallel_group()
+        device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
+        sums = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+        dist.all_reduce(sums, group=group)
+        return [float(value) for value in sums.tolist()]
 
     def batch_sizes(
         self, train_batch_size: int, micro_batch_size: int | None = None, *, accumulation: int = 1

@@ -54,10 +54,13 @@ def test_every_rank_of_64_asks_every_group(spec: str) -> None:
                 assert grid.get_axis_rank(axis) == dist.get_rank(grid.get_group(axis))
                 assert grid.get_axis_rank(axis) == getattr(topology.get_coord(rank), axis, 0)
                 assert grid.get_axis_size(axis) == len(expected)
+                others = peers(topology, rank, *(other for other in topology.axes if other != axis))
+                assert grid.is_logging_rank(each=axis) == (rank == others[0]), "one for each index along the axis"
                 place = expected.index(rank)
                 assert grid.get_next_rank(axis) == expected[(place + 1) % len(expected)]
                 assert grid.get_prev_rank(axis) == expected[place - 1]
                 seen.setdefault(axis, []).append(tuple(expected))
+            assert grid.is_logging_rank() == (rank == 0)
             assert_mpu_is_brute_force(grid, topology, rank, replicas)
     for axis, lists in seen.items():
         for ranks in set(lists):

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from ds_topo import ProcessTopology
-from ds_topo.launch import RankFilter, export_coordinates, rank_name
+from ds_topo.launch import RankFields, export_coordinates, rank_name
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,10 @@ def test_a_late_restore_changes_nothing() -> None:
 def test_log_records_and_file_names_have_rank_and_coordinate() -> None:
     record = logging.LogRecord("training", logging.INFO, __file__, 1, "loss %d", (3,), None)
     form = logging.Formatter("[%(rank)s/%(world_size)s %(coordinate)s %(host)s] %(message)s")
-    assert RankFilter().filter(record)
+    assert RankFields().filter(record)
     assert form.format(record) == f"[5/8  {socket.gethostname()}] loss 3"
     restore_first = export_coordinates(ProcessTopology.from_spec("pipe=2,data=4"), 5)
-    assert RankFilter().filter(record)
+    assert RankFields().filter(record)
     assert form.format(record) == f"[5/8 pipe=1 data=1 {socket.gethostname()}] loss 3"
     assert rank_name("-") == f"rank5-pipe=1-data=1-{socket.gethostname()}"
     restore_first()

@@ -1,0 +1,28 @@
+"""Sums and means over replicas, for logs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo import ProcessGrid
+from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", "strict")
+
+
+def _numbers(spec: str) -> tuple[float, float, float]:
+    rank = dist.get_rank()
+    with ProcessGrid(spec) as grid:
+        tokens = grid.sum_over_replicas(16_777_217 if rank == 0 else rank)  # more than single precision can count
+        return grid.mean_over_replicas(torch.tensor(float(rank))), grid.mean_over_replicas(rank, 1 + rank), tokens
+
+
+def test_numbers_are_summed_over_replicas_alone(world: Worlds) -> None:
+    first, second = (1.0, 6 / 4, 16_777_219.0), (2.0, 14 / 6, 4.0)  # of ranks 0 and 2, and of 1 and 3
+    assert world(4).run(_numbers, "data=2,model=2") == [first, second, first, second]
+
+
+def test_parts_of_sequences_are_replicas(world: Worlds) -> None:
+    assert world(4).run(_numbers, "pipe=1,seq=2,data=2") == [(1.5, 20 / 10, 16_777_223.0)] * 4
