@@ -39,15 +39,15 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.projection = nn.Linear(WIDTH, WIDTH)
         self.expand = nn.Linear(WIDTH, 4 * WIDTH)
         self.contract = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, hidden):
-        parts = self.qkv(self.attention_norm(hidden)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        normed = self.attention_norm(hidden)
+        parts = (layer(normed).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts)).transpose(1, 2).flatten(2)
         hidden = hidden + self.projection(mixed)
         return hidden + self.contract(F.gelu(self.expand(self.mlp_norm(hidden))))
 
