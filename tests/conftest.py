@@ -94,8 +94,8 @@ LONGEST = [
     *("cluster/test_launch", "test_guides", "examples/test_jobs", "health/test_faults", "engine/test_patches"),
     *("cluster/test_elastic", "cluster/test_virtual_hosts", "checkpoint/test_torch", "engine/test_arriving_parameters"),
     *("engine/test_plain_engine", "engine/test_replicas", "cluster/test_check", "engine/test_reducer_drivers"),
-    *("engine/test_moe", "engine/test_zero_partitions", "programs/test_hugging_face", "launch/test_joining"),
-    *("checkpoint/test_saving", "health/test_progress", "health/test_watch", "gpu/test_gpu"),
+    *("engine/test_moe", "engine/test_zero_partitions", "examples/test_porting", "programs/test_hugging_face"),
+    *("launch/test_joining", "checkpoint/test_saving", "health/test_progress", "health/test_watch", "gpu/test_gpu"),
     *("checkpoint/test_background", "engine/test_autoep"),
 ]
 """The files whose default tests take half a minute or more, the longest first."""

@@ -1,4 +1,4 @@
-"""The changes in ``porting.md`` apply to ``encoder.py``, and every form trains alike and continues the others' files."""
+"""The changes in ``porting.md`` apply to ``encoder.py``; every form trains alike and continues the others' files."""
 
 from __future__ import annotations
 
