@@ -121,12 +121,14 @@ def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParall
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Return a config; what it leaves out of how to train comes from the default one."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise TopologyError(f"--config {path}: {error}") from error
-    config.setdefault("gradient_accumulation_steps", 1)
-    return config
+    default = json.loads(DEFAULT_CONFIG.read_text())
+    training = {name: default[name] for name in ("optimizer", "gradient_clipping", "steps_per_print")}
+    return {"gradient_accumulation_steps": 1, **training, **config}
 
 
 def model_config(arguments: argparse.Namespace) -> GPTConfig:

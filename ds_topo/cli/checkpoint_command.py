@@ -15,7 +15,7 @@ from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, check_folder
 from ds_topo.checkpoint.manifest import SavedParameter
-from ds_topo.cli.shared import cells, counted, say, table_of
+from ds_topo.cli.shared import cells, counted, new_console, say, table_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError
 from ds_topo.launch.placement import fold_numbers
 
@@ -48,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         MissingCheckpointError: there is none.
     """
-    from rich.console import Console
-
     try:
         folder = check_folder(arguments.folder, "FOLDER")
     except ValueError as error:
@@ -70,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         json.dump(content, sys.stdout)
         print()
     elif is_one:
-        _print_checkpoint(Console(), found[0], is_latest=latest == found[0].tag, verified=arguments.verify)
+        _print_checkpoint(new_console(), found[0], is_latest=latest == found[0].tag, verified=arguments.verify)
     else:
-        _print_checkpoints(Console(), found, latest, verified=arguments.verify)
+        _print_checkpoints(new_console(), found, latest, verified=arguments.verify)
     return int(any(checkpoint.problems for checkpoint in found))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ds_topo.cli.shared import counted, new_figure, save_figure, say, table_of
+from ds_topo.cli.shared import UNBOUNDED, counted, new_figure, save_figure, say, table_of
 from ds_topo.errors import MissingWorldSizeError, TopologyError, UnknownAxisError
 from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size
@@ -318,7 +318,7 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
     if not any("," in placements.fold_numbers(ranks) for _, ranks in view.rows):
         tables += [partial(_ranks_table, view, most, headed=headed, ranges=True, gap=gap) for gap in (2, 1)]
     tables += [partial(_ranks_table, view, ceil(most / lines)) for lines in range(2, most + 1)]
-    unbounded = console.options.update(width=1 << 16)
+    unbounded = console.options.update(width=UNBOUNDED)
     for make_table in tables:
         table = make_table()
         if console.measure(table, options=unbounded).maximum <= console.width:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
@@ -29,6 +30,7 @@ from ds_topo.plan.explain import differences, explain_axes, explain_memory, expl
 from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.plan.model import Model, read_model, transformer
+from ds_topo.plan.presets import PRESETS
 from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.plan.stages import Costs
 from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
@@ -65,9 +67,9 @@ NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "json")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     switch = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("model: a config file, or numbers by hand").add_argument
-    config = "config.json of Hugging Face, or its folder: GPT-2, Llama, Mixtral, Qwen, DeepSeek"
-    add("--model", metavar="FILE", help=config)
+    add = parser.add_argument_group("model: a name, a config file, or numbers by hand").add_argument
+    config = "config.json of Hugging Face, or its folder (GPT-2, Llama, Mixtral, Qwen, DeepSeek)"
+    add("--model", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}; or a {config}")
     add("--layers", metavar="N", type=int, help="transformer layers")
     add("--hidden", metavar="N", type=int, help="width of the activations between layers")
     add("--heads", metavar="N", type=int, help="attention heads")
@@ -146,11 +148,13 @@ def run(arguments: argparse.Namespace) -> int:
     compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
     if arguments.picture:
         plan_report.save_picture(found, arguments.picture)
+        print(f"picture: {arguments.picture}", file=sys.stderr)
     advice = None
     if arguments.write:
-        config = plan_report.deepspeed_config(job, found.best)
-        write_file("--write", arguments.write, json.dumps(config, indent=2))
-        advice = plan_report.how_to_train(job, found.best, arguments.write)
+        config = json.dumps(plan_report.deepspeed_config(job, found.best), indent=2)
+        write_file("--write", arguments.write, config)
+        how = plan_report.how_to_train(job, found.best, arguments.write)
+        advice = f"{arguments.write}:\n{config}\n\n{how}"
     if arguments.json:
         print(json.dumps(found_as_json(found, compared, arguments.compare)))
     else:
@@ -187,7 +191,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         return read_model(arguments.model)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
-        raise TopologyError(f"a model is needed: --model FILE, or its numbers; {' '.join(missing)} missing")
+        raise TopologyError(f"a model is needed: --model NAME or FILE, or its numbers; {' '.join(missing)} missing")
     same = ("layers", "hidden", "heads", "kv_heads", "ffn", "sequence", "gated")
     return transformer(
         vocabulary=arguments.vocab,

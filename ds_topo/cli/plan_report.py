@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ds_topo.cli.shared import new_figure, save_figure, table_of
+from ds_topo.cli.shared import new_console, new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
 from ds_topo.plan import explain
 from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
@@ -24,19 +23,9 @@ from ds_topo.plan.stages import Costs
 from ds_topo.plan.step_time import GRADIENTS, layout_spans, two_level_pays
 from ds_topo.topology.axes import DATA, SHARD
 
-LEARNING_RATE = 3e-3
 EXAMPLE_VOCABULARY = 256
 """The examples' tokens are bytes."""
 SHOWN_ORDERS = 6
-FILE_COLUMNS = 132
-"""The width of tables that are written to a file or a pipe."""
-
-
-def _console() -> Console:
-    """Return a console as wide as the terminal, or as COLUMNS says; wide for a file or a pipe."""
-    console = Console(highlight=False)
-    is_given = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
-    return console if is_given else Console(highlight=False, width=FILE_COLUMNS)
 
 
 def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, explained: bool) -> None:
@@ -44,7 +33,7 @@ def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, 
 
     ``compared`` is the plan of the topology ``spec``, or why there is none.
     """
-    console, job = _console(), found.job
+    console, job = new_console(), found.job
     model, cluster = job.model, job.cluster
     active = f", {model.active_parameters / 1e9:.2f} B at work" if model.expert_count else ""
     title = f"{model.name}: {model.parameters:,} parameters{active}, trained by {job.software.name}"
@@ -53,10 +42,8 @@ def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, 
         f"{cluster.hosts} x {cluster.slots} {cluster.accelerator.name}, {cluster.memory_limit / 1e9:.1f} GB each for "
         f"tensors; {job.batch} sequences of {job.sequence} in {job.precision.name}\n"
     )
-    header, *lines = _plan_lines(found, console.width)
-    console.print(header, style="bold", soft_wrap=True)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    for number, line in enumerate(_plan_lines(found, console.width)):  # the header, and the best plan
+        console.print(line, style="bold" if number < 2 else None, markup=False, soft_wrap=True)
     console.print(f"\nfirst because {explain.reason(found)}", markup=False)
     if needed := explain.needs(found):
         console.print("; ".join(needed), markup=False)
@@ -140,7 +127,7 @@ def _print_explained(console: Console, found: Found) -> None:
         console.print(f"  {plan.layout.topology.spec:40} {plan.seconds:.4g} s  {plan.seconds / best.seconds - 1:+.1%}")
     console.print("\n[bold]the rest[/bold]")
     for line in explain.rejections(found.tally):
-        console.print(Padding(line, (0, 0, 0, 2)))
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
 
 def _terms_table(terms: list[explain.Term], whole: float, unit: str, scale: float) -> Table:
@@ -177,6 +164,7 @@ def save_picture(found: Found, path: str | Path) -> None:
         f"{one.topology.spec}\n{', '.join([f'micro {one.micro_batch}', f'ZeRO {one.zero}', *one.details()])}"
         for one in layouts
     ]
+    labels[0] = f"best: {labels[0]}"
     unit, name = (1.0, "s") if plans[0].seconds >= 1 else (1e3, "ms")
     _bars(seconds, [plan.time.parts() for plan in plans], labels, unit, legend_columns=6)
     for row, plan in enumerate(plans):
@@ -192,6 +180,9 @@ def save_picture(found: Found, path: str | Path) -> None:
         memory.axvline(limit, color="black", linestyle="--", linewidth=1)
         memory.text(limit, -0.75, f"limit {limit:.3g} GB ", ha="right", va="center", fontsize=8)
     memory.set_xlabel("GB per rank at its peak")
+    for axes in (seconds, memory):
+        axes.axhspan(-0.45, 0.45, color="gold", alpha=0.25, zorder=0, linewidth=0)
+    seconds.get_yticklabels()[0].set_fontweight("bold")
     figure.suptitle(
         f"{job.model.name} on {job.cluster.hosts} x {job.cluster.slots} {job.cluster.accelerator.name}, "
         f"{job.batch} sequences of {job.sequence}, {job.precision.name}",
@@ -224,7 +215,7 @@ def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], unit: floa
 def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     """Return the config of a plan: topology in placement order, micro-batches, ZeRO, precision, reducer.
 
-    The learning rate and other hyperparameters are those of the examples: a plan does not decide them.
+    It has no optimizer and no learning rate: a plan does not decide them.
 
     Raises:
         TopologyError: if a DeepSpeed config cannot ask for the software or the precision.
@@ -241,17 +232,13 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     degrees = dict(zip(layout.topology.axes, layout.topology.dims, strict=True))
     # DeepSpeed allocates whole buckets: they should not be larger than what a rank has
     bucket = min(BUCKET_PARAMETERS, max(held.total for held in costs.all_parameters(layout)))
-    adam = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1}
     config: dict[str, Any] = {
         "topology": {axis: degree for axis, degree in degrees.items() if degree > 1} or {DATA: 1},
         "train_batch_size": job.batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.micro_batches(job.batch),
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": {"stage": layout.zero, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
         "gradient_reducer": _reducer(costs, layout),
-        "steps_per_print": 1_000_000_000,
     }
     if job.precision.name in ("bf16", "fp16"):
         config[job.precision.name] = {"enabled": True}
@@ -289,9 +276,10 @@ def how_to_train(job: Job, plan: Plan, path: str) -> str:
         f"experts over {layout.expert_parallel} ranks": job.model.expert_count > 0,
         "sequence parallelism": layout.sequence_parallel,
         "its own recomputation": layout.recompute is Recompute.FULL,
+        "an optimizer with its learning rate": True,
     }
     beside = ", ".join(part for part, is_needed in parts.items() if is_needed)
-    return f"{path} is for a program of your own ({problem})" + (f", which must bring {beside}" if beside else "")
+    return f"{path} is for a program of your own ({problem}), which must bring {beside}"
 
 
 def _example_problem(job: Job, layout: JobLayout) -> str | None:

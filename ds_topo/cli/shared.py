@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 """Matches numbers, which are not names of hosts."""
+UNBOUNDED = 1 << 16
+"""More characters than a line has."""
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
@@ -141,6 +143,19 @@ def _filtered(hosts: Hosts, arguments: argparse.Namespace) -> Hosts:
 # -- output to a terminal ----------------------------------------------------------------------------------------------
 
 
+def new_console() -> Console:
+    """Return a console for standard output: as wide as the terminal, or as COLUMNS says.
+
+    In a pipe or a file without COLUMNS, no line is broken. With NO_COLOR nothing is styled, not even in bold.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
+    if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()):
+        console.width = UNBOUNDED
+    return console
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
@@ -194,9 +209,7 @@ def report(results: dict[str, Any], path: str | None, show: Callable[[Console], 
     if path == "-":
         print(json.dumps(results))
         return
-    from rich.console import Console
-
-    show(Console())
+    show(new_console())
     if path is not None:
         write_file("--json", path, json.dumps(results))
 

@@ -13,6 +13,7 @@ from ds_topo.cli.shared import (
     check_ending,
     given_options,
     host_map_of,
+    new_console,
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
@@ -50,8 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    from rich.console import Console
-
     from ds_topo.cli import layout_view
 
     _check_output(arguments)
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None:
             layout_view.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
             print(f"picture: {path}", file=sys.stderr)
-    console = Console()
+    console = new_console()
     if arguments.json:
         content = [layout_as_json(view, groups=arguments.groups) for view in views]
         json.dump(content[0] if len(views) == 1 else comparison_as_json(views, content), sys.stdout)

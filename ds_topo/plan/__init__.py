@@ -2,6 +2,7 @@
 
 =====================  ==============================================================================================
 ``model``              the size of a model, from numbers by hand or from a ``config.json``
+``presets``            the configs of public models, by name
 ``live_module``        the size of a live module, measured on the meta device
 ``hardware``           GPUs, links and hosts, from tables or from measurements
 ``calibrate``          measurements of the GPUs at hand

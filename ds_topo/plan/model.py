@@ -1,14 +1,15 @@
 """Compute the size of a transformer: exact parameters and multiply-adds, of the whole model and of one rank.
 
-``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json``, and
-``ds_topo.plan.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor)
-axis.
+``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json`` or a name in
+``presets``, and ``ds_topo.plan.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model
+(tensor) axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property, partial
 from math import gcd
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
 from ds_topo.plan import read_json, whole_number
+from ds_topo.plan.presets import PRESETS
 
 MOST_LAYERS = 2048
 """More than any model has, and few enough to plan in seconds."""
@@ -407,16 +409,24 @@ def _check_layers(layers: int) -> None:
 
 
 def read_model(path: str | Path) -> Model:
-    """Return the model that a Hugging Face ``config.json`` (or the folder that holds one) describes.
+    """Return the model that a Hugging Face ``config.json`` (or the folder that holds one) describes, or a known one.
+
+    >>> read_model("meta-llama/Meta-Llama-3-70B").parameters
+    70553706496
 
     Raises:
         TopologyError: if the file cannot be read, its family is not known, or a number is missing.
     """
     path = Path(path)
+    name = path.name.lower().removeprefix("meta-")
+    if not path.exists() and name in PRESETS and len(path.parts) < 3 and not path.is_absolute():
+        return model_from_config(PRESETS[name], name)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
+        meant = "".join(f"did you mean {near}? " for near in get_close_matches(name, PRESETS, n=1))
         raise TopologyError(
-            f"model {str(path)!r} does not exist: give the config.json of a downloaded model, or its folder"
+            f"model {str(path)!r} is neither a file nor a known model: {meant}Give the config.json of a downloaded "
+            f"model, its folder, or one of {', '.join(PRESETS)}"
         )
     config = read_json(path, "model")
     if not isinstance(config, Mapping) or "model_type" not in config:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ds_topo.checkpoint import manifest as manifests
 from ds_topo.cli import main
 from tests.checkpoint.handmade import make
 
@@ -51,6 +53,19 @@ def test_one_checkpoint_is_shown_with_parameters(folder: Path, capsys: pytest.Ca
     assert "layout pipe=2,data=2 (4 ranks), ZeRO 1, fp32" in text
     assert any(line.startswith("files ") and line.endswith(size) for line in text), "both count the manifest"
     assert text[-2:] == ["0.weight [4, 2] float32 0", "1.weight [2, 2] float32 1 dimension 0"]
+
+
+def test_long_names_are_found_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    made = make(tmp_path, "step3", 3)
+    names = [f"module.{number}." + "very_long_name." * 12 + "weight" for number in range(2)]
+    rows = tuple(replace(row, name=name) for row, name in zip(made.parameters, names, strict=True))
+    (tmp_path / "step3" / manifests.NAME).write_text(manifests.to_text(replace(made, parameters=rows)))
+    assert main(["checkpoint", str(tmp_path / "step3")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "very_long_name" in line] == names
 
 
 def test_json_output_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

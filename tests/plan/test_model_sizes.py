@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_topo.errors import TopologyError
-from ds_topo.plan.model import Block, FeedForward, Model, model_from_config, transformer
+from ds_topo.plan.model import Block, FeedForward, Model, model_from_config, read_model, transformer
+from ds_topo.plan.presets import PRESETS
 from tests.plan.published_runs import recomputed_flops_per_token
 
 Config = dict[str, Any]
@@ -69,11 +72,7 @@ TOTALS: dict[str, tuple[Config, int]] = {
     "llama-2-7b": (llama(32, 4096, 32, 32, 11008, 32000), 6_738_415_616),
     "llama-2-13b": (llama(40, 5120, 40, 40, 13824, 32000), 13_015_864_320),
     "llama-2-70b": (llama(80, 8192, 64, 8, 28672, 32000), 68_976_648_192),
-    "llama-3-8b": (llama(32, 4096, 32, 8, 14336, 128256), 8_030_261_248),
-    "llama-3-70b": (llama(80, 8192, 64, 8, 28672, 128256), 70_553_706_496),
-    "llama-3.1-405b": (llama(126, 16384, 128, 8, 53248, 128256), 405_853_388_800),
     "mistral-7b": (llama(32, 4096, 32, 8, 14336, 32000, model_type="mistral"), 7_241_732_096),
-    "mixtral-8x7b": (llama(32, 4096, 32, 8, 14336, 32000, **MIXTRAL), 46_702_792_704),
     "mixtral-8x22b": (llama(56, 6144, 48, 8, 16384, 32768, **MIXTRAL), 140_630_071_296),
     "qwen2-7b": (llama(28, 3584, 28, 4, 18944, 152064, model_type="qwen2"), 7_615_616_512),
     "qwen2.5-0.5b": (
@@ -100,8 +99,6 @@ TOTALS: dict[str, tuple[Config, int]] = {
         llama(28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128, tie_word_embeddings=True),
         596_049_920,
     ),
-    "qwen3-8b": (llama(36, 4096, 32, 8, 12288, 151936, model_type="qwen3", head_dim=128), 8_190_735_360),
-    "qwen3-30b-a3b": (llama(48, 2048, 32, 4, 6144, 151936, **QWEN3_MOE), 30_532_122_624),
     "deepseek-v2-lite": (
         llama(
             27,
@@ -118,22 +115,23 @@ TOTALS: dict[str, tuple[Config, int]] = {
         ),
         15_706_484_224,
     ),
-    "deepseek-v3": (
-        llama(
-            61,
-            7168,
-            128,
-            128,
-            18432,
-            129280,
-            **{**DEEPSEEK, "model_type": "deepseek_v3", "q_lora_rank": 1536, "first_k_dense_replace": 3},
-            n_routed_experts=256,
-            num_experts_per_tok=8,
-            moe_intermediate_size=2048,
-            n_shared_experts=1,
-        ),
-        671_026_404_352,
-    ),
+}
+
+
+# totals of the safetensors files; DeepSeek's have 256 more in each of 58 layers, the router's correction bias
+PRESET_TOTALS = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
 }
 
 
@@ -143,8 +141,44 @@ def test_parameters_of_configs_match_published_totals(name: str) -> None:
     assert model_from_config(config).parameters == total
 
 
+def test_parameters_of_presets_match_published_totals() -> None:
+    assert {name: read_model(name).parameters for name in PRESETS} == PRESET_TOTALS
+
+
+def test_presets_have_the_keys_and_sizes_of_transformers() -> None:
+    """Each key of a preset is one of the family's config, and transformers' own model has as many parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, preset in PRESETS.items():
+        config = AutoConfig.for_model(**preset)
+        assert [key for key in preset if not hasattr(config, key)] == []
+        if "deepseek" not in name:
+            with torch.device("meta"):
+                assert count(AutoModelForCausalLM.from_config(config)) == PRESET_TOTALS[name], name
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Meta-Llama-3-70B", "Llama-3-70b", "llama-3-70b"])
+def test_presets_are_known_by_names_of_hugging_face(name: str) -> None:
+    model = read_model(name)
+    assert (model.name, model.sequence, model.layers) == ("llama-3-70b", 8192, 80)
+
+
+def test_a_folder_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama-3-70b").mkdir()
+    Path("llama-3-70b/config.json").write_text(json.dumps(llama(2, 64, 4, 4, 128, 96)))
+    assert read_model("llama-3-70b").layers == 2
+
+
+def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=r"known model: did you mean llama-3.1-405b\? Give .* deepseek-v3"):
+        read_model("llama-3-405b")
+    with pytest.raises(TopologyError, match="is neither a file nor a known model"):
+        read_model(tmp_path / "llama-3-70b")
+
+
 def test_active_parameters_leave_out_idle_experts() -> None:
-    assert model_from_config(TOTALS["mixtral-8x7b"][0]).active_parameters == 12_879_925_248
+    assert read_model("mixtral-8x7b").active_parameters == 12_879_925_248
 
 
 class GPTBlock(nn.Module):
@@ -231,8 +265,7 @@ def test_flops_match_narayanan_et_al(layers: int, width: int, heads: int, sequen
 @pytest.mark.parametrize(("config", "tokens", "tflops"), [("llama-3-8b", 14451, 744), ("llama-3.1-405b", 292, 737)])
 def test_flops_match_published_throughputs(config: str, tokens: int, tflops: int) -> None:
     """Megatron-Bridge's TFLOP/s per GPU count half of attention, for a causal mask."""
-    model = model_from_config(TOTALS[config][0])
-    assert tokens * model.flops_per_token(8192) / 1e12 == pytest.approx(tflops, rel=0.005)
+    assert tokens * read_model(config).flops_per_token(8192) / 1e12 == pytest.approx(tflops, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -289,5 +322,5 @@ def test_model_by_hand_equals_model_by_config() -> None:
     by_hand: Model = transformer(
         layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, sequence=8192
     )
-    by_config = model_from_config(TOTALS["llama-3-8b"][0])
+    by_config = read_model("llama-3-8b")
     assert (by_hand.parameters, by_hand.blocks) == (by_config.parameters, by_config.blocks)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_topo.cli import main
+from ds_topo.cli import main, plan_command
 from ds_topo.cli.plan_command import POSITIVE, WHOLE
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -57,6 +57,19 @@ def test_output_fits_into_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     for line in plan(capsys, *JOB, *options).splitlines():
         assert len(line.rstrip()) <= 80, line
+
+
+def test_first_example_of_the_help_works(capsys: pytest.CaptureFixture[str]) -> None:
+    command = plan_command.EXAMPLES.splitlines()[1]
+    out = plan(capsys, *shlex.split(command)[2:], "--top", "1")
+    assert out.startswith("llama-3-70b: 70,553,706,496 parameters")
+
+
+def test_nothing_is_wrapped_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = plan(capsys, *JOB, "--explain").splitlines()
+    assert any(re.match(r"compute .* \(.*forward.*backward\) in stage 0 \(8 layers, output\)", line) for line in lines)
+    assert not any(line.startswith("  with ") for line in lines), "columns have room for everything"
 
 
 def test_plan_says_what_its_axes_need_and_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +165,8 @@ def test_reason_tells_untried_degrees_from_too_large_ones(
 
 def test_picture_is_written_by_file_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
-        plan(capsys, *JOB, "--picture", str(tmp_path / name))
+        assert main(["plan", *JOB, "--picture", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().err == f"picture: {tmp_path / name}\n"
         assert (tmp_path / name).read_bytes().startswith(start)
     assert "cannot be written" in refused(capsys, *JOB, "--picture", str(tmp_path / "absent" / "plan.png"))
 
@@ -168,6 +182,9 @@ def test_written_config_has_the_best_layout(
     data, micro = 2, config["train_micro_batch_size_per_gpu"]
     assert config["train_batch_size"] == 64 == data * micro * config["gradient_accumulation_steps"]
     assert config["bf16"] == {"enabled": True}
+    assert f"\n{path}:\n{path.read_text()}" in out
+    for not_planned in ("optimizer", "gradient_clipping", "steps_per_print"):
+        assert not_planned not in config
     assert "train with: torchrun --nnodes 2 --nproc-per-node 4 examples/train_gpt.py" in out
     copies = "ds-topo examples copies that program"
     assert copies not in out, "it is here"
@@ -292,7 +309,10 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ([], "a model is needed: --model FILE, or its numbers; --layers --hidden --heads --vocab --sequence missing"),
+        (
+            [],
+            "a model is needed: --model NAME or FILE, or its numbers; --layers --hidden --heads --vocab",
+        ),
         (GPT, "--accelerator NAME is missing: name the GPU to plan for, one of V100-16GB, V100-32GB, A100-40GB,"),
         ([*GPT, "--hosts", "1"], "--accelerator NAME is missing"),
         ([*GPT, "--hosts", "1", "--accelerator", "A10"], "'A10' is not in the table: choose one of ['V100-16GB'"),
@@ -361,7 +381,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         (["--model", __file__], "is not JSON"),
         ([*JOB, "--layers", "2049"], "2049 layers: the planner takes at most 2048"),
         ([*JOB, "--batch", "2147483648"], "--batch 2147483648: give a number from 1 on, at most 2147483647"),
-        (["--model", "gpt2"], "model 'gpt2' does not exist: give the config.json of a downloaded model, or its folder"),
+        (["--model", "gpt2"], "model 'gpt2' is neither a file nor a known model: Give the config.json of a"),
         ([*JOB, "--topology", "pipe=2"], "--topology: topology 'pipe=2' is for 2 ranks (2), but the job has 8"),
         ([*JOB, "--topology", "pipe=2"], "'pipe=2,data=4'; --fix decides the degrees of some axes only"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
