@@ -7,6 +7,13 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+OLDEST_PYTHON = (3, 10)
+if sys.version_info < OLDEST_PYTHON:  # this module is imported before any that older ones cannot compile
+    raise ImportError(
+        f"Python {sys.version.split()[0]} runs this program, but ds_topo needs Python 3.10 or newer: create an "
+        "environment with one, and install ds_topo there"
+    )
+
 
 def lazy_attributes(
     package: str, modules: Mapping[str, str | None]

@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig
 
+from ds_topo.base.supported import refuse_older_releases
 from ds_topo.errors import abridged
+
+refuse_older_releases()  # all modules that need torch import this one
 
 
 @dataclass(frozen=True)

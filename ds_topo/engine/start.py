@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -52,7 +55,8 @@ def init_distributed(
 
     The same program then runs under ``deepspeed`` (pdsh, openmpi, mpich, impi, slurm, ``--no_ssh``), ``torchrun``,
     ``srun`` and ``mpirun``: rank, world size, local rank and master address come from the launcher. Groups that are
-    created later without a timeout of their own, DeepSpeed's included, inherit this one.
+    created later without a timeout of their own, DeepSpeed's included, inherit this one. Without a launcher, as in
+    ``python train.py``, this process is a job of one rank.
     :func:`ds_topo.launch.joining.join` does the same without DeepSpeed.
 
     Args:
@@ -60,7 +64,7 @@ def init_distributed(
             ``DEEPSPEED_TIMEOUT``.
         backend: the backend of torch; by default that of DeepSpeed's accelerator.
         end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
-        verbose: rank 0 writes to standard error which launcher it found.
+        verbose: rank 0 writes to standard error which launcher it found. If it found none, it always says so.
         others: none; arguments of DeepSpeed's and torch's functions are refused, with the one to use instead.
         watch: start a :class:`~ds_topo.health.watch.Watch` until the end of the process. If a rank shows no sign of
             life for this many seconds, the other ranks print its name, and ranks that wait for it end. None: no watch.
@@ -70,7 +74,7 @@ def init_distributed(
         The launcher's description of this rank, with ``rank``, ``world_size``, ``local_rank``, ...
 
     Raises:
-        LaunchError: there is no launcher, its variables are missing or contradictory, or the master is unreachable.
+        LaunchError: a launcher's variables are missing or contradictory, or the master is unreachable.
         DisagreementError: some ranks did not join within the timeout; the message names them.
         TypeError: the timeout or the seconds of the watch are not numbers, or an argument does not exist.
         ValueError: they are not positive, or torch does not know the backend.
@@ -83,7 +87,8 @@ def init_distributed(
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
     remove_abandoned_locks()
     # torch is already initialised here, so DeepSpeed uses torch's groups
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=as_timeout(timeout))
+    with _naming_builds():
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=as_timeout(timeout))
     if get_accelerator().device_name() == "cpu":
         _unlink_shared_memory(launch)
     if limit is not None:
@@ -104,6 +109,48 @@ _INSTEAD = {
     "config": "omit it; pass the config to initialize()",
 }
 """Arguments of ``deepspeed.init_distributed`` and torch's ``init_process_group``, and what to write instead."""
+
+
+@contextmanager
+def _naming_builds() -> Iterator[None]:
+    """Say so if this process compiles an extension of DeepSpeed inside the block. The ranks that wait are silent."""
+    named: set[str] = set()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_POLL_SECONDS):
+            for name in set(_builds()) - named:
+                named.add(name)
+                where = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+                print(
+                    f"ds_topo: {where} compiles {name}, an extension of DeepSpeed. This takes half a minute or more, "
+                    "and happens once for each installation of DeepSpeed",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    thread = threading.Thread(target=watch, name="ds_topo-builds", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+_POLL_SECONDS = 0.5
+
+
+def _builds() -> list[str]:
+    """Return the names of the extensions that this process compiles: torch starts ninja in the folder of each."""
+    found = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # one has just ended
+            for pid in children.read_text().split():
+                words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+                if "-v" in words and "ninja" in map(os.path.basename, words[:2]):  # others ask for ninja's version
+                    found.append(Path(f"/proc/{pid}/cwd").readlink().name)
+    return found
 
 
 def _unlink_shared_memory(launch: Launch) -> None:
@@ -149,7 +196,7 @@ def initialize(
         TypeError: the model or the mpu is of another kind.
         ValueError: a section, an argument or a value is invalid; the message lists valid ones.
         TopologyError: the topology does not fit the job, or is not the mpu's.
-        LaunchError: the config has a topology, but no launcher started this rank.
+        LaunchError: the config has a topology, and the job cannot be joined.
     """
     given = dict(locals())  # the arguments by name
     check_is_module(model)
@@ -179,7 +226,7 @@ def initialize(
         if REFERENCE not in os.environ:
             check_batch_sizes(_content_of(config if config is not None else config_params, args), own_grid)
     given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
-    with reading_sections():
+    with reading_sections(), _naming_builds():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
     engine.gradient_reducer = None if reduction is None else GradientReducer.attach(engine, **reduction)
     return (engine, *others)

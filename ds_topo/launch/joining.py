@@ -24,7 +24,7 @@ from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeo
 from ds_topo.launch import orphans
 from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, within
 from ds_topo.launch.hosts import address_of, is_loopback
-from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
+from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address
 from ds_topo.launch.placement import fold_numbers
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -131,18 +131,18 @@ def join(
     This finds out rank, world size, local rank and master (:func:`detect_launch`), exports torch's and DeepSpeed's
     variables, waits until all ranks have come, and calls ``init_process_group``. Later groups without a timeout of
     their own, such as DeepSpeed's, get this timeout instead of torch's 30 minutes. If ``torch.distributed`` is
-    initialised already, it only returns the description of this rank.
+    initialised already, it only returns the description of this rank. Without a launcher, this process is a job of one
+    rank.
 
     Args:
         timeout: the timeout of joining and of every group, in seconds or as a ``timedelta``; by default the minutes in
             ``DEEPSPEED_TIMEOUT``, or 10 minutes.
         backend: the torch backend; by default torch's for this machine's accelerator, else ``gloo``.
         end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
-        verbose: let rank 0 write a line to standard error that names the launcher.
+        verbose: let rank 0 write a line to standard error that names the launcher. Without a launcher it always does.
 
     Raises:
-        LaunchError: there is no launcher, variables are missing or contradict each other, or the master cannot be
-            reached.
+        LaunchError: variables are missing or contradict each other, or the master cannot be reached.
         DisagreementError: some ranks did not come within the timeout. The message names them.
         TypeError: the timeout is not a number.
         ValueError: the timeout is not positive, or torch does not know the backend.
@@ -152,13 +152,13 @@ def join(
         return _joined_already(limit if timeout is not None else None)
     backend = backend or default_backend()
     check_backend(backend)
-    launch = prepare(end_with_launcher=end_with_launcher)
+    launch = prepare(end_with_launcher=end_with_launcher, alone=True)
     take_device(launch, backend)
     warn_of_restarts(launch)
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
-    if verbose and launch.rank == 0:
+    if launch.rank == 0 and (verbose or launch.launcher == ALONE):
         print(f"ds_topo: {launch}, backend {backend}, timeout {limit}", file=sys.stderr, flush=True)
     return launch
 
@@ -181,13 +181,15 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
     return timeout_of(timeout)
 
 
-def prepare(*, end_with_launcher: bool = True) -> Launch:
+def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
     """Detect the launcher, export its variables, let its end end this process, and choose gloo's interface.
+
+    With ``alone``, a process that no launcher started is a job of one rank.
 
     Raises:
         LaunchError: see :func:`join`.
     """
-    launch = detect_launch()
+    launch = detect_launch(alone=alone)
     if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
         os.environ.update(launch.variables)
     if end_with_launcher:

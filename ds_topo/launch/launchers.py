@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 """The default port of torch and DeepSpeed."""
+ALONE = "no launcher"
+"""The launcher of a process that is a job of one rank."""
 PREFIX = "DS_TOPO_"
 COORDINATE = f"{PREFIX}COORDINATE"
 """The variable with the whole coordinate, ``pipe=1 data=0``, which tells what other variables are exported."""
@@ -48,7 +50,7 @@ class Launch:
 
     Args:
         launcher: ``torchrun``, ``deepspeed``, ``srun``, ``mpirun (Open MPI)``, ... or ``environment`` for variables
-            that were set by hand.
+            that were set by hand, or ``no launcher`` for a job of one rank.
         rank: the rank in the job.
         world_size: the number of ranks.
         local_rank: the rank on this host, which is the index of its device.
@@ -94,6 +96,7 @@ class Launch:
         here = "" if self.local_world_size in (None, self.world_size) else f", {self.local_world_size} on this host"
         job = f" ({self.job})" if self.job else ""
         by = "by variables of the environment" if self.launcher == "environment" else f"started by {self.launcher}{job}"
+        by = f"because no launcher started this process{job}" if self.launcher == ALONE else by
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"{ranks}{here}, {by}, master {self.master_addr}:{self.master_port}"
 
@@ -117,7 +120,9 @@ class Launch:
 # -- detection ---------------------------------------------------------------------------------------------------------
 
 
-def detect_launch(environ: Mapping[str, str] | None = None, arguments: Sequence[str] | None = None) -> Launch:
+def detect_launch(
+    environ: Mapping[str, str] | None = None, arguments: Sequence[str] | None = None, *, alone: bool = False
+) -> Launch:
     """Find out from the environment what started this process.
 
     A complete set of torch's variables comes first: a ``torchrun`` inside an ``srun`` is torchrun. Then comes MPI, as
@@ -127,6 +132,8 @@ def detect_launch(environ: Mapping[str, str] | None = None, arguments: Sequence[
     Args:
         environ: the environment; ``os.environ`` by default.
         arguments: the command line, for the advice in messages; ``sys.argv`` by default.
+        alone: without a launcher, return a job of one rank. Inside a Slurm job this process may be meant as one of
+            several tasks, so it raises there.
 
     Raises:
         LaunchError: there is no launcher, or its variables are incomplete or contradict each other. The message names
@@ -140,7 +147,12 @@ def detect_launch(environ: Mapping[str, str] | None = None, arguments: Sequence[
         return _from_torch_variables(environ)
     mpi = next((name for name, (rank, _, local, _) in _MPI_VARIABLES.items() if {rank, local} <= environ.keys()), None)
     if mpi is None and not in_step(environ):
-        raise LaunchError(_what_is_missing(environ, sys.argv if arguments is None else arguments))
+        if alone and not any(environ.get(name) for name in (*_REQUIRED[:3], "SLURM_JOB_ID")):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = int(free.getsockname()[1])
+            more = f"torchrun --nproc-per-node 4 {_program(arguments)} starts 4 ranks"
+            return Launch(ALONE, 0, 1, 0, "127.0.0.1", port, local_world_size=1, node=(0, 1), job=more)
+        raise LaunchError(_what_is_missing(environ, _program(arguments)))
     launch = _from_slurm(environ) if mpi is None else _from_mpi(mpi, environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if environ.get(name, launch.variables[name]) != launch.variables[name]:
@@ -221,12 +233,16 @@ def _reader(environ: Mapping[str, str], launcher: str) -> Callable[[str], int]:
     return number
 
 
-def _what_is_missing(environ: Mapping[str, str], arguments: Sequence[str]) -> str:
+def _program(arguments: Sequence[str] | None) -> str:
+    words = sys.argv if arguments is None else arguments
+    return shlex.join([word for word in words[:3] if word and word != "-c"]) or "train.py"
+
+
+def _what_is_missing(environ: Mapping[str, str], script: str) -> str:
     missing = [name for name in _REQUIRED if not environ.get(name)]
     if any(environ.get(name) for name in _REQUIRED[:3]):
         there = ", ".join(f"{name}={environ[name]}" for name in _REQUIRED if environ.get(name))
         return f"{there} set, but {', '.join(missing)} missing: set all of them, or none and use a launcher"
-    script = shlex.join([word for word in arguments[:3] if word and word != "-c"]) or "train.py"
     if environ.get("SLURM_JOB_ID"):
         return (
             f"this process is inside Slurm job {environ['SLURM_JOB_ID']}, but is none of its tasks. Start it with\n"

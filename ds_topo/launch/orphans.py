@@ -28,7 +28,7 @@ from itertools import dropwhile
 from pathlib import Path
 
 from ds_topo.errors import LaunchError, warn
-from ds_topo.launch.launchers import Launch
+from ds_topo.launch.launchers import ALONE, Launch
 
 GRACE_SECONDS = 10.0
 """The seconds between SIGTERM, which the program may handle, and SIGKILL."""
@@ -129,7 +129,7 @@ def end_with_launcher(launch: Launch) -> None:
     Raises:
         LaunchError: the launcher has ended already.
     """
-    if launch.launcher == "environment":  # the process that set the variables may end before the ranks
+    if launch.launcher in ("environment", ALONE):  # the process that set the variables may end before the ranks
         return
     ancestors = ancestors_of(os.getpid())
     if is_orphaned(ancestors, launch.launcher):

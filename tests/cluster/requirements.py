@@ -24,7 +24,9 @@ def missing_requirement(more_tools: Iterable[str] = ()) -> str | None:
     """Return the reason why a cluster cannot run here, or None if it can."""
     absent = [tool for tool in (*TOOLS, *more_tools) if shutil.which(tool, path=SEARCH_PATH) is None]
     if absent:
-        packages = "iproute2 openssh-server pdsh util-linux; for some tests slurm-wlm, faketime, openmpi-bin"
+        packages = (
+            "apt-get install iproute2 openssh-server pdsh util-linux; for some tests slurm-wlm faketime openmpi-bin"
+        )
         return f"virtual hosts need {', '.join(absent)} (Debian: {packages})"
     return _missing_permission()
 

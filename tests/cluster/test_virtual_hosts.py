@@ -167,3 +167,5 @@ def test_a_failed_start_leaves_no_process(start_cluster: StartCluster) -> None:
 def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "TOOLS", ("sh", "no-such-tool"))
     assert "need no-such-tool (Debian:" in str(requirements.missing_requirement())
+    with pytest.raises(RuntimeError, match=r"need no-such-tool \(Debian: apt-get install .*openssh-server"), Cluster():
+        pass

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.cluster.rank_jobs import call_on_ranks, command_on_ranks
-from tests.cluster.requirements import SEARCH_PATH
+from tests.cluster.requirements import SEARCH_PATH, missing_requirement
 
 BURST, LATENCY = "256kb", "50ms"
 READY_SECONDS = 60.0
@@ -201,6 +201,8 @@ class Cluster:
         self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Cluster:
+        if reason := missing_requirement():
+            raise RuntimeError(reason)
         try:
             self._start_switch()
             self._start_hosts()

@@ -22,7 +22,7 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
-from ds_topo.base import differences, releases
+from ds_topo.base import OLDEST_PYTHON, differences, releases
 from ds_topo.base.ledger import Patch
 from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.base.supported import (
@@ -192,6 +192,23 @@ except ImportError as error:
     ), done.stderr
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["collectives", "distributed", "layers", "launch.joining", "process_groups.process_grid", "reduction.reducer"],
+)
+def test_older_torch_is_refused_by_modules_that_need_no_deepspeed(module: str) -> None:
+    code = f"import torch; torch.__version__ = '2.7.1'\nimport ds_topo.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: torch 2.7.1 is installed, but ds_topo imports names")
+
+
+def test_older_python_is_refused_first() -> None:
+    code = "import sys; sys.version_info, sys.version = (3, 9, 7), '3.9.7 (main)'\nimport ds_topo"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: Python 3.9.7 runs this program, but ds_topo needs Python 3.10 or newer")
+
+
 # -- the bounds agree ----------------------------------------------------------------------------------------------
 
 
@@ -238,3 +255,4 @@ def test_all_files_have_the_same_versions_of_python() -> None:
     said = re.search(r"Python >= ([\d.]+\d)", _supported_line())
     assert said is not None
     assert _project("requires-python") == f'">={said[1]}"'
+    assert ".".join(map(str, OLDEST_PYTHON)) == said[1]

@@ -13,6 +13,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ds_topo import init_distributed
+from ds_topo.engine import start
 from ds_topo.errors import DisagreementError, LaunchError, StoreTimeoutError
 from ds_topo.launch.council import ranks_that_came
 from ds_topo.launch.joining import as_timeout, create_world, join, open_store, wait_for_all, warn_of_restarts
@@ -58,6 +60,50 @@ def test_all_groups_have_one_timeout_also_deepspeeds() -> None:
     )
     assert result.stdout.splitlines()[-2:] == ["77 77 77 1", "True"], result.stderr[-3000:]
     assert "ds_topo: 1 rank, by variables of the environment, master 127.0.0.1:" in result.stderr
+
+
+def test_program_without_a_launcher_runs_as_one_rank_and_says_so_once() -> None:
+    result = run_rank(
+        "import ds_topo\n"
+        "launch = ds_topo.init_distributed(verbose=False)\n"
+        "ds_topo.init_distributed()\n"
+        "with ds_topo.PipelineParallelGrid('pipe=1,data=-1') as grid:\n"
+        "    print(launch.world_size, grid.topology().spec)\n",
+        **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), ""),
+    )
+    assert result.stdout.splitlines()[-1] == "1 pipe=1,data=1", result.stderr[-3000:]
+    assert result.stderr.count("ds_topo: 1 rank, because no launcher started this process") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@pytest.mark.parametrize(("option", "found"), [("-v", ["deepspeed_shm_comm"]), ("--version", [])])
+def test_a_build_is_found_by_its_process(option: str, found: list[str], tmp_path: Path) -> None:
+    program, folder = tmp_path / "ninja", tmp_path / "deepspeed_shm_comm"
+    program.write_text("#!/bin/sh\nread -r end\n")
+    program.chmod(0o755)
+    folder.mkdir()
+    with subprocess.Popen([str(program), option], cwd=folder, stdin=subprocess.PIPE) as ninja:
+        assert start._builds() == found
+        ninja.communicate(b"\n")
+    assert start._builds() == []
+
+
+def test_a_build_is_named_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    looks, enough = iter([[], ["cpu_adam"], ["cpu_adam"]]), threading.Event()
+
+    def builds() -> list[str]:
+        found = next(looks, None)
+        if found is None:
+            enough.set()
+        return found or []
+
+    monkeypatch.setattr(start, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(start, "_builds", builds)
+    with start._naming_builds():
+        assert enough.wait(60)
+    said = capsys.readouterr().err
+    assert said.count("\n") == said.count("compiles cpu_adam, an extension of DeepSpeed") == 1
+    assert "ds_topo-builds" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_grid_exports_coordinates() -> None:

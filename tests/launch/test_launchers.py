@@ -114,6 +114,17 @@ def test_error_names_missing_or_wrong_variables(environ: dict[str, str], message
         detect_launch(environ, ["train.py"])
 
 
+def test_process_without_a_launcher_is_a_job_of_one_rank_only_on_request() -> None:
+    launch = detect_launch({"MASTER_ADDR": "elsewhere"}, ["train.py", "--fast"], alone=True)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.master_addr) == (0, 1, 0, "127.0.0.1")
+    advice = "(torchrun --nproc-per-node 4 train.py --fast starts 4 ranks)"
+    assert str(launch).startswith(f"1 rank, because no launcher started this process {advice}, master 127.0.0.1:")
+    for environ in ({"RANK": "0"}, {"WORLD_SIZE": "4"}, {"SLURM_JOB_ID": "7"}):
+        with pytest.raises(LaunchError):
+            detect_launch(environ, ["train.py"], alone=True)
+    assert detect_launch(TORCH, [], alone=True) == detect_launch(TORCH, [])
+
+
 variables = st.dictionaries(
     st.sampled_from(sorted({*TORCHRUN, *DEEPSPEED, *SRUN, "SLURM_DISTRIBUTION"})),
     st.sampled_from(["", "0", "1", "2", "-1", "2(x2)", "node[0-1]", "node0", "cyclic", "x", "99999999999"]),
