@@ -315,6 +315,18 @@ def seconds(duration: float) -> str:
     return f"{duration * 1e3:.1f} ms" if duration < 1 else f"{duration:.1f} s"
 
 
+def bytes_text(size: float) -> str:
+    """Return the size of a message with a unit, in powers of 1,024 as benchmarks of collectives count.
+
+    >>> bytes_text(512), bytes_text(2**16), bytes_text(3 * 2**29)
+    ('512 B', '64 KiB', '1.5 GiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):g} {unit}"
+    return f"{size:g} B"
+
+
 # -- summary -----------------------------------------------------------------------------------------------------------
 
 
@@ -343,10 +355,12 @@ class AxisSummary:
         groups: the number of groups.
         ranks: the number of ranks in each group.
         hosts: the fewest and the most hosts of a group.
-        bandwidth: bytes per second of an all_reduce's busiest link, the median of the groups.
+        bandwidth: bytes per second of an all_reduce's busiest link (``busbw`` of nccl-tests), the median of the groups.
         latency: seconds of a small all_reduce, the median of the groups.
         slowest: the ranks of the slowest group.
         slowest_bandwidth: the bandwidth of that group.
+        size: the bytes of the all_reduce whose bandwidth it is.
+        sweep: bytes, and the median bandwidth of the groups, of each all_reduce of a sweep.
     """
 
     groups: int
@@ -356,6 +370,8 @@ class AxisSummary:
     latency: float
     slowest: tuple[int, ...]
     slowest_bandwidth: float
+    size: int = 0
+    sweep: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -417,24 +433,41 @@ def slow_but_right(summary: Summary, slow: float) -> list[str]:
 
 
 def axis_summary(
-    groups: Sequence[Sequence[int]], speeds: Mapping[int, Sequence[float]], host_of: Mapping[int, str]
+    groups: Sequence[Sequence[int]],
+    times: Mapping[int, tuple[float, float, int, Sequence[float]]],
+    host_of: Mapping[int, str],
+    sizes: Sequence[int] = (),
 ) -> AxisSummary:
-    """Summarise what each rank measured, ``[latency, bandwidth]``, in the groups over one axis.
+    """Summarise what each rank measured in the groups over one axis: ``(latency, seconds, size, seconds by sizes)``.
 
-    >>> axis_summary([[0, 1], [2, 3]], {0: [1e-3, 8.0], 1: [2e-3, 8.0], 2: [1e-3, 4.0], 3: [1e-3, 5.0]}, "aabb")
-    AxisSummary(groups=2, ranks=2, hosts=(1, 1), bandwidth=6.0, latency=0.0015, slowest=(2, 3), slowest_bandwidth=4.0)
+    >>> times = {rank: (1e-3, seconds, 8, ()) for rank, seconds in enumerate([1.0, 1.0, 2.0, 1.6])}
+    >>> summary = axis_summary([[0, 1], [2, 3]], times, "aabb")
+    >>> summary.hosts, summary.bandwidth, summary.slowest, summary.slowest_bandwidth
+    ((1, 1), 6.0, (2, 3), 4.0)
     """
-    bandwidths = [min(speeds[rank][1] for rank in ranks) for ranks in groups]
-    hosts = [len({host_of[rank] for rank in ranks}) for ranks in groups]
+    ranks, host_counts = len(groups[0]), [len({host_of[rank] for rank in ranks}) for ranks in groups]
+
+    def rates(size: int, seconds: Mapping[int, float]) -> list[float]:
+        """Return the bytes per second of each group, by its slowest rank."""
+        return [2 * (ranks - 1) / ranks * size / max(seconds[rank] for rank in group) for group in groups]
+
+    size = times[groups[0][0]][2]
+    bandwidths = rates(size, {rank: each[1] for rank, each in times.items()})
     slowest = min(range(len(groups)), key=bandwidths.__getitem__)
+    sweep = [
+        (wanted, median(rates(wanted, {rank: each[3][index] for rank, each in times.items()})))
+        for index, wanted in enumerate(sizes)
+    ]
     return AxisSummary(
         groups=len(groups),
-        ranks=len(groups[0]),
-        hosts=(min(hosts), max(hosts)),
+        ranks=ranks,
+        hosts=(min(host_counts), max(host_counts)),
         bandwidth=median(bandwidths),
-        latency=median(max(speeds[rank][0] for rank in ranks) for ranks in groups),
+        latency=median(max(times[rank][0] for rank in group) for group in groups),
         slowest=tuple(groups[slowest]),
         slowest_bandwidth=bandwidths[slowest],
+        size=size,
+        sweep=tuple(sweep),
     )
 
 

@@ -115,7 +115,7 @@ def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
 
 # -- speed of one group or pair ----------------------------------------------------------------------------------------
 
-SMALL_TIMES, REPEATS = 10, 3
+SMALL_TIMES, REPEATS, SWEEP_TIMES = 10, 3, 20
 FIRST_BYTES, GROWTH = 2**16, 4
 ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
 """Transfers grow until one takes ``ENOUGH_SECONDS`` on the fastest link, or ``TOO_MANY_SECONDS`` on the slowest."""
@@ -128,13 +128,15 @@ class Device:
     Args:
         device: the torch device.
         most_bytes: the size of the largest transfer.
+        sizes: the bytes of the messages of a sweep.
     """
 
     device: torch.device
     most_bytes: int
+    sizes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.outgoing = torch.ones(self.most_bytes // 4, device=self.device)
+        self.outgoing = torch.ones(max(self.most_bytes, *self.sizes, 0) // 4, device=self.device)
         self.incoming = torch.zeros(self.most_bytes // 4, device=self.device)
 
     def now(self) -> float:
@@ -169,13 +171,23 @@ def largest(value: float, group: ProcessGroup | None, device: Device) -> float:
     return float(tensor.item())
 
 
-def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> tuple[float, float]:
-    """Measure an all_reduce that all groups of an axis run at the same time; return its latency and bandwidth.
+class GroupTimes(NamedTuple):
+    """The speed of the all_reduce of one group."""
 
-    The bandwidth is that of the ring's busiest link, ``busbw`` of nccl-tests. Collective over ``world``, so that all
-    groups start together and use the same sizes.
+    latency: float
+    """Seconds of an all_reduce of one number."""
+    seconds: float
+    """Seconds of one of ``size`` bytes."""
+    size: int
+    sweep: Sequence[float]
+    """Seconds for each size of a sweep."""
+
+
+def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> GroupTimes:
+    """Measure an all_reduce that all groups of an axis run at the same time.
+
+    Collective over ``world``, so that all groups start together and use the same sizes.
     """
-    ranks = group.size()
     small = device.number(0.0)
 
     def seconds_of(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> float:
@@ -196,7 +208,15 @@ def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) ->
             break
         size = min(size * GROWTH, device.most_bytes)
     times = [largest(seconds_of_bytes(size), group, device) for _ in range(REPEATS)]
-    return median_high(latencies), 2 * (ranks - 1) / ranks * size / min(times)
+    sweep = []
+    for wanted in device.sizes:
+        once = largest(seconds_of_bytes(wanted), world, device)  # warms up, too
+        repeats = SWEEP_TIMES if once * SWEEP_TIMES < TOO_MANY_SECONDS else 1
+        start = device.now()
+        for _ in range(repeats):
+            dist.all_reduce(device.outgoing[: wanted // 4], dist.ReduceOp.MAX, group=group)
+        sweep.append(largest((device.now() - start) / repeats, group, device))
+    return GroupTimes(median_high(latencies), min(times), size, sweep)
 
 
 def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None) -> PairTime | None:

@@ -63,6 +63,7 @@ class Options:
         expected: the bytes per second that each host's link must carry, if known.
         expected_hosts: the host name of every rank, if known.
         most_bytes: the size of the largest transfer.
+        sizes: the bytes of the messages of a sweep, if one is wanted.
     """
 
     spec: str
@@ -74,6 +75,7 @@ class Options:
     expected: float | None = None
     expected_hosts: Sequence[str] | None = None
     most_bytes: int = 2**25
+    sizes: Sequence[int] = ()
 
 
 def run_check(launch: Launch, options: Options, progress: Callable[[str, int, int], None]) -> Summary | None:
@@ -213,7 +215,8 @@ class _Check:
             self.grid = ProcessGrid(topology, timeout=options.timeout)
 
         self.gather("groups", create)
-        self.device = Device(device_served_by(options.backend, launch.local_rank), options.most_bytes)
+        served = device_served_by(options.backend, launch.local_rank)
+        self.device = Device(served, options.most_bytes, options.sizes)
         assert dist.group.WORLD is not None
         self.world: ProcessGroup = dist.group.WORLD
         kinds = [(" x ".join(axes), axes) for axes in group_axes(topology)]
@@ -264,9 +267,10 @@ class _Check:
             self.begin(f"speed of {name} groups")(number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
             measure = partial(probes.time_all_reduce, group, self.world, self.device)
-            answers = self.gather(f"axis {name}", measure)
+            more = timedelta(seconds=self.options.seconds if self.options.sizes else 0)
+            answers = self.gather(f"axis {name}", measure, more)
             if answers:
-                self.summary.axes[name] = faults.axis_summary(groups, answers, self.host_of)
+                self.summary.axes[name] = faults.axis_summary(groups, answers, self.host_of, self.options.sizes)
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
 
