@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_topo.cli.shared import (
@@ -27,6 +26,7 @@ from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
 
     from ds_topo.verification.comparison import Report
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for each run; default: %(default)g")
     add("--keep", metavar="FOLDER", help="keep the recordings in this folder; default: delete them")
     add("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    add("--png", metavar="FILE", help="draw the error of each tensor on each rank")
+    add("--png", metavar="FILE", help="draw the errors of each layer, by kind")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, former)
     report(found.as_json(), arguments.json, lambda console: print_report(console, found))
     if arguments.png is not None:
-        save_errors(found, Path(arguments.png))
+        save_figure(draw_errors(found), arguments.png, dpi=120)
+        print(f"picture: {arguments.png}", file=sys.stderr)
     return found.status
 
 
@@ -153,21 +154,65 @@ def print_report(console: Console, found: Report) -> None:
         say(console, f"note: {note}")
 
 
-def save_errors(found: Report, path: Path) -> None:
-    """Draw the errors of the last step that was compared, relative to what rounding allows, by tensor and rank.
+def draw_errors(found: Report) -> Figure:
+    """Draw the errors of the last step that was compared as a matrix of layers and kinds of values.
+
+    A cell has the largest error of the layer's tensors on any rank, relative to what rounding allows. The first
+    difference has a frame.
 
     Raises:
-        TopologyError: matplotlib is not installed, or the file cannot be written.
+        TopologyError: matplotlib is not installed.
     """
     rows = [row for row in found.errors if row.step == found.errors[-1].step]
-    values = [[math.log10(min(max(one / row.allowed, 1e-3), 1e6)) for one in row.errors] for row in rows]
-    figure = new_figure(figsize=(4 + 0.25 * found.ranks, 1.5 + 0.16 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xlabel="rank", title=f"{found.topology}, step {rows[0].step + 1}" if rows else "equal")
+    layer_of = _module_of
+    if len({layer_of(row.kind, row.name) for row in rows}) > _MOST_LAYERS:
+        layer_of = _block_of
+    layers = {layer: y for y, layer in enumerate(dict.fromkeys(layer_of(row.kind, row.name) for row in rows))}
+    kinds = {kind: x for x, kind in enumerate(dict.fromkeys(row.kind for row in rows))}
+    values = [[math.nan] * len(kinds) for _ in layers]
+    for row in rows:
+        y, x = layers[layer_of(row.kind, row.name)], kinds[row.kind]
+        ratio = max((one / row.allowed for one in row.errors if not math.isnan(one)), default=math.nan)
+        values[y][x] = ratio if math.isnan(values[y][x]) else max(values[y][x], ratio)
+    first = found.findings[0] if found.findings else None
+    figure = new_figure(figsize=(6 + 0.5 * len(kinds), 2.5 + 0.17 * len(layers)), layout="constrained")
+    figure.suptitle(f"{found.topology} against {found.reference}", fontsize=9)
+    axes = figure.add_subplot()
+    axes.set_title("equal" if first is None else f"first difference: {str(first).partition(':')[0]}", fontsize=8)
     if rows:
         from matplotlib.colors import TwoSlopeNorm
+        from matplotlib.patches import Rectangle
 
-        image = axes.imshow(values, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(0, -3, 6), interpolation="nearest")
-        axes.set_yticks(range(len(rows)), [f"{row.kind} {row.name}" for row in rows], fontsize=6)
-        axes.set_xticks(range(found.ranks))
-        figure.colorbar(image, label="error / allowed, powers of 10")
-    save_figure(figure, path, dpi=120)
+        powers = [[math.log10(min(max(ratio, 1e-3), 1e6)) for ratio in line] for line in values]
+        image = axes.imshow(powers, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(0, -3, 6), interpolation="nearest")
+        axes.set_facecolor("lightgray")  # such a layer has no tensor of this kind
+        axes.set_yticks(range(len(layers)), list(layers), fontsize=6)
+        axes.set_xticks(range(len(kinds)), list(kinds), fontsize=7, rotation=30, ha="right")
+        figure.colorbar(image, label=f"error / allowed in step {rows[0].step + 1}, powers of 10")
+        if first is not None and first.step == rows[0].step and first.kind in kinds:
+            corner = kinds[first.kind] - 0.5, layers[layer_of(first.kind, first.name)] - 0.5
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=2, clip_on=False))
+    return figure
+
+
+_MOST_LAYERS = 64
+"""The most modules that have a row of their own; of larger models each block has one."""
+
+
+def _module_of(kind: str, name: str) -> str:
+    """Return the module of a tensor; an output has the module's name already.
+
+    >>> _module_of("gradient", "h.3.attention.qkv.weight"), _module_of("output", "h.3.mlp"), _module_of("loss", "")
+    ('h.3.attention.qkv', 'h.3.mlp', 'whole model')
+    """
+    return (name if kind == "output" else name.rpartition(".")[0]) or "whole model"
+
+
+def _block_of(kind: str, name: str) -> str:
+    """Return the block of a tensor: its path up to the first number, or the first name.
+
+    >>> _block_of("gradient", "h.3.attention.qkv.weight"), _block_of("output", "head.norm")
+    ('h.3', 'head')
+    """
+    parts = _module_of(kind, name).split(".")
+    return ".".join(parts[: next((index for index, part in enumerate(parts) if part.isdecimal()), 0) + 1])

@@ -5,15 +5,26 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
+from ds_topo.cli.verify_command import _without_topology, draw_errors, print_report
 from ds_topo.verification.__main__ import uses_ds_topo
-from ds_topo.verification.comparison import Allowed, ComparedTensor, Report, change_errors, compare, error_of_norm
+from ds_topo.verification.comparison import (
+    Allowed,
+    ComparedTensor,
+    Deviation,
+    Error,
+    Report,
+    change_errors,
+    compare,
+    error_of_norm,
+)
 from ds_topo.verification.recorder import digest_of_samples, with_rounding_errors
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
@@ -409,16 +420,51 @@ def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
     assert "--no-dropout" in report.undecided[0]
 
 
-def test_report_is_printed_and_drawn(tmp_path: Path) -> None:
+def test_report_is_printed(tmp_path: Path) -> None:
     from rich.console import Console
 
     report = _compared(_unreduced, tmp_path)
     console = Console(record=True, width=100, file=io.StringIO())
     print_report(console, report)
     assert "likely cause: not reduced along 'data'" in console.export_text()
-    save_errors(report, tmp_path / "errors.png")
-    assert (tmp_path / "errors.png").stat().st_size > 1000
     assert report.as_json()["findings"][0]["kind"] == "reduced gradient"
+
+
+def _errors(blocks: int) -> list[Error]:
+    names = [f"h.{block}.{module}" for block in range(blocks) for module in ("attention", "mlp")]
+    outputs = [Error(1, "output", name, (1e-6, 1e-6), 1e-5) for name in names]
+    weights = [Error(1, "weight", f"{name}.{part}", (1e-6, nan), 1e-5) for name in names for part in ("weight", "bias")]
+    return [*outputs, Error(1, "loss", "", (1e-6, 1e-6), 1e-5), *weights]
+
+
+@pytest.mark.parametrize(("blocks", "rows", "framed"), [(4, 9, (1, 5)), (40, 41, (1, 2))])
+def test_errors_are_drawn_as_layers_and_kinds_with_the_first_difference_framed(
+    blocks: int, rows: int, framed: tuple[int, int]
+) -> None:
+    errors = _errors(blocks)
+    wrong = next(index for index, one in enumerate(errors) if one.name == "h.2.mlp.bias")
+    errors[wrong] = replace(errors[wrong], errors=(1e-2, nan))
+    first = Deviation(1, "weight", "h.2.mlp.bias", (0,), "rank 0", None, error=1e-2, allowed=1e-5)
+    report = Report("model=2", "data=1", 2, 2, len(errors), (first,), (), (), tuple(errors))
+    figure = draw_errors(report)
+    plot = figure.axes[0]
+    powers = plot.images[0].get_array()
+    assert powers.shape == (rows, 3), "output, loss, weight"
+    kinds = [text.get_text() for text in plot.get_xticklabels()]
+    assert kinds == ["output", "loss", "weight"]
+    [frame] = plot.patches
+    x, y = frame.get_xy()
+    assert (kinds[round(x + 0.5)], round(y + 0.5)) == ("weight", framed[1])
+    assert powers[framed[1], 2] == pytest.approx(3)
+    assert (powers > 0).sum() == 1
+    assert "first difference: `h.2.mlp.bias` weight, step 2, rank 0" in plot.get_title()
+    assert all(inches < 16 for inches in figure.get_size_inches())
+
+
+def test_equal_runs_are_drawn_without_a_frame() -> None:
+    plot = draw_errors(Report("model=2", "data=1", 2, 2, 0, (), (), (), tuple(_errors(2)))).axes[0]
+    assert (plot.get_title(), list(plot.patches)) == ("equal", [])
+    assert draw_errors(Report("model=2", "data=1", 2, 2, 0, (), (), ())).axes[0].get_title() == "equal"
 
 
 def test_topology_is_taken_from_the_programs_arguments() -> None:
