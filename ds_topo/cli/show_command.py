@@ -14,6 +14,7 @@ from ds_topo.cli.shared import (
     given_options,
     host_map_of,
     new_console,
+    refuse_both,
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
@@ -42,6 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--groups", action="store_true", help="list the ranks of every group")
     add("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
+    parameter = 'show which ranks hold which part of a parameter: "weight 4096x4096 split=1"'
+    add("--parameter", metavar="TEXT", help=f"{parameter}; default: ranks and groups")
     add("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
     add("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
     add("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
@@ -74,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         content = [layout_as_json(view, groups=arguments.groups) for view in views]
         json.dump(content[0] if len(views) == 1 else comparison_as_json(views, content), sys.stdout)
         print()
+    elif arguments.parameter is not None:
+        for view in views:
+            layout_view.print_parameter(console, view, arguments.parameter)
     elif arguments.rank is not None:
         for view in views:
             layout_view.print_rank(console, view, arguments.rank)
@@ -103,10 +109,12 @@ def _check_output(arguments: argparse.Namespace) -> None:
         raise TopologyError(f"{pictures[0]} draws one layout, but two specs are given: draw each with its own command")
     if not pictures:
         refuse_without_effect(given_options(arguments, "links"), "it is for a picture: give --svg FILE or --png FILE")
-    if arguments.rank is not None:
+    for given in given_options(arguments, "rank", "parameter"):
         for option in ("json", "groups"):
             if getattr(arguments, option):
-                raise TopologyError(f"--rank shows one rank, --{option} all of them: give one of them")
+                what = "one rank" if given == "--rank" else "a parameter"
+                raise TopologyError(f"{given} shows {what}, --{option} all ranks: give one of them")
+    refuse_both(given_options(arguments, "rank", "parameter"), "say what to show")
 
 
 def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:

@@ -131,6 +131,20 @@ def test_one_rank_is_shown_with_its_groups_and_neighbors(capsys: pytest.CaptureF
     assert "It creates 0 process groups besides the world's." in run(capsys, "data=4", "--rank", "1")
 
 
+def test_a_parameter_is_drawn_as_the_slices_that_ranks_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "pipe=2,data=2,tensor=2", "--parameter", "weight 4096x4096 split=1 stage=1")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    assert out.startswith("weight 4096x4096: split along dimension 1 into 2 slices, stage 1\n")
+    assert lines[2:4] == [["[:, 0:2048]", "[:, 2048:4096]"], ["ranks [4, 6]", "ranks [5, 7]"]]
+    rows = run(capsys, "data=2,model=8", "--parameter", "qkv.weight 64x8 split=0").splitlines()
+    assert [row.strip("│ ") for row in rows if ":, " in row or ", :]" in row] == [
+        f"[{first}:{first + 8}, :]" for first in range(0, 64, 8)
+    ]
+    many = run(capsys, "data=2,model=8", "--parameter", "w 64x64 split=1").splitlines()
+    assert max(map(len, many)) < 80, "slices are below each other if they do not fit beside each other"
+    assert "ranks [0, 1, 2, 3]" in run(capsys, "data=2,model=2", "--parameter", "norm 64")
+
+
 def test_two_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "pipe=2,data=4", "data=4,pipe=2", "--hosts", "2", "--slots", "4")
     assert "6 of 8 ranks change their coordinate, 2 keep it." in out
@@ -367,8 +381,8 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["data=2", "--png", "a.svg"], "--png 'a.svg': give a file name that ends in .png"),
         (["data=2", "--svg", "a"], "--svg 'a': give a file name that ends in .svg"),
         (["data=2", "pipe=2", "--png", "a.png"], "--png draws one layout, but two specs are given"),
-        (["data=2", "--rank", "0", "--json"], "--rank shows one rank, --json all of them: give one of them"),
-        (["data=2", "--rank", "0", "--groups"], "--rank shows one rank, --groups all of them"),
+        (["data=2", "--rank", "0", "--json"], "--rank shows one rank, --json all ranks: give one of them"),
+        (["data=2", "--rank", "0", "--groups"], "--rank shows one rank, --groups all ranks"),
         (["data=2", "--hosts", "NODE1,node1", "--slots", "1"], "'NODE1' is named twice, as 'node1' too (capitals do"),
         (["data=-1", "--hosts", "1000000", "--slots", "8"], "8,000,000 ranks are more than the 1,048,576 that can"),
         (["data=-1", "--hosts", "n[1-999999]", "--slots", "8"], "7,999,992 ranks are more than the 1,048,576"),
@@ -381,6 +395,15 @@ def test_ranks_are_coloured_by_stage() -> None:
         ),
         (["data=2", "data=2", "data=2"], "give one to show it, or two to compare them"),
         (["data=2", "--png", "/nowhere/a.png"], "picture '/nowhere/a.png' cannot be written"),
+        (["data=2", "--parameter", "w"], 'give a name and a shape, such as "weight 4096x4096 split=1"'),
+        (
+            ["model=2", "--parameter", "w 8x7 split=1"],
+            "must have equal sizes; split one of the dimensions [0]",
+        ),
+        (["model=2", "--parameter", "w 8 split=1"], "2 slices must have equal sizes"),
+        (["pipe=2", "--parameter", "w 8 stage=2"], "pipe=2 has no stage 2"),
+        (["data=2", "--parameter", "w 8", "--json"], "--parameter shows a parameter, --json all ranks: give one"),
+        (["data=2", "--parameter", "w 8", "--rank", "0"], "--rank and --parameter both say what to show"),
         (["nowhere.json"], "config 'nowhere.json' cannot be read"),
     ],
 )
