@@ -34,6 +34,8 @@ _COMMANDS: dict[str, ModuleType] = {
     "show": show_command,
     "verify": verify_command,
 }
+_OF_FILES = ("FILE", "NAME|FILE", "FOLDER", "FROM", "TO", "PROGRAM")
+"""The metavars of arguments that name files."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +79,15 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         command.add_options(added)
         added.set_defaults(run=command.run)
     return parser, subparsers.choices
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the command line, as ``shtab`` needs it to write the completion of a shell."""
+    parser, commands = parsers()
+    for action in (action for command in commands.values() for action in command._actions):
+        if action.metavar in _OF_FILES:
+            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from ds_topo import __version__
-from ds_topo.cli import main, parsers
+from ds_topo.cli import command_line, main, parsers
 
 COMMANDS = ["check", "checkpoint", "examples", "export", "plan", "show", "verify"]
 
@@ -114,3 +115,27 @@ def test_export_refuses_arguments_before_it_reads(
 ) -> None:
     assert main(["export", str(tmp_path / "absent"), str(tmp_path / options[0]), *options[1:]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_shells_complete_commands_options_choices_and_files(tmp_path: Path) -> None:
+    shtab = pytest.importorskip("shtab")
+    script = tmp_path / "ds-topo"
+    script.write_text(shtab.complete(command_line(), shell="bash"))
+    (tmp_path / "links.json").touch()
+    attempts = {
+        "ds-topo ch": ["check", "checkpoint"],
+        "ds-topo plan --ze": ["--zero"],
+        "ds-topo plan --zero ": ["0", "1", "2", "3"],
+        "ds-topo plan --machine li": ["links.json"],
+    }
+    for line, found in attempts.items():
+        words = line.split(" ")
+        program = f"""
+source {script}
+COMP_WORDS=({" ".join(word or "''" for word in words)}) COMP_CWORD={len(words) - 1}
+_shtab_ds_topo ds-topo "{words[-1]}" "{words[-2]}"
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+        result = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert result.stdout.split() == found, (line, result.stderr)
+    assert shtab.complete(command_line(), shell="zsh").startswith("#compdef ds-topo")
