@@ -315,11 +315,19 @@ class MpuGrid(ProcessGrid):
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
+    def __dir__(self) -> list[str]:
+        """Leave out the names of DeepSpeed and Megatron: the classes of grids define them after ``ProcessGrid``."""
+        return [name for name in super().__dir__() if name in _OWN or hasattr(ProcessGrid, name) or name[0] == "_"]
+
     def model_parallel_is_initialized(self) -> bool:
         """Tell whether the groups exist."""
         return self.is_alive
 
     destroy_model_parallel = ProcessGrid.destroy
+
+
+_OWN = frozenset({"correct_norms", "get_copy_group", "get_copy_rank", "get_partition_group"})
+"""The names of grids that are neither those of ``ProcessGrid`` nor of another library."""
 
 
 def require_grid(value: Any) -> None:

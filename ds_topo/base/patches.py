@@ -26,6 +26,15 @@ CONSTRUCT_ENGINE = Patch(
     during="a PipelineParallelGrid exists, or ds-topo verify records a run",
     process_wide="deepspeed.initialize builds the engine itself: no object exists before the constructor runs.",
 )
+READ_CONFIG = Patch(
+    find("deepspeed.runtime.config.DeepSpeedConfig"),
+    "__init__",
+    instead="The same, after a check of the batch sizes and sections of a config whose mpu is a grid.",
+    why="DeepSpeed does not say which axes the ranks of its batch sizes are along, and fails on a value of another type "
+    "without naming it.",
+    during="a PipelineParallelGrid exists",
+    process_wide="deepspeed.initialize reads the config before it builds the engine.",
+)
 SOURCE_OF_SLICES = Patch(
     find("deepspeed.utils.groups"),
     "get_tensor_model_parallel_src_rank",

@@ -171,6 +171,26 @@ def tables_of_grid(config: DeepSpeedConfig | None, grid: MpuGrid) -> Iterator[No
         yield
 
 
+@contextmanager
+def naming_patterns() -> Iterator[None]:
+    """Say what to do about a model that AutoTP does not know, of which DeepSpeed asks for a policy.
+
+    Raises:
+        EngineOptionError: in place of DeepSpeed's error.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if "provide policy" not in str(error):
+            raise
+        raise EngineOptionError(
+            'config section "tensor_parallel" (AutoTP) with a model that it does not know: name the parameters to split, '
+            'such as "tensor_parallel": {"partition_config": {"use_default_specs": false, "layer_specs": [{"patterns": '
+            '[".*up\\\\.weight$"], "partition_type": "column"}, {"patterns": [".*down\\\\.weight$"], "partition_type": '
+            '"row"}]}}, or a "preset_model" such as "llama". Only models of Hugging Face have a plan of their own'
+        ) from error
+
+
 # -- AutoSP -----------------------------------------------------------------------------------------------------------
 
 

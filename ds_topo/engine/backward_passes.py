@@ -134,6 +134,36 @@ def check_number(engine: PipelineEngine) -> None:
         )
 
 
+def check_loss(loss: Any = None, **_: object) -> None:
+    """Refuse an argument of ``engine.backward`` that is no loss.
+
+    Raises:
+        ValueError: the message says what it is.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+        return
+    if not isinstance(loss, torch.Tensor):
+        problem = "is no tensor: leave out .item() and float(), which detach a loss"
+    elif loss.numel() != 1:
+        problem = f"has the shape {list(loss.shape)}: reduce it to one number, such as by .mean()"
+    else:
+        problem = "depends on no parameter: it was detached, computed under torch.no_grad(), or all are frozen"
+    raise ValueError(f"engine.backward(loss): {abridged(loss)} {problem}")
+
+
+def refuse_step(engine: DeepSpeedEngine) -> None:
+    """Refuse ``engine.step()`` without gradients: it would count a micro-batch, and move the schedule.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "engine.step() without a backward pass since the last one: call loss = engine(inputs), engine.backward(loss) "
+        f"and engine.step() once each for every micro-batch (gradient_accumulation_steps is "
+        f"{engine.gradient_accumulation_steps()})"
+    )
+
+
 # -- backward passes --------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +194,8 @@ class BackwardPasses:
         """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned in this micro-batch."""
         self.is_of_engine = False
         """True while ``engine.backward`` runs."""
+        self.have_run = False
+        """True after a backward pass, until the next call of ``engine.step``."""
 
     # -- forward
 
@@ -245,7 +277,7 @@ class BackwardPasses:
 
     def end_backward(self, engine: DeepSpeedEngine) -> None:
         """Note whether the gradients of the step are reduced now."""
-        self.is_penalized = False
+        self.is_penalized, self.have_run = False, True
         if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
             self.are_reduced, self.are_discarded = True, False
 

@@ -269,12 +269,18 @@ def _is_stored_otherwise(parameter: nn.Parameter) -> bool:
 
 
 def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
-    """Refuse ``DistributedDataParallel`` over ranks that hold other parameters.
+    """Refuse FSDP, DTensors, and ``DistributedDataParallel`` over ranks that hold other parameters.
 
     Raises:
-        EngineOptionError: its constructor has overwritten them, and it would average their gradients; names the ranks.
+        EngineOptionError: DeepSpeed cannot train these parameters; or the constructor of ``DistributedDataParallel``
+            has overwritten them, and it would average their gradients; names the ranks.
     """
     for name, module in model.named_modules():
+        if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+            raise EngineOptionError(
+                f"module {name!r} is sharded by FSDP (fully_shard), and a DeepSpeed engine cannot shard it again: pass "
+                'the model without it, and set "zero_optimization": {"stage": 3}, which shards like FSDP'
+            )
         if isinstance(module, DistributedDataParallel):
             joined = dist.get_process_group_ranks(module.process_group)
             others = sorted(set(joined) - set(grid.dp_group))
@@ -285,6 +291,13 @@ def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
                     f"other ones than rank {grid.global_rank}: build the model anew and pass it without the wrapper, "
                     "because the engine averages gradients itself"
                 )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise EngineOptionError(
+                f"parameter {name!r} is a DTensor, as parallelize_module and distribute_tensor make them, which a "
+                f"DeepSpeed engine cannot train: split the model by ds_topo.layers or AutoTP "
+                '("tensor_parallel" in the config), or train it without an engine (grid.device_mesh(), GradientReducer)'
+            )
 
 
 _HOOK = "_ds_topo_direct_steps"

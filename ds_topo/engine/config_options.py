@@ -31,7 +31,7 @@ from ds_topo.checkpoint.manifest import SavedOptions
 from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import EngineOptionError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
-from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE, SEQ, SHARD
+from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE, SEQ, SHARD, whole_number
 from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
 
 
@@ -528,6 +528,7 @@ def check_config(case: ConfigOnGrid) -> None:
             axis.
     """
     unknown = check_top_level(case.config._param_dict)
+    _refuse_unfilled(case.config._param_dict)
     refuse_elasticity(case.config._param_dict)
     if unknown and dist.get_rank() == 0:
         warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
@@ -584,7 +585,7 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
                 f"config section {abridged(name)}: did you mean {near[0]!r}? DeepSpeed ignores keys that it does not "
                 "know, so rename or remove it"
             )
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    for name in _SIZES:
         count = config.get(name, 1)
         if isinstance(count, bool) or (isinstance(count, float) and not count.is_integer()):
             raise EngineOptionError(f"config: {name} is {count}: give a whole number of samples or steps, at least 1")
@@ -617,6 +618,21 @@ def _check_switches(path: str, section: object) -> None:
         _check_switches(f"{path}.{name}", value)
 
 
+def _refuse_unfilled(config: Mapping[str, Any]) -> None:
+    """Refuse ``"auto"`` and other text where DeepSpeed computes with numbers.
+
+    Raises:
+        EngineOptionError: the message names the key.
+    """
+    clipping = config.get("gradient_clipping", 0)
+    unfilled = {} if isinstance(clipping, (int, float)) else {"gradient_clipping": clipping}
+    for section in ("optimizer", "scheduler"):
+        parameters = (config.get(section) or {}).get("params") or {}
+        unfilled |= {f"{section}.params.{name}": value for name, value in parameters.items() if value == "auto"}
+    for name, value in unfilled.items():
+        raise EngineOptionError(f"config: {name} is {abridged(value)}: give a number{_AUTO * (value == 'auto')}")
+
+
 def refuse_elasticity(config: Mapping[str, Any]) -> None:
     """Refuse DeepSpeed's section for elastic jobs on a grid, and say what serves them.
 
@@ -636,22 +652,62 @@ def refuse_elasticity(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_batch_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
-    """Refuse sizes of batches that contradict each other, or the number of replicas with samples of their own.
+_SECTIONS = {
+    "optimizer": '{"type": "AdamW", "params": {"lr": 0.001}}',
+    "scheduler": '{"type": "WarmupLR", "params": {}}',
+    "zero_optimization": '{"stage": 1}',
+    **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": true}'),
+}
+"""Sections of a config that are often given as a single value, with an example of each."""
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_AUTO = '; Trainer and accelerate replace "auto" themselves, deepspeed.initialize does not'
+
+
+def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
+    """Refuse sections and batch sizes on which DeepSpeed's constructor of a config fails.
 
     Raises:
-        EngineOptionError: the message says which axes count.
+        EngineOptionError: a section is no mapping; ZeRO has no such stage; two precisions are on; or batch sizes are
+            missing, are no numbers, or contradict each other or the number of replicas with samples of their own. The
+            message says which axes count.
     """
     refuse_elasticity(config)
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    batch, micro, steps = (config.get(name) for name in names)
-    if not isinstance(batch, int) or not all(isinstance(size, (int, NoneType)) for size in (micro, steps)):
-        return  # one of them follows from the others, or DeepSpeed names the value
+    for name, example in _SECTIONS.items():
+        section = config.get(name)
+        if not isinstance(section, (Mapping, NoneType)) and not (name == "zero_optimization" and isinstance(section, bool)):
+            raise EngineOptionError(f'config section "{name}" is {abridged(section)}: give a mapping, such as {example}')
+    zero, precisions = config.get("zero_optimization"), [
+        name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled") is True
+    ]
+    if isinstance(zero, Mapping) and str(zero.get("stage", 0)) not in ("0", "1", "2", "3", "auto"):
+        raise EngineOptionError(
+            f'config section "zero_optimization": "stage" is {abridged(zero["stage"])}: ZeRO has the stages 0, 1, 2, 3'
+        )
+    if "fp16" in precisions and len(precisions) > 1:
+        raise EngineOptionError(f"config sections {precisions} are both enabled: choose one of them")
+    for name in _SIZES:
+        value = config.get(name)
+        if value is not None and (whole_number(value) or 0) < 1:
+            raise EngineOptionError(
+                f"config: {name} is {abridged(value)}: give a whole number of samples or steps, at least 1"
+                f"{_AUTO * (value == 'auto')}"
+            )
+    if config.get(_SIZES[0]) is None and config.get(_SIZES[1]) is None:
+        raise EngineOptionError(
+            'config: neither "train_batch_size" (the samples of a step, over all replicas) nor '
+            '"train_micro_batch_size_per_gpu" (those of a rank in a forward pass) is given: give one of them'
+        )
+    _check_batch_sizes(*(None if config.get(name) is None else whole_number(config[name]) for name in _SIZES), grid)
+
+
+def _check_batch_sizes(batch: int | None, micro: int | None, steps: int | None, grid: MpuGrid) -> None:
+    if batch is None:
+        return  # it follows from the others
     replicas = grid.get_data_parallel_world_size()
     parts = (micro or 1) * (steps or 1) * replicas
-    if parts <= 0 or (batch % parts == 0 if None in (micro, steps) else batch == parts):
+    if batch % parts == 0 if None in (micro, steps) else batch == parts:
         return
-    sizes = zip(names[1:], (micro, steps), strict=True)
+    sizes = zip(_SIZES[1:], (micro, steps), strict=True)
     factors = " x ".join(f"{size} ({name})" for name, size in sizes if size is not None)
     counted = [
         axis for axis in gradient_axes(grid.topology()) if axis != SEQ or replicas > grid.get_sample_world_size()

@@ -1,22 +1,24 @@
 """Define ``PipelineParallelGrid``, the complete ``mpu`` for DeepSpeed's engines.
 
-While a grid exists, one hook on ``DeepSpeedEngine.__init__`` is in force. An engine whose mpu is a grid gets a class of
-ours (:mod:`ds_topo.engine.on_grid`) until the grid is destroyed. Every other engine runs DeepSpeed's own code; the hook
-only refuses an mpu or a model that was meant for a grid. Once a process has built an engine without a grid, no grid is
+While a grid exists, hooks on ``DeepSpeedEngine.__init__`` and ``DeepSpeedConfig.__init__`` are in force. An engine whose mpu is a grid gets a class of
+ours (:mod:`ds_topo.engine.on_grid`) until the grid is destroyed. Every other engine runs DeepSpeed's own code; the hooks
+only refuse an mpu or a model that was meant for a grid. Once a process has built an engine without a grid, no grid is
 the current mpu outside of the methods of its engines (:mod:`ds_topo.engine.current_mpu`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -25,10 +27,12 @@ from ds_topo.base.differences import check_release
 from ds_topo.base.ledger import always, around, ledger
 from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.engine import autoparallel, checks
+from ds_topo.engine.config_options import check_sections_and_sizes
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import complete, put_engine_on_grid
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.health import guard
+from ds_topo.launch.launchers import REFERENCE
 from ds_topo.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
@@ -44,7 +48,7 @@ def _with_seq_axis(method: Callable[[Any], Any]) -> property:
 
     def bound(grid: PipelineParallelGrid) -> Callable[[], Any]:
         if not grid.offers_sequence_queries:
-            raise AttributeError(f"{grid.topology().spec!r} has no axis {SEQ!r}, which get_sequence_* methods need")
+            raise AttributeError  # __getattr__ says why
         return partial(method, grid)
 
     return property(bound, doc=method.__doc__)
@@ -93,6 +97,7 @@ class PipelineParallelGrid(MpuGrid):
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
+            self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(current.forget, self))
@@ -131,9 +136,13 @@ class PipelineParallelGrid(MpuGrid):
     get_sequence_data_parallel_rank = _with_seq_axis(_replica_rank)
     get_sequence_data_parallel_src_rank = _with_seq_axis(MpuGrid.get_data_parallel_src_rank)
 
-    def __dir__(self) -> list[str]:
-        hidden = () if self.offers_sequence_queries else SEQUENCE_QUERIES
-        return [name for name in super().__dir__() if name not in hidden]
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in SEQUENCE_QUERIES:  # DeepSpeed asks often whether they exist
+                where = "in a pipeline" if SEQ in self.topology().axes else f"without an axis {SEQ!r}"
+                raise AttributeError(f"{self.topology().spec!r}: a grid {where} has no {name}()")
+            super().__getattr__(name)
 
 
 SEQUENCE_QUERIES = tuple(name for name in vars(PipelineParallelGrid) if name.startswith("get_sequence_"))
@@ -164,6 +173,16 @@ when_built: list[Callable[[DeepSpeedEngine], object]] = []
 
 
 @around
+def reading_configs(construct: Any, config: DeepSpeedConfig, *args: Any, **options: Any) -> None:
+    """Replace ``DeepSpeedConfig.__init__``: check what DeepSpeed refuses itself, but without naming axes or values."""
+    given = inspect.signature(construct).bind(config, *args, **options).arguments
+    content, mpu = given["config"], given.get("mpu")
+    if isinstance(mpu, MpuGrid) and isinstance(content, Mapping) and REFERENCE not in os.environ:
+        check_sections_and_sizes(content, mpu)
+    construct(config, *args, **options)
+
+
+@around
 def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     """Replace ``DeepSpeedEngine.__init__``: an engine whose mpu is a grid gets the class of engines on a grid."""
     given = inspect.signature(construct).bind(engine, *args, **options).arguments
@@ -186,7 +205,7 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         checks.check_with_all_ranks(engine, config, mpu, given.get("optimizer"))
         release = put_engine_on_grid(engine)
         undo.callback(release)
-        with autoparallel.tables_of_grid(config, mpu):
+        with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns():
             construct(engine, *args, **options)
         complete(engine)
         mpu.on_destroy(release)

@@ -46,6 +46,7 @@ from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid
 from ds_topo.engine.replicas import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
+from ds_topo.errors import EngineOptionError
 from ds_topo.health import guard, job_watch
 from ds_topo.mpu import MpuGrid, registry
 
@@ -297,7 +298,8 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     @_call
     def backward(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse gradients that the step cannot take any more."""
+        """Refuse what is no loss, and gradients that the step cannot take any more."""
+        backward_passes.check_loss(*arguments[:1], **options)
         parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
         if parts.passes.are_reduced:
             parts.passes.require_unreduced(self)
@@ -312,7 +314,9 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     @_call
     def step(self, *arguments: Any, **options: Any) -> Any:
-        """Compare the steps of replicas now and then while a watch is on."""
+        """Notice a step without gradients. Compare the steps of replicas now and then while a watch is on."""
+        if not self.on_grid.passes.have_run:
+            backward_passes.refuse_step(self)
         is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
         result = super().step(*arguments, **options)
         taken = self.global_steps
@@ -321,8 +325,18 @@ class PlainEngineOnGrid(EngineOnGrid):
             job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
         passes = self.on_grid.passes
         passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
+        passes.have_run = False
         self.on_grid.micro_batches.backwards = 0
         return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what an engine without a pipeline has in place of the methods of one."""
+        if name in ("train_batch", "eval_batch"):
+            raise AttributeError(
+                f"{name}() of an engine without a pipeline: call loss = engine(inputs), engine.backward(loss) and "
+                f"engine.step(), or build a PipelineModule(layers, grid=grid) for {name}()"
+            )
+        return super().__getattr__(name)
 
     def zero_grad(self) -> None:
         """Discard the partitions of ZeRO 3, too. The step may then have another backward pass.
@@ -411,12 +425,40 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         """
         with self.on_grid.samples.compared(self):
             backward_passes.check_number(self)
-            return run_with_enough(super().train_batch, self, *arguments, **options)
+            try:
+                return run_with_enough(super().train_batch, self, *arguments, **options)
+            except AssertionError:  # of DeepSpeed, which names no cause
+                self._require_scalar(getattr(self, "loss", None))
+                raise
 
     @_call
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:
         """Start on all ranks or on none."""
         return run_with_enough(super().eval_batch, self, *arguments, **options)
+
+    def _bcast_pipe_scalar(self, data: Any, *arguments: Any, **options: Any) -> Any:
+        """Refuse a result that is no scalar: other stages would receive it in memory for one number, and crash."""
+        self._require_scalar(data)
+        return super()._bcast_pipe_scalar(data, *arguments, **options)
+
+    def _require_scalar(self, loss: Any) -> None:
+        if torch.is_tensor(loss) and loss.numel() != 1:
+            raise EngineOptionError(
+                f"the last stage returns {list(loss.shape)} values instead of a loss"
+                + (": the module has no loss_fn, so give PipelineModule(..., loss_fn=), " * (self.module.loss_fn is None))
+                + (": " * (self.module.loss_fn is not None))
+                + "or let the last layer or loss_fn return a scalar. For outputs without a loss, call "
+                "engine.eval_batch(data_iter, compute_loss=False, reduce_output=None)"
+            )
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        """Say what a pipeline has in place of the methods of other engines."""
+        raise RuntimeError(
+            "a pipeline engine runs the forward and backward passes and the step of all its micro-batches itself: call "
+            "loss = engine.train_batch(data_iter), or engine.eval_batch(data_iter), with an iterator of (inputs, labels)"
+        )
+
+    forward = backward = step = _refuse
 
     def reset_activation_shape(self) -> None:
         """Forget which shapes of activations were announced to the next stage."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
-from ds_topo.engine.config_options import REDUCER_SECTION, TOPOLOGY_SECTION, check_batch_sizes, check_top_level
+from ds_topo.engine.config_options import REDUCER_SECTION, TOPOLOGY_SECTION, check_top_level
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
@@ -223,8 +223,6 @@ def initialize(
     own_grid = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
     if isinstance(own_grid, MpuGrid):
         guard.narrow(INITIALIZE, own_grid.members)
-        if REFERENCE not in os.environ:
-            check_batch_sizes(_content_of(config if config is not None else config_params, args), own_grid)
     given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
     with reading_sections(), _naming_builds():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})

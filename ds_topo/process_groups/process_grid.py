@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from typing_extensions import Self
 
 from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
-from ds_topo.errors import abridged
+from ds_topo.errors import UnknownAxisError, abridged
 from ds_topo.launch.agreement import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
@@ -580,6 +581,30 @@ class ProcessGrid:
     def __exit__(self, *exception: object) -> None:
         self.destroy()
 
+    # -- the habits of DeviceMesh, FSDP2 and Megatron ----------------------------------------------------------------
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh along one axis or several, as of :meth:`device_mesh`: ``fully_shard(model, mesh=grid["data"])``.
+
+        Raises:
+            UnknownAxisError: an axis is not in the topology.
+        """
+        span = rank_tables.axes_of(self._core.topology, axes)
+        if not span:
+            raise UnknownAxisError(
+                f"grid[{abridged(axes)}]: {self._core.topology.spec!r} has no such axis; it has {self._core.topology.axes}"
+            )
+        return self.device_mesh()[span if len(span) > 1 else span[0]]
+
+    if not TYPE_CHECKING:  # for type checkers, a missing name is missing
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name the query that answers what another library's name asks."""
+            raise AttributeError(_instead_of(type(self), name))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _OF_ENGINES]
+
     def __repr__(self) -> str:
         coordinate = self._core.topology.get_coord(self._core.rank)._asdict()
         where = ", ".join(f"{axis}={index}" for axis, index in coordinate.items())
@@ -587,8 +612,34 @@ class ProcessGrid:
 
     def _neighbor(self, axis: str, step: int) -> int:
         topology = self._core.topology
-        rank_tables.axes_of(topology, axis)
-        return self._core.members[rank_tables.neighbor(topology, axis, self._core.rank, step)]
+        (named,) = rank_tables.axes_of(topology, axis) or (axis,)
+        return self._core.members[rank_tables.neighbor(topology, named, self._core.rank, step)]
+
+
+_OF_ENGINES = frozenset({"create_groups", "has_its_world", "over", "shares_groups_with"})
+"""What the rest of the package calls, and programs rarely; ``dir()`` leaves it out."""
+_OF_MESH = "a grid is not a DeviceMesh: pass grid.device_mesh(), or grid['data'] for one axis"
+_OTHER_NAMES = {
+    **dict.fromkeys(("device_type", "mesh", "mesh_dim_names", "ndim", "shape", "get_all_groups"), _OF_MESH),
+    "size": "call grid.get_axis_size('data') for an axis; grid.world_size counts all ranks",
+    "get_world_size": "call grid.get_axis_size('data') for an axis; grid.world_size counts all ranks",
+    "rank": "grid.global_rank is the rank in the job, and grid.get_axis_rank('data') the index along an axis",
+    "get_rank": "grid.global_rank is the rank in the job, and grid.get_axis_rank('data') the index along an axis",
+    "get_local_rank": "call grid.get_axis_rank('data') for the index along an axis",
+    "get_coordinate": "call grid.topology().get_coord(grid.grid_rank)",
+    "initialize_model_parallel": "the grid has its groups already; ds_topo.parallel_state serves a program's own module",
+}
+"""What to write in place of names of ``DeviceMesh``, ``torch.distributed`` and Megatron."""
+
+
+@cache
+def _instead_of(kind: type[ProcessGrid], name: str) -> str:
+    """Return the message for a name that a class of grids does not have."""
+    if name.startswith("get_expert"):
+        return f"{kind.__name__}.{name}: ds_topo.groups.create_expert_groups(grid, size) creates groups of experts"
+    near = [] if name.startswith("_") else difflib.get_close_matches(name, dir(kind), n=1, cutoff=0.8)
+    other = _OTHER_NAMES.get(name, f"did you mean {near[0]!r}?" if near else "")
+    return f"{kind.__name__!r} object has no attribute {name!r}{other and f': {other}'}"
 
 
 def _is_device_type(name: object) -> bool:

@@ -289,7 +289,8 @@ def check_world_size(
     raise WorldSizeError(
         f"topology {spec_text(axes, degrees, extra_axes)!r:.200} is for {total} ranks "
         f"({' x '.join(map(str, degrees)):.100}), but the job has {world_size}: the degrees must multiply to the world "
-        "size. Nearest that does: "
+        f"size. Start {total} (per host: torchrun --nproc-per-node, deepspeed --num_gpus, srun --ntasks-per-node), or "
+        "write -1 for one degree. Nearest that does: "
         f"{_nearest_spec(axes, degrees, world_size, extra_axes)!r:.200}"
     )
 

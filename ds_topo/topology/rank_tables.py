@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import cached_property
 from math import prod
 
 from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError
-from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, EXPERT, MODEL, PIPE, SEQ, SHARD, canonical_axis, divisors
+from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, EXPERT, MODEL, PIPE, SEQ, SHARD, axis_in_spec, canonical_axis, divisors
 from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
 
 
@@ -33,7 +34,7 @@ class RankGroup:
 def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, ...]:
     """Return canonical names of axes, in placement order; absent ``pipe``, ``data``, ``model`` are left out.
 
-    >>> axes_of(ProcessTopology.from_spec("data=2,tensor=2"), ("tensor", "pipe", "data"))
+    >>> axes_of(ProcessTopology.from_spec("data=2,tensor=2"), ("tp", "pipe", "data"))
     ('data', 'model')
 
     Raises:
@@ -42,9 +43,15 @@ def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, 
     if not isinstance(axes, Iterable):
         raise UnknownAxisError(f"axes={axes!r}: give the name of an axis of {topology.spec!r}, or several names")
     names = {canonical_axis(axis) for axis in ([axes] if isinstance(axes, str) else axes)}
-    unknown = names.difference(topology.axes, DEEPSPEED_AXES)
+    if unknown := names.difference(topology.axes, DEEPSPEED_AXES):  # or abbreviations, as in a spec
+        names = names - unknown | {axis_in_spec(axis) for axis in unknown}
+        unknown = names.difference(topology.axes, DEEPSPEED_AXES)
     if unknown:
-        raise UnknownAxisError(f"axis {sorted(unknown)} is not in the topology {topology.spec!r}: {topology.axes}")
+        near = difflib.get_close_matches(str(min(unknown, key=str)), topology.axes, n=1)
+        meant = f". Did you mean {near[0]!r}?" if near else ""
+        raise UnknownAxisError(
+            f"axis {sorted(unknown)} is not in the topology {topology.spec!r}: {topology.axes}{meant}"
+        )
     return tuple(axis for axis in topology.axes if axis in names)
 
 
