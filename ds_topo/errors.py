@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 
@@ -60,6 +60,17 @@ def unanswered(error: RuntimeError, limit: timedelta) -> str:
         "the connection to the store of the job was lost: the process that serves it (rank 0, or the launcher on its "
         f"host) has ended, or the link to it has failed: {error}"
     )
+
+
+def refuse_others(call: str, others: Mapping[str, object], instead: Mapping[str, str]) -> None:
+    """Refuse arguments that a function does not have, and say what to write instead.
+
+    Raises:
+        TypeError: there are such arguments.
+    """
+    if others:
+        said = "; ".join(f"{name}: {instead.get(name, 'there is no such argument')}" for name in others)
+        raise TypeError(f"{call} {said}")
 
 
 _LIBRARIES = ("ds_topo", "deepspeed", "torch", "contextlib")

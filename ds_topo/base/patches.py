@@ -30,8 +30,8 @@ READ_CONFIG = Patch(
     find("deepspeed.runtime.config.DeepSpeedConfig"),
     "__init__",
     instead="The same, after a check of the batch sizes and sections of a config whose mpu is a grid.",
-    why="DeepSpeed does not say which axes the ranks of its batch sizes are along, and fails on a value of another type "
-    "without naming it.",
+    why="DeepSpeed does not say which axes the ranks of its batch sizes are along, and fails on values of other types "
+    "without naming them.",
     during="a PipelineParallelGrid exists",
     process_wide="deepspeed.initialize reads the config before it builds the engine.",
 )

@@ -184,7 +184,7 @@ def naming_patterns() -> Iterator[None]:
         if "provide policy" not in str(error):
             raise
         raise EngineOptionError(
-            'config section "tensor_parallel" (AutoTP) with a model that it does not know: name the parameters to split, '
+            'config section "tensor_parallel" (AutoTP) with a model that it does not know: name its parameters, '
             'such as "tensor_parallel": {"partition_config": {"use_default_specs": false, "layer_specs": [{"patterns": '
             '[".*up\\\\.weight$"], "partition_type": "column"}, {"patterns": [".*down\\\\.weight$"], "partition_type": '
             '"row"}]}}, or a "preset_model" such as "llama". Only models of Hugging Face have a plan of their own'

@@ -8,7 +8,7 @@ of an engine compare their settings and models; if one rank fails, all raise. Op
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,8 +18,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.domino import async_linear as domino
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -53,7 +54,9 @@ from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes, partition_axes
 
 
-def check_with_all_ranks(engine: DeepSpeedEngine, config: DeepSpeedConfig, grid: MpuGrid, optimizer: Any) -> None:
+def check_with_all_ranks(
+    engine: DeepSpeedEngine, config: DeepSpeedConfig, grid: MpuGrid, given: Mapping[str, Any]
+) -> None:
     """Check options before an engine is built, and compare the results of all ranks.
 
     hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
@@ -62,16 +65,52 @@ def check_with_all_ranks(engine: DeepSpeedEngine, config: DeepSpeedConfig, grid:
         engine: the engine, whose constructor has not run.
         config: its config.
         grid: its mpu.
-        optimizer: the program's optimizer, or the function that makes it, if any.
+        given: the arguments of its constructor by name.
     """
+    optimizer = given.get("optimizer")
     everyone = grid.get_ranks(axes_of_engine(grid, isinstance(engine, PipelineEngine)))
     with agreement(everyone, "the settings of the engine") as lines:
         autoparallel.complete_sizes(config, grid)
         kinds = isinstance(engine, PipelineEngine), isinstance(engine, DualPipeVEngine)
         check_config(ConfigOnGrid(config, grid, *kinds))
+        check_arguments(given, config)
         check_sections(config, grid)
         lines += _settings(config, grid, type(optimizer).__name__ if optimizer else config.optimizer_name)
         lines.append(f"engine={stock_class(engine).__name__}")
+
+
+def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
+    """Refuse an optimizer, a scheduler or parameters that an engine cannot use.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        EngineOptionError: the config names an optimizer or a scheduler that neither DeepSpeed nor torch has.
+    """
+    optimizer, scheduler, parameters = (given.get(name) for name in ("optimizer", "lr_scheduler", "model_parameters"))
+    if not (optimizer is None or callable(optimizer) or hasattr(optimizer, "param_groups")):
+        raise TypeError(
+            f"optimizer={abridged(optimizer)}: give one such as torch.optim.AdamW(model.parameters()), or name "
+            'one in the config: "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}'
+        )
+    if isinstance(scheduler, type):
+        raise TypeError(
+            f"lr_scheduler is the class {scheduler.__name__}: give an instance, or a function of the optimizer that "
+            "returns one"
+        )
+    if isinstance(parameters, nn.Module):
+        raise TypeError(f"model_parameters={type(parameters).__name__}(...): give model.parameters(), or omit it")
+    named = config.optimizer_name if optimizer is None else None
+    if named is not None and named.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, named):
+        choices = ["AdamW", *DEEPSPEED_OPTIMIZERS]
+        raise EngineOptionError(
+            f'config: "optimizer" has the type {named!r}: choose a class of torch.optim, or {choices}'
+        )
+    named = config.scheduler_name if scheduler is None else None
+    if named is not None and not any(hasattr(module, named) for module in (lr_schedules, torch.optim.lr_scheduler)):
+        raise EngineOptionError(
+            f'config: "scheduler" has the type {named!r}: choose a class of torch.optim.lr_scheduler, or one of '
+            f"{lr_schedules.VALID_LR_SCHEDULES}"
+        )
 
 
 _reads_sections: ContextVar[bool] = ContextVar("reads_sections", default=False)

@@ -674,11 +674,16 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
     refuse_elasticity(config)
     for name, example in _SECTIONS.items():
         section = config.get(name)
-        if not isinstance(section, (Mapping, NoneType)) and not (name == "zero_optimization" and isinstance(section, bool)):
-            raise EngineOptionError(f'config section "{name}" is {abridged(section)}: give a mapping, such as {example}')
-    zero, precisions = config.get("zero_optimization"), [
-        name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled") is True
-    ]
+        if not isinstance(section, (Mapping, NoneType)) and not (
+            name == "zero_optimization" and isinstance(section, bool)
+        ):
+            raise EngineOptionError(
+                f'config section "{name}" is {abridged(section)}: give a mapping, such as {example}'
+            )
+    zero, precisions = (
+        config.get("zero_optimization"),
+        [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled") is True],
+    )
     if isinstance(zero, Mapping) and str(zero.get("stage", 0)) not in ("0", "1", "2", "3", "auto"):
         raise EngineOptionError(
             f'config section "zero_optimization": "stage" is {abridged(zero["stage"])}: ZeRO has the stages 0, 1, 2, 3'
@@ -697,10 +702,10 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
             'config: neither "train_batch_size" (the samples of a step, over all replicas) nor '
             '"train_micro_batch_size_per_gpu" (those of a rank in a forward pass) is given: give one of them'
         )
-    _check_batch_sizes(*(None if config.get(name) is None else whole_number(config[name]) for name in _SIZES), grid)
+    _check_batch_sizes(grid, *(None if config.get(name) is None else whole_number(config[name]) for name in _SIZES))
 
 
-def _check_batch_sizes(batch: int | None, micro: int | None, steps: int | None, grid: MpuGrid) -> None:
+def _check_batch_sizes(grid: MpuGrid, batch: int | None, micro: int | None, steps: int | None) -> None:
     if batch is None:
         return  # it follows from the others
     replicas = grid.get_data_parallel_world_size()

@@ -1,9 +1,10 @@
 """Define ``PipelineParallelGrid``, the complete ``mpu`` for DeepSpeed's engines.
 
-While a grid exists, hooks on ``DeepSpeedEngine.__init__`` and ``DeepSpeedConfig.__init__`` are in force. An engine whose mpu is a grid gets a class of
-ours (:mod:`ds_topo.engine.on_grid`) until the grid is destroyed. Every other engine runs DeepSpeed's own code; the hooks
-only refuse an mpu or a model that was meant for a grid. Once a process has built an engine without a grid, no grid is
-the current mpu outside of the methods of its engines (:mod:`ds_topo.engine.current_mpu`).
+While a grid exists, hooks on the constructors of ``DeepSpeedEngine`` and ``DeepSpeedConfig`` are in force. An engine
+whose mpu is a grid gets a class of ours (:mod:`ds_topo.engine.on_grid`) until the grid is destroyed. Every other engine
+runs DeepSpeed's own code; the hooks only refuse an mpu or a model that was meant for a grid. Once a process has built
+an engine without a grid, no grid is the current mpu outside of the methods of its engines
+(:mod:`ds_topo.engine.current_mpu`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
+from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
 from ds_topo.base.differences import check_release
@@ -90,8 +92,9 @@ class PipelineParallelGrid(MpuGrid):
         *,
         timeout: float | timedelta | None = None,
         extra_axes: Iterable[str] = (),
+        **others: Never,
     ) -> None:
-        super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
+        super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes, **others)
         if torch.distributed.get_rank(process_group) == 0:
             warn_of_newer_releases((*patches.ROWS, *torch_names.ROWS))
         with ExitStack() as undo:
@@ -202,7 +205,7 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         check_release(config)
         if given.get("mesh_device"):  # as the constructor does first
             deepspeed_groups.mesh_device = given["mesh_device"]
-        checks.check_with_all_ranks(engine, config, mpu, given.get("optimizer"))
+        checks.check_with_all_ranks(engine, config, mpu, given)
         release = put_engine_on_grid(engine)
         undo.callback(release)
         with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns():

@@ -137,6 +137,8 @@ def clip_grad_norm_(
     >>> dist.destroy_process_group()
     """
     kind, limit = _checked_arguments(max_norm, grid, norm_type)
+    if isinstance(parameters, nn.Module):
+        raise TypeError(f"parameters={type(parameters).__name__}(...): give model.parameters()")
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     trained = [parameter for parameter in given if parameter.grad is not None]
     local = [

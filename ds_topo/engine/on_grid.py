@@ -445,7 +445,10 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         if torch.is_tensor(loss) and loss.numel() != 1:
             raise EngineOptionError(
                 f"the last stage returns {list(loss.shape)} values instead of a loss"
-                + (": the module has no loss_fn, so give PipelineModule(..., loss_fn=), " * (self.module.loss_fn is None))
+                + (
+                    ": the module has no loss_fn, so give PipelineModule(..., loss_fn=), "
+                    * (self.module.loss_fn is None)
+                )
                 + (": " * (self.module.loss_fn is not None))
                 + "or let the last layer or loss_fn return a scalar. For outputs without a loss, call "
                 "engine.eval_batch(data_iter, compute_loss=False, reduce_output=None)"
@@ -455,7 +458,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         """Say what a pipeline has in place of the methods of other engines."""
         raise RuntimeError(
             "a pipeline engine runs the forward and backward passes and the step of all its micro-batches itself: call "
-            "loss = engine.train_batch(data_iter), or engine.eval_batch(data_iter), with an iterator of (inputs, labels)"
+            "loss = engine.train_batch(data_iter) or engine.eval_batch(data_iter), with an iterator of (inputs, labels)"
         )
 
     forward = backward = step = _refuse

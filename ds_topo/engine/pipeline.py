@@ -115,7 +115,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 
     Args:
         layers: modules, ``LayerSpec``, ``TiedLayerSpec`` or functions, in order.
-        num_stages: instead of ``topology``, the degree of ``pipe``; other ranks are ``data``. A spec is valid, too.
+        num_stages: instead of ``topology``, the degree of ``pipe``; other ranks are ``data``. Or a spec, or a grid.
         topology: a topology, or a spec such as ``"data=-1,pipe=2"``.
         config: instead of ``topology``, a DeepSpeed config (path or mapping) that has a section ``"topology"``.
         grid: instead of ``topology``, an existing grid, for layers that need one of its groups.
@@ -136,7 +136,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     def __init__(
         self,
         layers: Iterable[Any],
-        num_stages: int | str | None = None,
+        num_stages: int | str | MpuGrid | None = None,
         topology: ProcessTopology | Spec | None = None,
         *args: Any,
         config: str | Path | Mapping[str, object] | None = None,
@@ -153,6 +153,9 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
                 "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
             )
         layers = checked_layers(layers, args[0] if args else options.get("loss_fn"))
+        grid = options.pop("mpu", None) if grid is None else grid
+        if isinstance(num_stages, MpuGrid):
+            grid, num_stages = grid or num_stages, None
         if isinstance(num_stages, str):  # a spec instead of a number
             topology, num_stages = topology or num_stages, None
         layout = _layout_of(num_stages, topology, config, grid)

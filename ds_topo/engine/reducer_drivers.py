@@ -31,7 +31,7 @@ from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction import BucketReducer
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
-from ds_topo.reduction.parameters import is_held_by
+from ds_topo.reduction.parameters import HasDataParallelGroup, is_held_by
 from ds_topo.reduction.reducer import StepDriver
 from ds_topo.reduction.reductions import suitable_bucket_bytes
 from ds_topo.reduction.report import BucketTiming, StepTiming
@@ -66,15 +66,23 @@ class GradientReducer(BucketReducer):
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        grid: HasDataParallelGroup | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        driver: StepDriver | None = None,
+        **options: Unpack[ReductionArguments],
+    ) -> None:
         is_engine = isinstance(module, DeepSpeedEngine)
-        is_standalone = arguments.get("driver") is None and isinstance(module, nn.Module)
+        is_standalone = driver is None and isinstance(module, nn.Module)
         if is_engine or (is_standalone and is_held_by(module, DeepSpeedEngine, "micro_steps")):
             raise TypeError(
                 f"GradientReducer({'engine' if is_engine else 'engine.module'}) would reduce beside the engine, which "
                 "reduces its gradients itself: call GradientReducer.attach(engine)"
             )
-        super().__init__(module, **arguments)
+        super().__init__(module, grid=grid, process_group=process_group, driver=driver, **options)
 
     @classmethod
     def attach(cls, engine: DeepSpeedEngine, **options: Unpack[ReductionArguments]) -> Self:

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
+from typing_extensions import Never
 
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
@@ -27,7 +28,7 @@ from ds_topo.engine.config_options import REDUCER_SECTION, TOPOLOGY_SECTION, che
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
-from ds_topo.errors import EngineOptionError, abridged, warn
+from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
@@ -49,7 +50,7 @@ def init_distributed(
     end_with_launcher: bool = True,
     verbose: bool = True,
     watch: float | None = None,
-    **others: Any,
+    **others: Never,
 ) -> Launch:
     """Join the job; replaces ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``.
 
@@ -79,9 +80,7 @@ def init_distributed(
         TypeError: the timeout or the seconds of the watch are not numbers, or an argument does not exist.
         ValueError: they are not positive, or torch does not know the backend.
     """
-    if others:
-        instead = "; ".join(f"{name}: {_INSTEAD.get(name, 'there is no such argument')}" for name in others)
-        raise TypeError(f"init_distributed() takes timeout, backend, end_with_launcher, verbose and watch. {instead}")
+    refuse_others("init_distributed() takes timeout, backend, end_with_launcher, verbose and watch.", others, _INSTEAD)
     limit = watch_limit(watch)
     backend = backend or get_accelerator().communication_backend_name()
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
@@ -109,6 +108,10 @@ _INSTEAD = {
     "config": "omit it; pass the config to initialize()",
 }
 """Arguments of ``deepspeed.init_distributed`` and torch's ``init_process_group``, and what to write instead."""
+_INSTEAD_IN_INITIALIZE = {
+    "grid": "write mpu=grid",
+    "topology": 'write it in the config ("topology": "data=2,model=2"), or pass mpu=PipelineParallelGrid(topology)',
+}
 
 
 @contextmanager
@@ -180,6 +183,7 @@ def initialize(
     config: str | Path | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
+    **others: Never,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Call ``deepspeed.initialize`` with two more sections of the config, ``"topology"`` and ``"gradient_reducer"``.
 
@@ -199,6 +203,9 @@ def initialize(
         LaunchError: the config has a topology, and the job cannot be joined.
     """
     given = dict(locals())  # the arguments by name
+    refuse_others("initialize():", given.pop("others"), _INSTEAD_IN_INITIALIZE)
+    if isinstance(args, nn.Module):
+        raise TypeError("initialize(model, ...): the first argument is args, as in DeepSpeed; write model=")
     check_is_module(model)
     check_mpu(mpu)
     if mpu is not None and isinstance(model, DeepSpeedPipelineModule):

@@ -233,6 +233,8 @@ class FailureListener:
         while each is not None and each not in chain:
             chain.append(each)
             each = each.__cause__ or each.__context__  # type: ignore[assignment]
+        if is_of_transport(error) and not watch_is_on() and self.has_news.wait(_CAUSE_LIMIT) and self.known is not None:
+            print(f"ds_topo: the cause is probably that {self.known}", file=sys.stderr, flush=True)
         is_known = any(id(one) == self._reported or isinstance(one, FailedRankError) for one in chain)
         if not is_known and self.is_of_this_job and not watch_is_on() and not is_of_transport(error):
             where = self._observer.read_traceback(trace)

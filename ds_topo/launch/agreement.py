@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswe
 from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, leave, linger, take_due, within
 
 MAX_MESSAGE = 4000
+NOTICE_AFTER = timedelta(seconds=15)
+"""The time after which one of the ranks that wait prints for whom."""
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
 """The number of different plans that are compared line by line."""
@@ -149,14 +152,20 @@ class Round:
         append(self.store, self._key("came"), f"{line}\n")
         is_last = self.store.add(self._key("number"), 1) == len(self.members)
         if is_last:
-            self.own.extend(map(self._key, ("came", "number", "patience", "verdict", "difference", "read")))
+            self.own.extend(map(self._key, ("came", "number", "notice", "patience", "verdict", "difference", "read")))
         return is_last
 
     def _await_verdict(self) -> str:
-        """Wait for the verdict; the first rank that waits in vain writes it."""
-        verdict = self._key("verdict")
+        """Wait for the verdict; the first rank that waits long says for whom, and one that waits in vain writes it."""
+        verdict, patience = self._key("verdict"), self.timeout * GATHERING
         try:
-            self.store.wait([verdict], self.timeout * GATHERING)
+            if patience > 2 * NOTICE_AFTER:
+                patience -= NOTICE_AFTER
+                try:
+                    self.store.wait([verdict], NOTICE_AFTER)
+                except dist.DistStoreError:
+                    self._say_who_is_missing(patience)
+            self.store.wait([verdict], patience)
         except RuntimeError:
             if self.store.add(self._key("patience"), 1) == 1:
                 self._decide()
@@ -166,11 +175,28 @@ class Round:
                 self._decide()
         return str(self.store.get(verdict).decode())
 
-    def _decide(self) -> None:
-        """Write the verdict on what the members brought, unless another rank has written one."""
+    def _say_who_is_missing(self, left: timedelta) -> None:
+        if self.store.add(self._key("notice"), 1) > 1:
+            return
+        here = {rank for rank, *_ in self._came()}
+        missing = [rank for rank in self.members if rank not in here]
+        print(
+            f"ds_topo: rank {self.rank} on {socket.gethostname()} has waited {NOTICE_AFTER.seconds} s for ranks "
+            f"{listed(missing, 4 * _SHOWN_RANKS)} to agree on {self.subject}. Call it on every rank: without them it "
+            f"fails in {left}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _came(self) -> list[tuple[int, str, str, str]]:
+        """Return the rank, host, digest and outcome of each member that has come."""
         # compare_set reads without blocking: where all agree, the last rank may have deleted the lines by now
         came = self.store.compare_set(self._key("came"), "", "").decode().splitlines()
-        reports = [(int(rank), host, digest, text) for rank, host, digest, text in map(json.loads, came)]
+        return [(int(rank), host, digest, text) for rank, host, digest, text in map(json.loads, came)]
+
+    def _decide(self) -> None:
+        """Write the verdict on what the members brought, unless another rank has written one."""
+        reports = self._came()
         here = {rank for rank, *_ in reports}
         missing = [rank for rank in self.members if rank not in here]
         agreed = not missing and len({digest for _, _, digest, _ in reports}) == 1

@@ -139,7 +139,7 @@ class Council:
             except Exception as error:  # of any class: the other ranks must receive it
                 said = "" if isinstance(error, self.error) else f"{self.subject}: rank {decider}: "
                 outcome = {"error": type(error).__name__, "text": f"{said}{one_line(error, self.error)}"}
-                cause = error
+                cause = None if isinstance(error, self.error) else error  # of our own, the text is enough
             outcome["readers"] = readers
             self.request(self.timeout, lambda: self._write(f"{name} decided", outcome))
         self._readers = outcome["readers"]

@@ -26,6 +26,7 @@ from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, within
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address
 from ds_topo.launch.placement import fold_numbers
+from ds_topo.launch.tracebacks import share_tracebacks
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
@@ -130,9 +131,9 @@ def join(
 
     This finds out rank, world size, local rank and master (:func:`detect_launch`), exports torch's and DeepSpeed's
     variables, waits until all ranks have come, and calls ``init_process_group``. Later groups without a timeout of
-    their own, such as DeepSpeed's, get this timeout instead of torch's 30 minutes. If ``torch.distributed`` is
-    initialised already, it only returns the description of this rank. Without a launcher, this process is a job of one
-    rank.
+    their own, such as DeepSpeed's, get this timeout instead of torch's 30 minutes. One rank prints an error that ends
+    several ranks alike. If ``torch.distributed`` is initialised already, it only returns the description of this rank.
+    Without a launcher, this process is a job of one rank.
 
     Args:
         timeout: the timeout of joining and of every group, in seconds or as a ``timedelta``; by default the minutes in
@@ -158,6 +159,7 @@ def join(
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
+    share_tracebacks()
     if launch.rank == 0 and (verbose or launch.launcher == ALONE):
         print(f"ds_topo: {launch}, backend {backend}, timeout {limit}", file=sys.stderr, flush=True)
     return launch

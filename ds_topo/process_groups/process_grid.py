@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
 from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
-from ds_topo.errors import UnknownAxisError, abridged
+from ds_topo.errors import UnknownAxisError, abridged, refuse_others
 from ds_topo.launch.agreement import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import Spec, canonical_axis, check_meanings, divisors
+from ds_topo.topology.axes import Spec, axis_in_spec, canonical_axis, check_meanings, divisors
 from ds_topo.topology.rank_tables import RankGroup
 
 
@@ -137,7 +137,10 @@ class ProcessGrid:
         *,
         timeout: float | timedelta | None = None,
         extra_axes: Iterable[str] = (),
+        **others: Never,
     ) -> None:
+        degrees = dict.fromkeys(others, "axes and degrees are one argument, such as 'data=2,model=2'")
+        refuse_others(f"{type(self).__name__}():", others, degrees)
         require_initialized(type(self).__name__)
         members = _members_of(process_group)
         try:
@@ -455,6 +458,8 @@ class ProcessGrid:
             raise TypeError(
                 f"options {sorted(given)}: the grid provides the sampler; for your own, construct a DataLoader instead"
             )
+        if isinstance(batch_size, str):
+            raise TypeError(f"batch_size={batch_size!r}: give a number of samples")
         sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, start=start)
         options |= {"sampler": sampler, "drop_last": drop_last}
         return DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
@@ -584,7 +589,7 @@ class ProcessGrid:
     # -- the habits of DeviceMesh, FSDP2 and Megatron ----------------------------------------------------------------
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh along one axis or several, as of :meth:`device_mesh`: ``fully_shard(model, mesh=grid["data"])``.
+        """Return the mesh along one axis or several, such as ``fully_shard(model, mesh=grid["data"])`` needs.
 
         Raises:
             UnknownAxisError: an axis is not in the topology.
@@ -592,7 +597,7 @@ class ProcessGrid:
         span = rank_tables.axes_of(self._core.topology, axes)
         if not span:
             raise UnknownAxisError(
-                f"grid[{abridged(axes)}]: {self._core.topology.spec!r} has no such axis; it has {self._core.topology.axes}"
+                f"grid[{abridged(axes)}]: {self._core.topology.spec!r} has the axes {self._core.topology.axes} alone"
             )
         return self.device_mesh()[span if len(span) > 1 else span[0]]
 
@@ -627,7 +632,7 @@ _OTHER_NAMES = {
     "get_rank": "grid.global_rank is the rank in the job, and grid.get_axis_rank('data') the index along an axis",
     "get_local_rank": "call grid.get_axis_rank('data') for the index along an axis",
     "get_coordinate": "call grid.topology().get_coord(grid.grid_rank)",
-    "initialize_model_parallel": "the grid has its groups already; ds_topo.parallel_state serves a program's own module",
+    "initialize_model_parallel": "the grid has its groups; ds_topo.parallel_state serves a program's own module",
 }
 """What to write in place of names of ``DeviceMesh``, ``torch.distributed`` and Megatron."""
 
@@ -693,6 +698,12 @@ def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolog
         return rank_tables.factorized_topology(world_size)
     if isinstance(topology, ProcessTopology):
         return topology
+    if isinstance(topology, DeviceMesh):
+        names, sizes = topology.mesh_dim_names or ("data", "model"), topology.shape
+        degrees = ",".join(f"{axis_in_spec(name)}={size}" for name, size in zip(names, sizes, strict=False))
+        raise TypeError(
+            f"topology={topology}: a grid makes its own mesh, grid.device_mesh(); give the spec {degrees!r}"
+        )
     if hasattr(topology, "axes") and hasattr(topology, "dims") and not isinstance(topology, type):
         return ProcessTopology(topology.axes, topology.dims)
     if isinstance(topology, (ProcessGrid, type)) or callable(topology) or hasattr(topology, "mpu"):

@@ -79,6 +79,16 @@ _DTYPES = {
 _NOT_IN_JSON = ("grad_buffers", "partitions", "expert_groups")
 
 
+def unknown_option(name: object, besides: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+    """Return a message about a name that is no option of a reducer; "" if it is one."""
+    names = [one for one in ReductionArguments.__annotations__ if one not in without]
+    if name in names:
+        return ""
+    near = difflib.get_close_matches(str(name), [*names, *besides], n=1)
+    question = f": did you mean {near[0]!r}?" if near else "."
+    return f"{abridged(name)} is not an option{question} Options are {', '.join(names)}"
+
+
 def arguments_from_config(section: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a config section to keyword arguments, with data types by name, and validate them.
 
@@ -91,13 +101,10 @@ def arguments_from_config(section: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: an option does not exist, or a value is invalid.
     """
-    names = [name for name in ReductionArguments.__annotations__ if name not in _NOT_IN_JSON]
     arguments = dict(section)
     for name, value in section.items():
-        if name not in names:
-            near = difflib.get_close_matches(str(name), [*names, "enabled"], n=1)
-            question = f": did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"{abridged(name)} is not an option{question} Options are {', '.join(names)}")
+        if problem := unknown_option(name, ("enabled",), _NOT_IN_JSON):
+            raise ValueError(problem)
         if name.endswith("_dtype") and value is not None:
             if not isinstance(value, str) or value not in _DTYPES:
                 raise ValueError(f"{name}={abridged(value)}: choose one of {', '.join(_DTYPES)}")

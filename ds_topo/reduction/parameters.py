@@ -36,7 +36,7 @@ from ds_topo.errors import abridged, listed
 from ds_topo.launch.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import Exchange
-from ds_topo.reduction.options import ReductionArguments, ReductionOptions
+from ds_topo.reduction.options import ReductionArguments, ReductionOptions, unknown_option
 from ds_topo.reduction.partitions import LASTING, MICRO_BATCH, GradientMemory, RegionOfGradients
 
 # -- routes ------------------------------------------------------------------------------------------------------------
@@ -419,6 +419,9 @@ def agreed_inputs(
     failure: Exception | None = None
     options, states = ReductionOptions(), []
     try:
+        problems = [unknown_option(name, ("grid", "process_group")) for name in arguments]
+        if any(problems):
+            raise TypeError("".join(problems))
         options = ReductionOptions(**arguments)
         states = find_parameters(module, options, may_be_empty)
     except (TypeError, ValueError, RuntimeError) as error:

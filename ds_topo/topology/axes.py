@@ -36,7 +36,7 @@ SYNONYMS = {"tensor": MODEL, **dict.fromkeys(("context", "cp", "sp"), SEQ)}
 """Other names of an axis, accepted wherever an axis is named."""
 SPEC_SYNONYMS = SYNONYMS | {
     **{"pp": PIPE, "pipeline": PIPE, "dp": DATA, "tp": MODEL, "mp": MODEL},
-    **{"sequence": SEQ, "ep": EXPERT, "experts": EXPERT},
+    **{"sequence": SEQ, "ep": EXPERT, "experts": EXPERT, "dp_replicate": DATA, "dp_shard": SHARD},
 }
 """The field's abbreviations, which specs and configs accept in upper and lower case."""
 

@@ -10,7 +10,18 @@ from functools import cached_property
 from math import prod
 
 from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError
-from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, EXPERT, MODEL, PIPE, SEQ, SHARD, axis_in_spec, canonical_axis, divisors
+from ds_topo.topology.axes import (
+    DATA,
+    DEEPSPEED_AXES,
+    EXPERT,
+    MODEL,
+    PIPE,
+    SEQ,
+    SHARD,
+    axis_in_spec,
+    canonical_axis,
+    divisors,
+)
 from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
 
 
