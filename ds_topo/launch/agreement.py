@@ -163,7 +163,7 @@ class Round:
                 patience -= NOTICE_AFTER
                 try:
                     self.store.wait([verdict], NOTICE_AFTER)
-                except dist.DistStoreError:
+                except RuntimeError:
                     self._say_who_is_missing(patience)
             self.store.wait([verdict], patience)
         except RuntimeError:

@@ -108,7 +108,7 @@ def _stock_engine_beside_patched_one() -> None:
     stock_methods = {name: getattr(DeepSpeedEngine, name) for name in METHODS if hasattr(DeepSpeedEngine, name)}
     alone = train(engine_of())
     grid = PipelineParallelGrid("data=2")
-    assert process_wide() == ["runtime.engine.DeepSpeedEngine.__init__"]
+    assert process_wide() == ["runtime.config.DeepSpeedConfig.__init__", "runtime.engine.DeepSpeedEngine.__init__"]
     stock, patched = engine_of(**STAGE_1), engine_of(grid, **STAGE_1)
     assert ours(stock, stock.optimizer) == set()
     for name, method in stock_methods.items():
@@ -147,6 +147,7 @@ def _processwide_patches_of_everything() -> list[str]:
 def test_grid_expert_groups_and_reducer_need_few_process_wide_patches(world: Worlds) -> None:
     assert world(4).run(_processwide_patches_of_everything)[0] == [
         "moe.mappings._gather_tokens",
+        "runtime.config.DeepSpeedConfig.__init__",
         "runtime.engine.DeepSpeedEngine.__init__",
         "torch.nn.modules.module.Module.zero_grad",
         "torch.optim.optimizer.Optimizer.zero_grad",

@@ -38,8 +38,8 @@ from ds_topo.engine.config_options import (
     OPTIONS,
     ConfigOnGrid,
     Option,
-    check_batch_sizes,
     check_config,
+    check_sections_and_sizes,
     different_parameters,
     mechanisms_on,
     refusals,
@@ -360,9 +360,11 @@ def test_the_table_and_the_command_show_name_the_same_mechanisms(topology: str, 
         (12, 2, None, ""),
         (9, 2, None, r"9 is not a multiple of 2 [(]train_micro.*to a multiple of 4"),
         (9, None, None, r"9 is not a multiple of 2 [(]replicas with"),
-        (9, 2.5, None, ""),
-        (9, -1, None, ""),
-        ("auto", 2, 2, ""),
+        (9, 2.5, None, r"train_micro_batch_size_per_gpu is 2.5: give a whole number of samples"),
+        (9, -1, None, r"train_micro_batch_size_per_gpu is -1: give a whole number"),
+        ("8", 2, 2, r"train_batch_size is '8': give a whole number of samples or steps, at least 1$"),
+        ("auto", 2, 2, r"train_batch_size is 'auto': .* Trainer and accelerate replace \"auto\" themselves"),
+        (None, None, 2, r'neither "train_batch_size" .* nor "train_micro_batch_size_per_gpu"'),
     ],
 )
 def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any, message: str) -> None:
@@ -370,13 +372,13 @@ def test_batch_sizes_name_the_axes_that_count(batch: Any, micro: Any, steps: Any
     config = {"train_batch_size": batch, **sizes}
     with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
         with pytest.raises(EngineOptionError, match=message) if message else nullcontext():
-            check_batch_sizes(config, grid)
+            check_sections_and_sizes(config, grid)
         with pytest.raises(EngineOptionError, match=r'"elasticity" on a grid: .* config \|= grid.batch_sizes'):
-            check_batch_sizes({**config, "elasticity": {"enabled": True}}, grid)
+            check_sections_and_sizes({**config, "elasticity": {"enabled": True}}, grid)
     with fake_world(0, 4), PipelineParallelGrid("model=4") as grid:
-        check_batch_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 1}, grid)
+        check_sections_and_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 1}, grid)
         with pytest.raises(EngineOptionError, match="train_batch_size 3 is not 1 "):
-            check_batch_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 3}, grid)
+            check_sections_and_sizes({**dict.fromkeys(sizes, 1), "train_batch_size": 3}, grid)
 
 
 @pytest.mark.parametrize(
@@ -491,6 +493,6 @@ def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest
 
 def test_batch_sizes_may_omit_the_micro_batch() -> None:
     with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
-        table.check_batch_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, grid)
+        table.check_sections_and_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, grid)
         with pytest.raises(EngineOptionError, match="train_batch_size 12 is not a multiple of 2 "):
-            table.check_batch_sizes({"train_batch_size": 12, "gradient_accumulation_steps": 2}, grid)
+            table.check_sections_and_sizes({"train_batch_size": 12, "gradient_accumulation_steps": 2}, grid)

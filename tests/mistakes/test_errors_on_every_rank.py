@@ -17,7 +17,8 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import (
@@ -415,6 +416,68 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=_on_rank(3, None, nn.MSELoss())),
         DisagreementError,
         "loss function=none",
+    ),
+    "no loss function": (
+        lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=None),
+        Exception,
+        "values instead of a loss: the module has no loss_fn|failed in train_batch",
+    ),
+    "a forward pass of a pipeline": (
+        lambda: _engine(_pipeline(topology="pipe=2,data=2", loss_fn=nn.MSELoss()), config=PIPELINE)(_SAMPLE[0]),
+        RuntimeError,
+        "call loss = engine.train_batch(data_iter)",
+    ),
+    # engines
+    "a step without a backward pass": (lambda: _engine(mpu=_grid()).step(), RuntimeError, "without a backward pass"),
+    "a pipeline's method": (
+        lambda: _engine(mpu=_grid()).train_batch(iter([_SAMPLE])),
+        AttributeError,
+        "train_batch() of an engine without a pipeline",
+    ),
+    "sizes that are no product": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "train_batch_size": 8, "gradient_accumulation_steps": 1}),
+        EngineOptionError,
+        "In 'data=2,model=2' they are along ['data=2']",
+    ),
+    "a precision without a section": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "bf16": True}),
+        EngineOptionError,
+        'config section "bf16" is True: give a mapping, such as {"enabled": true}',
+    ),
+    "a fourth stage": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "zero_optimization": {"stage": 4}}),
+        EngineOptionError,
+        '"stage" is 4: ZeRO has the stages',
+    ),
+    "clipping as text": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_clipping": "auto"}),
+        EngineOptionError,
+        "gradient_clipping is 'auto': give a number; Trainer and accelerate",
+    ),
+    "an unknown optimizer": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "optimizer": {"type": "AdamWW"}}),
+        EngineOptionError,
+        "has the type 'AdamWW': choose a class of torch.optim",
+    ),
+    "parameters as optimizer": (
+        lambda: _engine(mpu=_grid(), optimizer=iter([])),
+        TypeError,
+        "give one such as torch.optim.AdamW(model.parameters())",
+    ),
+    "a model of FSDP2": (
+        lambda: _engine(fully_shard(nn.Linear(4, 4), mesh=(grid := _grid())["data"]), mpu=grid),
+        EngineOptionError,
+        "is sharded by FSDP (fully_shard)",
+    ),
+    "a model of DTensors": (
+        lambda: _engine(distribute_module(nn.Linear(4, 4), (grid := _grid())["model"]), mpu=grid),
+        EngineOptionError,
+        "parameter 'weight' is a DTensor",
+    ),
+    "AutoTP of a model that it does not know": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "tensor_parallel": {"autotp_size": 2}}),
+        EngineOptionError,
+        'name its parameters, such as "tensor_parallel": {"partition_config"',
     ),
     # reducers
     "a spec as the reducer's grid": (lambda: GradientReducer(nn.Linear(4, 4), grid="data=4"), TypeError, "give a grid"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ds_topo import (
     GradientReducer,
@@ -23,6 +24,7 @@ from ds_topo import (
     initialize,
 )
 from ds_topo.base.ledger import ledger
+from ds_topo.engine.backward_passes import check_loss
 from ds_topo.engine.batches import _check_batch
 from ds_topo.engine.checks import check_engine_without_grid
 from ds_topo.engine.config_options import check_top_level
@@ -164,6 +166,60 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "check_samples='no': give True or False",
     ),
+    "degrees as keywords": (
+        lambda: PipelineParallelGrid(data=2, model=2),  # type: ignore[call-arg]
+        TypeError,
+        "PipelineParallelGrid(): data: axes and degrees are one argument, such as 'data=2,model=2'",
+    ),
+    "a mesh as topology": (
+        lambda: PipelineParallelGrid(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))),  # type: ignore[arg-type]
+        TypeError,
+        "a grid makes its own mesh, grid.device_mesh(); give the spec 'data=2,model=2'",
+    ),
+    "too few processes": (
+        lambda: PipelineParallelGrid("data=8"),
+        WorldSizeError,
+        "Start 8 (per host: torchrun --nproc-per-node, deepspeed --num_gpus, srun --ntasks-per-node), or write -1",
+    ),
+    # the habits of other libraries
+    "a size": (lambda: _grid(SPEC).size("data"), AttributeError, "call grid.get_axis_size('data')"),
+    "a rank": (lambda: _grid(SPEC).rank, AttributeError, "grid.global_rank is the rank in the job"),
+    "a misspelt query": (
+        lambda: _grid(SPEC).get_data_paralel_rank(),
+        AttributeError,
+        "did you mean 'get_data_parallel_rank'?",
+    ),
+    "a query of sequences": (
+        lambda: _grid(SPEC).get_sequence_parallel_rank(),
+        AttributeError,
+        "'data=2,model=2': a grid without an axis 'seq' has no get_sequence_parallel_rank()",
+    ),
+    "a misspelt axis": (lambda: _grid(SPEC).get_group("modle"), UnknownAxisError, "Did you mean 'model'?"),
+    "a mesh along no axis": (lambda: _grid("data=4")["pipe"], UnknownAxisError, "'data=4' has the axes ['data'] alone"),
+    "a number as a mesh": (lambda: list(_grid(SPEC)), UnknownAxisError, "axes=0: give the name"),
+    "a grid as mesh": (
+        lambda: fully_shard(nn.Linear(4, 4), mesh=_grid(SPEC)),
+        AttributeError,
+        "pass grid.device_mesh()",
+    ),
+    "a model by position": (lambda: initialize(nn.Linear(4, 4), CONFIG), TypeError, "write model="),
+    "a grid of an engine": (
+        lambda: initialize(model=nn.Linear(4, 4), grid=_grid(SPEC), config=CONFIG),  # type: ignore[arg-type]
+        TypeError,
+        "initialize(): grid: write mpu=grid",
+    ),
+    "a misspelt argument of a reducer": (
+        lambda: GradientReducer(nn.Linear(4, 4), gird=_grid(SPEC)),  # type: ignore[call-arg]
+        TypeError,
+        "'gird' is not an option: did you mean 'grid'?",
+    ),
+    "a text as loss": (lambda: check_loss("0.5"), ValueError, "is no tensor: leave out .item()"),
+    "a loss of several values": (
+        lambda: check_loss(torch.ones(2, requires_grad=True) * 1),
+        ValueError,
+        "the shape [2]",
+    ),
+    "a detached loss": (lambda: check_loss(torch.ones(())), ValueError, "depends on no parameter"),
     # meshes and axes
     "names as a list": (
         lambda: _grid(SPEC).device_mesh(names=["dp", "tp"]),
@@ -300,6 +356,21 @@ def test_last_stage_accepts_a_batch_without_inputs() -> None:
 def test_batch_of_three_warns_that_the_third_is_not_used() -> None:
     with pytest.warns(RuntimeWarning, match="has 3 elements, but DeepSpeed uses the first two alone"):
         _check_batch((SAMPLE, SAMPLE, SAMPLE), is_first_stage=True)
+
+
+def test_grid_answers_as_a_mesh_does() -> None:
+    with _grid("pipe=2,data=2") as grid:
+        assert grid["data"].size() == grid.get_axis_size("dp") == 2
+        assert grid["pipe", "data"].mesh_dim_names == ("pipe", "data")
+        assert (grid.get_group("dp"), grid.get_next_rank("pp")) == (grid.get_group("data"), 2)
+
+
+def test_dir_has_no_names_of_other_libraries() -> None:
+    with _grid(SPEC) as grid:
+        listed = [name for name in dir(grid) if not name.startswith("_")]
+        assert {"get_group", "data_loader", "correct_norms"} < set(listed)
+        assert not {"get_slice_parallel_rank", "dp_group", "get_tensor_model_parallel_group"} & set(listed)
+        assert len(listed) < 35, "it is what users type"
 
 
 def test_layer_may_keep_the_engines_grid_and_groups() -> None:

@@ -395,3 +395,12 @@ def test_a_failure_is_raised_without_other_processes() -> None:
         with pytest.raises(KeyError, match="mine"):
             agree("plan", range(4), timedelta(seconds=1), failure=KeyError("mine"))
         assert agree("plan", range(4), timedelta(seconds=1))
+
+
+def test_a_rank_that_waits_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agreement, "NOTICE_AFTER", timedelta(seconds=0.5))
+    assert "ranks [1, 3] did not come within" in _verdict({0: "plan", 2: "plan"}, members=range(4), seconds=2.0)
+    (notice,) = capsys.readouterr().err.splitlines()
+    assert "for ranks [1, 3] to agree on a test. Call it on every rank" in notice
