@@ -93,7 +93,8 @@ def digest_of(error: BaseException, trace: TracebackType | None) -> str:
 
     Causes whose message is a part of the error's own do not count: where one rank decides for all, it alone has them.
     """
-    own, causes = str(error), []
+    own = str(error)
+    causes: list[list[str]] = []
     each = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while each is not None and len(causes) < 10:
         if str(each) not in own:

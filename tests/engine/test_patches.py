@@ -428,6 +428,7 @@ CALLED_BY_MISTAKES = {
     "DeepSpeedEngine.coalesce_grad_reduction",
     "DeepSpeedZeroOptimizer.offload_states",
     "DeepSpeedEngine.compile",
+    *(f"PipelineEngine.{name}" for name in ("forward", "backward", "step")),
 }
 """Overrides that raise or warn; each is tested with its feature."""
 CALLED_BY_PROGRAMS = {

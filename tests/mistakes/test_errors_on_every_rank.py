@@ -418,9 +418,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "loss function=none",
     ),
     "no loss function": (
-        lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=None),
-        Exception,
-        "values instead of a loss: the module has no loss_fn|failed in train_batch",
+        lambda: _train_on(lambda: iter([_SAMPLE] * 2), "data=4", loss_fn=None),
+        EngineOptionError,
+        "values instead of a loss: the module has no loss_fn",
     ),
     "a forward pass of a pipeline": (
         lambda: _engine(_pipeline(topology="pipe=2,data=2", loss_fn=nn.MSELoss()), config=PIPELINE)(_SAMPLE[0]),
