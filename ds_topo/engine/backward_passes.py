@@ -158,7 +158,7 @@ def refuse_step(engine: DeepSpeedEngine) -> None:
         RuntimeError: always.
     """
     raise RuntimeError(
-        "engine.step() without a backward pass since the last one: call loss = engine(inputs), engine.backward(loss) "
+        "engine.step() without a backward pass since the last step: call loss = engine(inputs), engine.backward(loss) "
         f"and engine.step() once each for every micro-batch (gradient_accumulation_steps is "
         f"{engine.gradient_accumulation_steps()})"
     )
@@ -195,7 +195,7 @@ class BackwardPasses:
         self.is_of_engine = False
         """True while ``engine.backward`` runs."""
         self.have_run = False
-        """True after a backward pass, until the next call of ``engine.step``."""
+        """True after a backward pass, until the end of the step."""
 
     # -- forward
 

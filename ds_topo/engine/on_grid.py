@@ -325,7 +325,7 @@ class PlainEngineOnGrid(EngineOnGrid):
             job_watch.compare_steps(self.mpu.get_data_parallel_group(), taken)
         passes = self.on_grid.passes
         passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
-        passes.have_run = False
+        passes.have_run = not is_last
         self.on_grid.micro_batches.backwards = 0
         return result
 
