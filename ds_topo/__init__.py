@@ -1,7 +1,16 @@
 """Give DeepSpeed process topologies, process groups, expert groups and gradient reduction in any order of axes.
 
-Importing this package is fast: torch and DeepSpeed are imported when a name that needs them is first used. Exceptions
-are in :mod:`ds_topo.errors`.
+Importing this package is fast: torch and DeepSpeed are imported when a name that needs them is first used.
+
+- A job: ``init_distributed`` joins it, and ``Watch`` names ranks that die or stop.
+- A layout: ``ProcessTopology``, and grids: ``PipelineParallelGrid``, an ``mpu``, and ``ProcessGrid``, for torch alone.
+- DeepSpeed: ``initialize`` builds an engine on a grid, ``PipelineModule`` and ``DualPipeVModule`` (of ``LayerSpec`` and
+  ``TiedLayerSpec``) a pipeline, and ``use`` serves programs that call DeepSpeed themselves.
+- Training: ``GradientReducer``, ``clip_grad_norm_``, ``checkpoint``, ``groups`` of experts, ``layers``,
+  ``collectives``.
+- Checks: ``check_replicas`` while a job trains, ``verify`` against one process, and the exceptions in ``errors``.
+- Names of others: ``PipeDataParallelTopology``, ``PipeModelDataParallelTopology``, ``parallel_state`` (Megatron's),
+  ``distributed`` (torchshard's), ``mark_tensor_parallel_gradients`` (for an ``mpu`` that is no grid).
 """
 
 from __future__ import annotations

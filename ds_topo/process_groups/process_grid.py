@@ -610,6 +610,12 @@ class ProcessGrid:
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _OF_ENGINES]
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled or copied, because process groups belong to one process: keep it outside of "
+            "what is copied, or keep grid.topology() instead"
+        )
+
     def __repr__(self) -> str:
         coordinate = self._core.topology.get_coord(self._core.rank)._asdict()
         where = ", ".join(f"{axis}={index}" for axis, index in coordinate.items())

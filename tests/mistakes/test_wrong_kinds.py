@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserList
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -201,6 +202,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fully_shard(nn.Linear(4, 4), mesh=_grid(SPEC)),
         AttributeError,
         "pass grid.device_mesh()",
+    ),
+    "a copy of a grid": (lambda: copy.deepcopy(_Layer(_grid(SPEC))), TypeError, "cannot be pickled or copied, because"),
+    "a batch size in words": (
+        lambda: _grid(SPEC).data_loader([1, 2], batch_size="2"),  # type: ignore[arg-type]
+        TypeError,
+        "batch_size='2': give a number",
     ),
     "a model by position": (lambda: initialize(nn.Linear(4, 4), CONFIG), TypeError, "write model="),
     "a grid of an engine": (
