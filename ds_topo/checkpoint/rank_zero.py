@@ -92,7 +92,7 @@ class Meeting(Council):
         try:
             meeting.decided_from(name, content, judge)
         except CheckpointError as outcome:
-            raise outcome from failure
+            raise outcome from (None if content.get("text") == str(outcome) else failure)
         return cast(T, result)
 
     def decided(self, name: str, decide: Callable[[], Any]) -> Any:
