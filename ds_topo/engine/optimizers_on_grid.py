@@ -199,8 +199,9 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         DeepSpeed starts several for each parameter. It asks for norms of type 2 only.
         """
         total = norms.square_of_partition(gradients, params, self.mpu, get_norm_dtype())
-        dist.all_reduce(total, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        for group in (self.dp_process_group, self.mpu.get_model_parallel_group()):
+            if group.size() > 1:
+                dist.all_reduce(total, group=group)
         return torch.where(total.isfinite(), total.sqrt(), -1.0)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:

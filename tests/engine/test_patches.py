@@ -116,7 +116,7 @@ def test_no_private_name_is_used_without_a_row() -> None:
     assert private_methods_called_by_super() - listed == set()
     public = {"_asdict", "_make", "_fields"}  # of named tuples
     public |= {"_hp_mapping", "_index_in_param_group"}  # on parameters, set by functions that have a row
-    public |= {"_SubParsersAction", "_ArgumentGroup"}  # argparse has no public names for these types
+    public |= {"_SubParsersAction", "_ArgumentGroup", "_actions"}  # argparse has no public names for these
     public |= {"_exit", "_current_frames", "_current_exceptions"}  # documented, of os and sys
     assert "_process_group_name" in listed
     assert "_world" in used, "the search finds what there is to find"
@@ -558,8 +558,8 @@ def _calls_of_further_features(folder: str) -> set[tuple[str, str]]:
 
 CALLED_BY_DEEPSPEED = {
     *("accumulate_hp_grads_and_remove_lp", "async_accumulate_grad_in_cpu_via_gpu", "buffered_allreduce_fallback"),
-    *("clear_hp_grads", "clip_fp32_gradients", "get_autosp_backend", "get_grads_for_norm", "has_overflow"),
-    *("has_overflow_partitioned_grads_serial", "has_overflow_serial"),
+    *("clear_hp_grads", "clip_fp32_gradients", "get_autosp_backend", "get_grad_norm_direct", "get_grads_for_norm"),
+    *("has_overflow", "has_overflow_partitioned_grads_serial", "has_overflow_serial"),
     *("independent_gradient_partition_epilogue", "overlapping_partition_gradients_reduce_epilogue"),
     *("partition_grads", "process_gradients", "reduce_gradients", "reduce_ipg_grads", "scaled_global_norm"),
     *("unscale_and_clip_grads", "update_hp_grads", "update_lp_params"),
