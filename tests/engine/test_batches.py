@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.engine import batches
 from ds_topo.engine.batches import FirstSamples, ReadAhead, remaining
-from ds_topo.engine.config_options import check_batch_sizes
+from ds_topo.engine.config_options import check_sections_and_sizes
 from ds_topo.errors import DisagreementError, EndOfSamplesError
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -572,7 +572,7 @@ def test_the_samples_of_a_step_are_divided_among_the_replicas(
             sizes = grid.batch_sizes(**arguments)
             assert (sizes["train_micro_batch_size_per_gpu"], sizes["gradient_accumulation_steps"]) == expected
             assert sizes["train_batch_size"] == arguments["train_batch_size"]
-            check_batch_sizes(sizes, grid)
+            check_sections_and_sizes(sizes, grid)
 
 
 def _sizes_of_engine(spec: str) -> tuple[int, list[int]]:
