@@ -152,10 +152,11 @@ def clip_grad_norm_(
         pairs = zip(trained, local, strict=True)
         counts = _counted_here(grid)
         counted = [gradient for parameter, gradient in pairs if counts(parameter)]
-        if counted and is_largest:
-            own = get_total_norm(counted, kind, foreach=foreach).to(device)
+        if kind == 2:
+            own = sum_of_squares(counted, device, is_foreach=foreach is not False)
         elif counted:
-            own = sum_of_powers(counted, kind, device, is_foreach=foreach is not False)
+            own = get_total_norm(counted, kind, foreach=foreach).to(device)
+            own = own if is_largest else own**kind
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure = error
     total, failed = _sum_over_grid(own, grid, is_largest=is_largest, failed=failure is not None)
@@ -273,7 +274,7 @@ def square_of_partition(
     """
     counts, real = _on_this_slice(grid), (part for part in gradients if not getattr(part, "_zero_padding", False))
     counted = [part.detach() for part, parameter in zip(real, parameters, strict=False) if counts(parameter)]
-    return sum_of_powers(counted, 2.0, get_accelerator().current_device_name(), dtype).float()
+    return sum_of_squares(counted, get_accelerator().current_device_name(), dtype).float()
 
 
 def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -474,23 +475,21 @@ def overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def _total_norm(gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of all gradients of the model, of which this rank counts some."""
     device = get_accelerator().current_device_name()
-    square = sum_of_powers([gradient.detach() for gradient in gradients], 2.0, device, torch.float32)
+    square = sum_of_squares([gradient.detach() for gradient in gradients], device, torch.float32)
     return _sum_over_grid(square, grid)[0].sqrt()
 
 
-def sum_of_powers(
+def sum_of_squares(
     gradients: list[torch.Tensor],
-    kind: float,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     *,
     is_foreach: bool = True,
 ) -> torch.Tensor:
-    """Return the sum, ``[]``, of the powers of all elements, by a few kernels, and to the last bit as DeepSpeed does.
+    """Return the sum, ``[]``, of the squares of all elements, by a few kernels, and to the last bit as DeepSpeed does.
 
     Args:
         gradients: dense gradients.
-        kind: the exponent.
         device: the device of the result.
         dtype: the type of the sums; that of the gradients by default.
         is_foreach: whether one kernel may work on several gradients.
@@ -498,8 +497,8 @@ def sum_of_powers(
     if not gradients:
         return torch.zeros((), device=device)
     parts = [gradients] if is_foreach else [[gradient] for gradient in gradients]
-    norms = chain.from_iterable(torch._foreach_norm(part, kind, dtype=dtype) for part in parts)
-    return torch.stack([norm.to(device) for norm in norms]).pow(kind).sum()
+    norms = chain.from_iterable(torch._foreach_norm(part, 2.0, dtype=dtype) for part in parts)
+    return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
 def _sum_over_grid(

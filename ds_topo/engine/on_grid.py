@@ -443,10 +443,10 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     def _require_scalar(self, loss: Any) -> None:
         if torch.is_tensor(loss) and loss.numel() != 1:
-            cause = "the module has no loss_fn: give PipelineModule(..., loss_fn=), or "
+            cause = "The module has no loss_fn: give PipelineModule(..., loss_fn=), or let"
             raise EngineOptionError(
                 f"the last stage returns {list(loss.shape)} values instead of a loss. "
-                f"{cause if self.module.loss_fn is None else ''}let the last layer or loss_fn return a scalar. For "
+                f"{cause if self.module.loss_fn is None else 'Let'} the last layer or loss_fn return a scalar. For "
                 "outputs without a loss, call engine.eval_batch(data_iter, compute_loss=False, reduce_output=None)"
             )
 

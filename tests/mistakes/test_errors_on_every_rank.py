@@ -420,7 +420,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no loss function": (
         lambda: _train_on(lambda: iter([_SAMPLE] * 2), "data=4", loss_fn=None),
         EngineOptionError,
-        "values instead of a loss: the module has no loss_fn",
+        "values instead of a loss. The module has no loss_fn",
     ),
     "a forward pass of a pipeline": (
         lambda: _engine(_pipeline(topology="pipe=2,data=2", loss_fn=nn.MSELoss()), config=PIPELINE)(_SAMPLE[0]),
