@@ -126,6 +126,7 @@ def test_check_finds_a_different_version(start_cluster: StartCluster, tmp_path: 
     assert "but 2.12.0 on host1 (rank 1)" in output
 
 
+@pytest.mark.exhaustive
 def test_check_finds_a_different_topology_without_a_hang(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
     other = {2: "data=2,pipe=2", 3: "data=2,pipe=2"}

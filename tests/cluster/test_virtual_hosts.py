@@ -59,6 +59,7 @@ def test_ranks_are_numbered_host_by_host_and_join_one_group(start_cluster: Start
     ]
 
 
+@pytest.mark.exhaustive
 def test_failures_show_output_of_every_rank(start_cluster: StartCluster) -> None:
     accounts = r"(?s)rank 0 on host0.*rank 1 on host1.*assert \[1\] == \[7\].*the last rank is unhappy"
     with pytest.raises(RankFailure, match=accounts):
@@ -107,6 +108,7 @@ def test_limited_link_has_its_rate(start_cluster: StartCluster, record_property:
     assert payload * 8 <= 50e6 * seconds + 8 * 2 * 256 * 1024
 
 
+@pytest.mark.exhaustive
 def test_traffic_between_ranks_of_one_host_stays_off_the_link(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=2)
     payload = MEGABYTES * 2**20
