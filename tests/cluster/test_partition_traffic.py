@@ -44,7 +44,8 @@ def _exchange_once(exchange: Exchange, gathers: bool) -> tuple[float, int]:
     return float(flat.view(dist.get_world_size(), -1)[dist.get_rank()].mean()), sent
 
 
-@pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 2), (3, 1)])
 def test_each_slice_crosses_the_link_once(start_cluster: StartCluster, hosts: int, ranks_per_host: int) -> None:
     """A host sends ``(hosts - 1) / hosts`` of the tensor, and packet headers, for any number of ranks on it."""
     cluster = start_cluster(hosts=hosts)

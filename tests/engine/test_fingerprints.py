@@ -80,6 +80,7 @@ def test_a_release_without_record_is_compared_with_the_nearest(monkeypatch: pyte
     assert release_to_compare("accelerate", known) is None
 
 
+@pytest.mark.exhaustive
 def test_another_release_shows_what_it_changes(tmp_path: Path) -> None:
     folder = tmp_path / "edited"
     shutil.copytree(Path(deepspeed.__file__).parent, folder / "deepspeed")

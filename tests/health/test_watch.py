@@ -174,6 +174,7 @@ def test_a_rank_that_leaves_out_a_step_is_named(world: Worlds) -> None:
     assert re.search(named, "".join(told))
 
 
+@pytest.mark.exhaustive
 def test_equal_steps_cause_no_message(world: Worlds) -> None:
     assert "different steps" not in "".join(world(2).run(_train, False))
     assert "different steps" not in "".join(world(2).run(_train, False, 2))

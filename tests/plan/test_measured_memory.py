@@ -71,6 +71,7 @@ def compare(case: Case, counted: list[Counted]) -> None:
         assert memory.weights + memory.optimizer == pytest.approx(fullest.states, rel=small_values), case
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [MIXED[1]], ids=str)
 def test_peak_memory_of_two_ranks_matches_the_plan(case: Case, world: Worlds) -> None:
     compare(case, world(2).run(count_memory, case, bucket_of(case)))
