@@ -674,20 +674,17 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
     refuse_elasticity(config)
     for name, example in _SECTIONS.items():
         section = config.get(name)
-        if not isinstance(section, (Mapping, NoneType)) and not (
-            name == "zero_optimization" and isinstance(section, bool)
-        ):
+        is_switch = name == "zero_optimization" and isinstance(section, bool)
+        if not (is_switch or isinstance(section, (Mapping, NoneType))):
             raise EngineOptionError(
                 f'config section "{name}" is {abridged(section)}: give a mapping, such as {example}'
             )
-    zero, precisions = (
-        config.get("zero_optimization"),
-        [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled") is True],
-    )
+    zero = config.get("zero_optimization")
     if isinstance(zero, Mapping) and str(zero.get("stage", 0)) not in ("0", "1", "2", "3", "auto"):
         raise EngineOptionError(
             f'config section "zero_optimization": "stage" is {abridged(zero["stage"])}: ZeRO has the stages 0, 1, 2, 3'
         )
+    precisions = [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled") is True]
     if "fp16" in precisions and len(precisions) > 1:
         raise EngineOptionError(f"config sections {precisions} are both enabled: choose one of them")
     for name in _SIZES:

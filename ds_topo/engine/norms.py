@@ -153,7 +153,7 @@ def clip_grad_norm_(
         counts = _counted_here(grid)
         counted = [gradient for parameter, gradient in pairs if counts(parameter)]
         if kind == 2:
-            own = sum_of_squares(counted, device, is_foreach=foreach is not False)
+            own = sum_of_squares(counted, device, foreach=foreach)
         elif counted:
             own = get_total_norm(counted, kind, foreach=foreach).to(device)
             own = own if is_largest else own**kind
@@ -172,12 +172,8 @@ def clip_grad_norm_(
         )
     # torch divides by the reciprocal, which may differ from DeepSpeed's quotient in the last bit.
     coefficient = (norm.new_tensor(limit) / (norm + 1e-6)).clamp(max=1.0)
-    on_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in local:  # also the shards of DTensors
-        on_device.setdefault(gradient.device, []).append(gradient)
-    for place, gradients in on_device.items():
-        for some in [gradients] if foreach is not False else [[gradient] for gradient in gradients]:
-            torch._foreach_mul_(some, coefficient.to(place))
+    for gradients in _at_once(local, foreach):  # also the shards of DTensors
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
     return norm
 
 
@@ -483,8 +479,7 @@ def sum_of_squares(
     gradients: list[torch.Tensor],
     device: torch.device | str,
     dtype: torch.dtype | None = None,
-    *,
-    is_foreach: bool = True,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Return the sum, ``[]``, of the squares of all elements, by a few kernels, and to the last bit as DeepSpeed does.
 
@@ -492,13 +487,21 @@ def sum_of_squares(
         gradients: dense gradients.
         device: the device of the result.
         dtype: the type of the sums; that of the gradients by default.
-        is_foreach: whether one kernel may work on several gradients.
+        foreach: whether one kernel may work on several gradients.
     """
-    if not gradients:
-        return torch.zeros((), device=device)
-    parts = [gradients] if is_foreach else [[gradient] for gradient in gradients]
-    norms = chain.from_iterable(torch._foreach_norm(part, 2.0, dtype=dtype) for part in parts)
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+    parts = _at_once(gradients, foreach)
+    norms = [norm.to(device) for part in parts for norm in torch._foreach_norm(part, 2.0, dtype=dtype)]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+
+
+def _at_once(gradients: Iterable[torch.Tensor], foreach: bool | None) -> Iterable[list[torch.Tensor]]:
+    """Return lists of gradients on which one kernel may work: those of a device; or each alone."""
+    if foreach is False:
+        return [[gradient] for gradient in gradients]
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        on_device.setdefault(gradient.device, []).append(gradient)
+    return on_device.values()
 
 
 def _sum_over_grid(
