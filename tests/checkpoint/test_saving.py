@@ -36,6 +36,7 @@ from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saving import HostCopies
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.ranks import RankFailure, Ranks, run_ranks
 from tests.support.served_store import serve_a_store
@@ -472,7 +473,7 @@ def _saves_and_ends(folder: Path, late: float) -> None:
             os._exit(0)
 
 
-@pytest.mark.parametrize("late", [0, 0.001, 0.5])
+@pytest.mark.parametrize("late", mark_exhaustive([0, 0.001, 0.5], lambda _, late: late == 0.5))
 def test_rank_0_may_end_right_after_a_save(tmp_path: Path, late: float) -> None:
     with pytest.raises(RankFailure):  # of rank 0, which returns nothing
         run_ranks(2, _saves_and_ends, tmp_path, late)
