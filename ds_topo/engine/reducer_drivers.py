@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
@@ -245,6 +245,10 @@ class EngineDriver(StepDriver):
         if engine.inside_no_sync_ctxt or not is_own:
             return False
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
+
+    def owns_hook(self, hook: Callable[..., object]) -> bool:
+        """Tell whether a hook is DeepSpeed's, whose optimizer calls what does nothing while the reducer is attached."""
+        return str(getattr(hook, "__module__", None)).startswith("deepspeed.")
 
     def remedy_for_unfrozen(self) -> str:
         """Return what to do about unfrozen parameters: only an optimizer of torch itself can train them later."""

@@ -155,6 +155,10 @@ class StepDriver:
         """
         return False
 
+    def owns_hook(self, hook: Callable[..., object]) -> bool:
+        """Return True if a hook on the gradient of a parameter is the engine's, and leaves the gradient as it is."""
+        return False
+
     def remedy_for_unfrozen(self) -> str:
         """Return what to do about parameters that were unfrozen after construction."""
         return REBUILD
@@ -453,19 +457,22 @@ class BucketReducer:
         """
         at_once, layout, reference = is_copied_at_once(state), self._layout, weakref.ref(self)
         parameter = state.parameter
+        of_engine = sum(map(self.driver.owns_hook, (parameter._post_accumulate_grad_hooks or {}).values()))
 
         def on_gradient(_: object, __: object) -> None:
             reducer = reference()
             assert reducer is not None
+            hooks = parameter._post_accumulate_grad_hooks
+            stays = hooks and len(hooks) > of_engine and state.stays_in_grad
             if reducer._state is not REDUCING and not reducer._start():
-                if not (parameter._post_accumulate_grad_hooks and state.stays_in_grad and state.memory is STEP):
+                if not (stays and state.memory is STEP):
                     accumulate_gradient(state)
                 reducer._is_unreduced = True
                 return
             state.arrived += 1
             if layout.arrivals is not None:
                 layout.arrivals.append(state.index)
-            if parameter._post_accumulate_grad_hooks and state.stays_in_grad:
+            if stays:
                 return  # finish() copies it in
             if state.arrived != state.expected:
                 reducer._take_further(state)

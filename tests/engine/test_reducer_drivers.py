@@ -303,6 +303,38 @@ def test_deepspeed_reduces_nothing_itself(world: Worlds) -> None:
     world(2).run(_reductions_of_a_step)
 
 
+def _buckets_launched_in_backward(stage: int, more: dict[str, Any]) -> tuple[list[int], int]:
+    """Return how many buckets each micro-batch launches before the first layer's gradients, and the number of all."""
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        small = dict.fromkeys(SMALL_BUCKETS, 400)
+        config = _settings(zero_optimization={"stage": stage}, gradient_reducer=small, **more)
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        reducer, launched = engine.gradient_reducer, []
+
+        def note_launches(_: object, __: object, hidden: torch.Tensor) -> None:
+            before = reducer.reduction_count
+            hidden.register_hook(lambda _: launched.append(reducer.reduction_count - before))
+
+        module[0].register_forward_hook(note_launches)
+        for _ in range(6):
+            engine.backward(engine(torch.ones(2, 8, dtype=module[0].weight.dtype)).float().sum())
+            engine.step()
+        buckets = len(reducer.buckets)
+        engine.destroy()
+    return launched, buckets
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_buckets_are_launched_during_backward(world: Worlds, stage: int, more: dict[str, Any]) -> None:
+    """Also at ZeRO 1 and 2, where DeepSpeed has hooks on all parameters."""
+    launched, buckets = world(2).run(_buckets_launched_in_backward, stage, more)[0]
+    assert buckets > 2
+    assert launched[-2:] == [buckets - 1 if stage == 2 else 0, buckets - 1], "stage 2 reduces each micro-batch"
+
+
 class HalfUsed(nn.Module):
     """A model of which one layer never gets a gradient."""
 
