@@ -158,11 +158,13 @@ class ElasticJob:
         self.until(lambda: len(found := read_attempts(self.out)) >= attempts and len(found[-1]) > 1)
 
     def until(self, what: Callable[[], Any], seconds: float = 240.0) -> None:
-        """Wait until a function returns something true."""
+        """Wait until a function returns something true; fail if the job ends before."""
         end = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < end, f"no progress in {seconds:.0f} s:\n{self.logs()}"
-            assert any(each.poll() is None for each in self._torchruns.values()), f"the job has ended:\n{self.logs()}"
+            codes = [torchrun.poll() for torchrun in self._torchruns.values()]
+            has_ended = None not in codes or 0 in codes
+            assert not has_ended, f"the job has ended:\n{self.logs()}"
             time.sleep(0.02)
 
     def is_in_rendezvous(self, index: int) -> bool:

@@ -65,12 +65,12 @@ def draw_picture(path: Path, through: Path, broken: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, help="steps of training (100 for each fault: it must not end before)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, help="a file for the losses")
     arguments = parser.parse_args()
     options = ["--topology", "pipe=2,data=-1", "--micro-batch-size", "4", "--save-every", "5", "--keep-last", "2"]
-    options += ["--steps", str(arguments.steps)]
+    options += ["--steps", str(arguments.steps or 100 * arguments.faults)]
     with tempfile.TemporaryDirectory() as folder:
         through, broken = Path(folder, "through"), Path(folder, "broken")
         train_and_kill(through, 2, [], options)
