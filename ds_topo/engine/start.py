@@ -146,13 +146,16 @@ _POLL_SECONDS = 0.5
 
 def _builds() -> list[str]:
     """Return the names of the extensions that this process compiles: torch starts ninja in the folder of each."""
+    pids: list[str] = []
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # one has just ended
-            for pid in children.read_text().split():
-                words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-                if "-v" in words and "ninja" in map(os.path.basename, words[:2]):  # others ask for ninja's version
-                    found.append(Path(f"/proc/{pid}/cwd").readlink().name)
+        with suppress(OSError):  # the thread has just ended
+            pids += children.read_text().split()
+    for pid in pids:
+        with suppress(OSError):  # the process has just ended
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            if "-v" in words and "ninja" in map(os.path.basename, words[:2]):  # others ask for ninja's version
+                found.append(Path(f"/proc/{pid}/cwd").readlink().name)
     return found
 
 
