@@ -68,6 +68,8 @@ from ds_topo.errors import (
 from ds_topo.health import guard
 
 SIZES, DIGESTS = "sizes", "digests"
+_UNSCALED = ("fp16", 0)
+"""The precision and the ZeRO stage of engines whose losses DeepSpeed itself does not multiply by the loss scale."""
 
 
 @dataclass(frozen=True)
@@ -372,6 +374,16 @@ class _Choice:
                 "its digests were not compared, only missing and damaged files are found. The next save writes a "
                 "manifest"
             )
+            saved, mine = self._saved, self._layout
+            is_unscaled = saved is not None and (saved.precision, saved.zero_stage) == _UNSCALED
+            scales = (mine.precision, mine.zero_stage) != _UNSCALED or getattr(self._engine.mpu, "correct_norms", False)
+            if is_unscaled and scales and self._options.has_states:
+                yield printable(
+                    f"{chosen.path} was saved by DeepSpeed alone in fp16 without ZeRO. That divides gradients by the "
+                    "loss scale, but does not multiply losses by it, and this engine does: with the saved optimizer "
+                    "states its first updates are too large. Load without them (load_optimizer_states=False), or "
+                    "continue without ZeRO and with grid.correct_norms = False"
+                )
 
     def check(self, path: Path, reason: str) -> dict[str, Any]:
         """Check a share of the files, and this rank's parameters unless the layout differs; on every rank.

@@ -128,6 +128,31 @@ def test_command_exports_stock_checkpoints(stock: tuple[Path, dict[str, list[flo
         assert torch.load(f"{tmp_path / name}.pt")["3.scale"].tolist() == [0.5, 0.5]
 
 
+def _warnings_of_unscaled_states(folder: Path) -> list[bool]:
+    start()
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine, *_ = deepspeed.initialize(model=_module(), config=_config(0, **fp16))
+    _train(engine, range(2))
+    engine.save_checkpoint(str(folder), "stock")
+    engine.destroy()
+    found = []
+    for zero, corrects, has_states in ((0, True, True), (2, True, True), (0, False, True), (0, True, False)):
+        with PipelineParallelGrid("data=-1") as grid:
+            grid.correct_norms = corrects
+            engine, *_ = initialize(model=_module(), config=_config(zero, **fp16), mpu=grid)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                checkpoint.load(engine, folder, load_optimizer_states=has_states)
+            found.append(any("does not multiply losses by it" in str(each.message) for each in caught))
+            destroy_engine(engine)
+    return found
+
+
+def test_states_of_unscaled_gradients_are_warned_about_where_losses_are_scaled(world: Worlds, tmp_path: Path) -> None:
+    """DeepSpeed's engine in fp16 without ZeRO divides gradients by a scale that its losses do not have."""
+    assert world(2).run(_warnings_of_unscaled_states, tmp_path)[0] == [True, True, False, False]
+
+
 def _refuse(folder: Path) -> list[str]:
     said = []
     for zero, name, more in ((0, "fp32", {}), (1, "fp32", {}), (1, "fp32", {"is_larger": True})):

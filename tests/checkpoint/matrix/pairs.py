@@ -674,10 +674,11 @@ def judge(pair: Pair, results: Sequence[Result], saved: Sequence[Result]) -> tup
     if wrong:
         return "WRONG", f"values differ: {wrong[:6]} ({len(wrong)})"
     losses, expected = results[0][2], saved[0][2]
-    has_seq = any("seq" in one.topology for one in (pair.source, pair.target))
-    alike = (
-        1 if has_seq or pair.source.groups != pair.target.groups or pair.source.frozen != pair.target.frozen else AFTER
-    )
+    sides = (pair.source, pair.target)
+    has_seq = any("seq" in one.topology for one in sides)
+    omit_scale = {"stock" in pair.route and (one.precision, one.zero) == ("fp16", 0) for one in sides}
+    differs = pair.source.groups != pair.target.groups or pair.source.frozen != pair.target.frozen
+    alike = 1 if has_seq or differs or len(omit_scale) == 2 else AFTER
     for found, wanted in list(zip(losses, expected, strict=True))[:alike]:
         if abs(found - wanted) > tolerance(pair) * abs(wanted):
             return "WRONG", f"losses {losses}, not {expected}"
