@@ -79,10 +79,13 @@ def test_program_without_a_launcher_runs_as_one_rank_and_says_so_once() -> None:
 @pytest.mark.parametrize(("option", "found"), [("-v", ["deepspeed_shm_comm"]), ("--version", [])])
 def test_a_build_is_found_by_its_process(option: str, found: list[str], tmp_path: Path) -> None:
     program, folder = tmp_path / "ninja", tmp_path / "deepspeed_shm_comm"
-    program.write_text("#!/bin/sh\nread -r end\n")
+    program.write_text("#!/bin/sh\necho begun\nread -r end\n")
     program.chmod(0o755)
     folder.mkdir()
-    with subprocess.Popen([str(program), option], cwd=folder, stdin=subprocess.PIPE) as ninja:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([str(program), option], cwd=folder, stdin=pipe, stdout=pipe) as ninja:
+        assert ninja.stdout is not None
+        assert ninja.stdout.readline() == b"begun\n"
         assert start._builds() == found
         ninja.communicate(b"\n")
     assert start._builds() == []
