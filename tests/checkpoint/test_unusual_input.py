@@ -314,14 +314,17 @@ def _save_without_frozen(zero: int, folder: Path) -> None:
     with _swapped(zero, "body", "head") as engine:
         _train(engine, range(1))
         engine.module.head.weight.requires_grad_(False)
+        checkpoint.save(engine, folder, "all")
         checkpoint.save(engine, folder, f"zero{zero}", exclude_frozen_parameters=True)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_excluded_parameters_are_not_in_manifest(world: Worlds, tmp_path: Path, zero: int) -> None:
     world(2).run(_save_without_frozen, zero, tmp_path)
-    manifest = look_at(tmp_path, f"zero{zero}").manifest
+    of_all, manifest = (look_at(tmp_path, tag).manifest for tag in ("all", f"zero{zero}"))
+    assert of_all is not None
     assert manifest is not None
+    assert [row.name for row in of_all.parameters if not row.is_trained] == ["head.weight"]
     assert [row.name for row in manifest.parameters] == ["body.weight", "body.bias", "head.bias"]
     assert main(["export", str(tmp_path), str(tmp_path / "weights.pt")]) == 0
     assert sorted(torch.load(tmp_path / "weights.pt")) == ["body.bias", "body.weight", "head.bias"]
