@@ -188,7 +188,12 @@ def _tensors(
 
 
 def _placed(row: SavedParameter, groups: Sequence[Sequence[Sequence[str]]], slices: int) -> SavedParameter:
-    """Return a parameter on the stages whose optimizer has it, or on the first one if it is frozen."""
+    """Return a parameter on the stages whose optimizer has it, or on the first one if it is frozen.
+
+    >>> slice_of_both = SavedParameter("tied.weight", (2, 4), "float32", model_ranks=(1,))
+    >>> _placed(slice_of_both, [[["tied.weight"]], [["1.weight", "tied.weight"]]], slices=2).model_ranks
+    (1, 3)
+    """
     stages = [stage for stage, own in enumerate(groups) if any(row.name in names for names in own)]
     place = row.model_ranks[0] % slices
     return replace(row, model_ranks=tuple(stage * slices + place for stage in stages or (0,)), is_trained=bool(stages))
