@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -71,6 +73,40 @@ def check_engine_with_experts(engine: DeepSpeedEngine) -> None:
     if slices > 1:  # model parallel peers split the slots of an expert evenly; DeepSpeed asserts that this is possible
         for gate in (each for each in engine.module.modules() if isinstance(each, TopKGate)):
             engine.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
+
+
+def with_groups_in_one_order(engine: DeepSpeedEngine, optimizer: Any, parameters: Any) -> Any:
+    """Put the groups of experts of an optimizer in an order that all ranks share; return the parameters or groups.
+
+    DeepSpeed collects the names of the process groups of experts in a set. With several expert parallel sizes, each
+    process then has its own order, by the seed of its hashes, and ranks wait for each other in other process groups.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.param_groups[:] = in_one_order(optimizer.param_groups)
+        return parameters
+    if optimizer is None and engine.has_moe_layers:
+        parameters = configure_moe_param_groups(parameters)  # as DeepSpeed itself does next
+    groups = list(parameters or ())
+    return in_one_order(groups) if all(isinstance(group, dict) for group in groups) else parameters
+
+
+def in_one_order(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort neighboring groups of experts by name, if their options are equal; others keep their places.
+
+    >>> experts = {"moe": True, "lr": 0.1}
+    >>> groups = [{"name": "dense"}, {"name": "ep_size_2", **experts}, {"name": "ep_size_1", **experts}]
+    >>> [group["name"] for group in in_one_order([*groups, {"name": "ep_size_1", "moe": True, "lr": 0.2}])]
+    ['dense', 'ep_size_1', 'ep_size_2', 'ep_size_1']
+    """
+    ordered: list[dict[str, Any]] = []
+    for options, alike in groupby(groups, _options_of_experts):
+        ordered += sorted(alike, key=lambda group: "" if options is None else str(group.get("name")))
+    return ordered
+
+
+def _options_of_experts(group: dict[str, Any]) -> dict[str, Any] | None:
+    is_of_experts = group.get("moe")
+    return {key: group[key] for key in group if key not in ("name", "params")} if is_of_experts else None
 
 
 def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any, ...]) -> tuple[Any, ...]:

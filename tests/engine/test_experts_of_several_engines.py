@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.moe import utils as deepspeed_moe
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
@@ -169,3 +170,41 @@ def _slices_of_another_mpu() -> None:
 
 def test_engines_of_another_mpu_keep_its_expert_slices(world: Worlds) -> None:
     world(2).run(_slices_of_another_mpu)
+
+
+class HashedByRank(dict[str, None]):
+    """A set whose order differs between ranks, as that of texts between processes with other seeds of hashes."""
+
+    def add(self, name: str) -> None:
+        self[name] = None
+
+    def __iter__(self) -> Any:
+        return iter(sorted(self.keys(), reverse=dist.get_rank() == 1))
+
+
+def _groups_of_optimizer(way: str) -> list[str]:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        grid.check_samples = False
+        for size in (1, 2):
+            groups.create_expert_groups(grid, size)
+        module = nn.Sequential(Mixture(1), Mixture(2))
+        given: dict[str, Any] = {"config": settings(zero_optimization={"stage": 1}, gradient_clipping=0.1)}
+        with mock.patch.object(deepspeed_moe, "set", HashedByRank, create=True):
+            if way != "config":
+                dense = {"params": [*module.parameters()], "name": "dense", "lr": 0.1}
+                parts = deepspeed_moe.split_params_into_different_moe_groups_for_optimizer(dense)
+                given |= {"model_parameters": parts} if way == "groups" else {"optimizer": torch.optim.SGD(parts)}
+            engine, *_ = deepspeed.initialize(model=module, mpu=grid, **given)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 256)).square().mean())
+            engine.step()
+        names = [group["name"] for group in engine.optimizer.param_groups]
+        engine.destroy()
+    return names
+
+
+@pytest.mark.parametrize("way", ["optimizer", "groups", "config"])
+def test_groups_of_experts_have_one_order_on_all_ranks(world: Worlds, way: str) -> None:
+    """DeepSpeed's function collects their names in a set; ranks with other orders would wait for each other."""
+    assert [names[1:] for names in world(2).run(_groups_of_optimizer, way)] == [["ep_size_1", "ep_size_2"]] * 2
