@@ -69,16 +69,21 @@ def debug(enabled: bool = True) -> Iterator[None]:
         debug_mode.enabled = before
 
 
-def _check_call(operation: str, x: Tensor, group: object, *dims: int) -> None:
-    """Raise if the group cannot serve this tensor; in debug mode, compare the call with the other ranks."""
-    if torch.compiler.is_compiling():
-        return
+def require_group(operation: str, group: object) -> dist.ProcessGroup:
+    """Return a group, or raise TypeError if it is none of this rank's."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"{operation}: group is {group!r}, which is not a process group that this rank belongs to; pass one, "
             'such as grid.get_group("model"), or torch.distributed.group.WORLD for all ranks'
         )
-    served = set(devices_of(group))
+    return group
+
+
+def _check_call(operation: str, x: Tensor, group: Any, *dims: int) -> None:
+    """Raise if the group cannot serve this tensor; in debug mode, compare the call with the other ranks."""
+    if torch.compiler.is_compiling():
+        return
+    served = set(devices_of(require_group(operation, group)))
     if x.device.type not in served:
         raise ValueError(
             f"{operation}: the tensor is on {x.device}, but this group's backend ({dist.get_backend(group)}) serves "

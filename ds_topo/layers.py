@@ -47,6 +47,9 @@ class Parallel:
     group: dist.ProcessGroup
     sequence: bool = False
 
+    def __post_init__(self) -> None:
+        collectives.require_group("a parallel layer", self.group)
+
     def enter(self, hidden: Tensor) -> Tensor:
         """Prepare the input of a column-parallel layer: keep ``[b, s, h]``, or gather ``[b, s/n, h]``."""
         if self.sequence:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -105,6 +105,26 @@ def construct_on(
             "use a release that README.md names"
         )
     _checkpoint_all_segments(module)
+    _refuse_weights_of_several_stages(module, layers)
+
+
+def _refuse_weights_of_several_stages(module: DeepSpeedPipelineModule, layers: Sequence[Any]) -> None:
+    """Refuse layers of several stages that share a trainable parameter, of which each stage would train its own copy.
+
+    Raises:
+        ValueError: there are such layers; all ranks know all layers, and raise it.
+    """
+    known: dict[nn.Parameter, tuple[int, str]] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+            other, of_other = known.setdefault(parameter, (number, name))
+            stages = module.stage_owner(other), module.stage_owner(number)
+            if stages[0] != stages[1] and parameter.requires_grad:
+                raise ValueError(
+                    f"{name!r} of layer {number} is {of_other!r} of layer {other}, but they are on stages {stages[1]} "
+                    f"and {stages[0]}, each of which would train a copy: give both layers as TiedLayerSpec(key, ...) "
+                    "with one key, or keep them on one stage (partition_method)"
+                )
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]

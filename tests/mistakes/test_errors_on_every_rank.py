@@ -64,7 +64,7 @@ def _engine(model: nn.Module | None = None, **options: Any) -> Any:
 
 
 def _pipeline(layers: Any = None, *args: Any, **options: Any) -> PipelineModule:
-    module = PipelineModule([nn.Linear(4, 4)] * 4 if layers is None else layers, *args, **options)
+    module = PipelineModule([nn.Linear(4, 4) for _ in range(4)] if layers is None else layers, *args, **options)
     _made.append(module.mpu())
     return module
 

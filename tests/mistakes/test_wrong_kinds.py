@@ -70,12 +70,12 @@ def _deepspeeds(mpu: Any) -> Any:
 
 
 def _pipeline(**options: Any) -> PipelineModule:
-    return PipelineModule([nn.Linear(4, 4)] * 2, topology="pipe=2,data=2", **options)
+    return PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], topology="pipe=2,data=2", **options)
 
 
 def _pipeline_with_mpu() -> None:
     grid = _grid("pipe=2,data=2")
-    _initialize(PipelineModule([nn.Linear(4, 4)] * 2, grid=grid), mpu=grid)
+    _initialize(PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], grid=grid), mpu=grid)
 
 
 def _on_meta() -> nn.Module:
@@ -119,6 +119,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "give a torch.nn.Module, or a PipelineModule",
     ),
     "an mpu of a pipeline": (_pipeline_with_mpu, EngineOptionError, "which has its own grid: omit mpu="),
+    "one layer on two stages": (
+        lambda: PipelineModule([nn.Linear(4, 4)] * 2, topology="pipe=2,data=2"),
+        ValueError,
+        "'weight' of layer 1 is 'weight' of layer 0, but they are on stages 1 and 0, each of which would train a copy",
+    ),
     # experts
     "experts of a spec": (
         lambda: groups.create_expert_groups("data=2", 2),
@@ -273,7 +278,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     # pipelines
     "a destroyed grid": (
-        lambda: PipelineModule([nn.Linear(4, 4)] * 2, grid=_destroyed("pipe=2,data=2")),
+        lambda: PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], grid=_destroyed("pipe=2,data=2")),
         RuntimeError,
         "grid='pipe=2,data=2': the grid was destroyed",
     ),
