@@ -12,6 +12,7 @@ autocast. An engine without ZeRO gets a scaler that decides with all ranks.
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,6 +70,32 @@ class LossScaler:
 
     def update(self) -> None:
         """No-op: the optimizer does this in its step."""
+
+
+def undo_step_of_zeros(optimizer: Any) -> None:
+    """Undo the step with gradients of zero that DeepSpeed takes when it builds an optimizer of fp16 or bf16 without ZeRO.
+
+    It is to allocate the states. But the first step of training is then the second one of an optimizer that counts its
+    steps: the first updates of Adam are a quarter too small. It also decays the master weights once. Optimizers that
+    are not torch's keep the step, because they may not begin anew.
+    """
+    if isinstance(optimizer, FP16_Optimizer):
+        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
+    else:
+        return
+    inner = optimizer.optimizer
+    if not type(inner).__module__.startswith("torch.optim."):
+        return
+    with torch.no_grad():
+        for master, parameter in pairs:
+            master.copy_(parameter)
+    if isinstance(inner, torch.optim.Adagrad):  # its states are those of its constructor
+        for state in inner.state.values():
+            state["step"].zero_()
+    else:
+        inner.state.clear()
 
 
 # -- torch_autocast ---------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ class EngineParts:
         self.corrects_norms = grid.settle_norms()
         if self.corrects_norms:
             loss_scales.scale_losses(engine)
+            loss_scales.undo_step_of_zeros(engine.optimizer)
             if isinstance(engine, PipelineEngine):
                 norms.log_clipping(engine)
         self.micro_batches = MicroBatches(engine.gradient_accumulation_steps())
