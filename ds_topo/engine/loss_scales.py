@@ -73,7 +73,7 @@ class LossScaler:
 
 
 def undo_step_of_zeros(optimizer: Any) -> None:
-    """Undo the step with gradients of zero that DeepSpeed takes when it builds an optimizer of fp16 or bf16 without ZeRO.
+    """Undo the step with gradients of zero by which DeepSpeed builds an optimizer of fp16 or bf16 without ZeRO.
 
     It is to allocate the states. But the first step of training is then the second one of an optimizer that counts its
     steps: the first updates of Adam are a quarter too small. It also decays the master weights once. Optimizers that
@@ -91,11 +91,7 @@ def undo_step_of_zeros(optimizer: Any) -> None:
     with torch.no_grad():
         for master, parameter in pairs:
             master.copy_(parameter)
-    if isinstance(inner, torch.optim.Adagrad):  # its states are those of its constructor
-        for state in inner.state.values():
-            state["step"].zero_()
-    else:
-        inner.state.clear()
+    inner.state.clear()
 
 
 # -- torch_autocast ---------------------------------------------------------------------------------------------------

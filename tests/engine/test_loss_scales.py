@@ -19,7 +19,6 @@ from tests.support.world import Worlds
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-    "Adagrad": {"lr": 0.01, "lr_decay": 0.1},
     "NAdam": {"lr": 0.01},
     "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
 }
