@@ -76,8 +76,8 @@ def undo_step_of_zeros(optimizer: Any) -> None:
     """Undo the step with gradients of zero by which DeepSpeed builds an optimizer of fp16 or bf16 without ZeRO.
 
     It is to allocate the states. But the first step of training is then the second one of an optimizer that counts its
-    steps: the first updates of Adam are a quarter too small. It also decays the master weights once. Optimizers that
-    are not torch's keep the step, because they may not begin anew.
+    steps: the first updates of Adam are a quarter too small. It also decays the master weights once. Only the
+    optimizers of torch and DeepSpeed's Adam are known to begin anew; others keep the step.
     """
     if isinstance(optimizer, FP16_Optimizer):
         pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
@@ -86,7 +86,7 @@ def undo_step_of_zeros(optimizer: Any) -> None:
     else:
         return
     inner = optimizer.optimizer
-    if not type(inner).__module__.startswith("torch.optim."):
+    if not type(inner).__module__.startswith(("torch.optim.", "deepspeed.ops.adam.")):
         return
     with torch.no_grad():
         for master, parameter in pairs:
