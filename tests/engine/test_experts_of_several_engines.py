@@ -204,7 +204,7 @@ def _groups_of_optimizer(way: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("way", ["optimizer", "groups", "config"])
+@pytest.mark.parametrize("way", ["optimizer", pytest.param("groups", marks=pytest.mark.exhaustive), "config"])
 def test_groups_of_experts_have_one_order_on_all_ranks(world: Worlds, way: str) -> None:
     """DeepSpeed's function collects their names in a set; ranks with other orders would wait for each other."""
     assert [names[1:] for names in world(2).run(_groups_of_optimizer, way)] == [["ep_size_1", "ep_size_2"]] * 2

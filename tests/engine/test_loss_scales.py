@@ -74,7 +74,7 @@ def _losses(optimizer: str, precision: str, zero: int, corrects: bool = True) ->
     return losses
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_first_step_without_zero_is_that_of_zero_1(world: Worlds, optimizer: str, precision: str) -> None:
     """DeepSpeed takes a step with gradients of zero before it, so that Adam counts two."""

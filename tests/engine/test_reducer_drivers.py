@@ -326,7 +326,7 @@ def _buckets_launched_in_backward(stage: int, more: dict[str, Any]) -> tuple[lis
     return launched, buckets
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("more", [{}, pytest.param(BF16, marks=pytest.mark.exhaustive)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_buckets_are_launched_during_backward(world: Worlds, stage: int, more: dict[str, Any]) -> None:
     """Also at ZeRO 1 and 2, where DeepSpeed has hooks on all parameters."""
