@@ -163,6 +163,7 @@ def _join(cluster: Cluster, ranks: Sequence[int], world_size: int, *options: str
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.exhaustive
 def test_hosts_whose_names_resolve_to_loopback_join(start_cluster: StartCluster) -> None:
     """Debian's ``127.0.1.1 host1`` makes gloo bind to the loopback address, which other hosts cannot reach."""
     cluster = start_cluster(hosts=2, tools=())

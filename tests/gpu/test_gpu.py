@@ -13,11 +13,8 @@ import pytest
 import torch
 
 from tests.gpu.__main__ import CHECKS, ROOT, Check, Outcome, Place, places, run, table
-from tests.support.exhaustive import mark_exhaustive
 
 HERE = Place("two", 2, "gloo", "cpu")
-DEFAULT = ("streams",)
-"""The fastest check."""
 
 
 def _gpu_sh(*options: str) -> subprocess.CompletedProcess[str]:
@@ -37,10 +34,10 @@ def test_the_list_names_every_check() -> None:
     assert [line.split()[0] for line in ran.stdout.splitlines()] == [check.name for check in CHECKS]
 
 
-@pytest.mark.parametrize("name", mark_exhaustive([each.name for each in CHECKS], lambda _, name: name in DEFAULT))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [each.name for each in CHECKS])
 def test_a_rehearsal_of_the_check_passes(name: str) -> None:
-    few = ("--place", "shared") if name in DEFAULT else ()
-    ran = _gpu_sh("--rehearse", "--only", name, *few)
+    ran = _gpu_sh("--rehearse", "--only", name)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ("passed" in ran.stdout) == (name != "calibrate"), "that measures GPUs"
     assert "nothing was checked on a GPU" in ran.stdout

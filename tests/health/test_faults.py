@@ -13,7 +13,7 @@ from tests.faults.matrix import Case, Rig
 
 CASES = [
     Case("plain1-reducer", "kill", "backward", victim=3),
-    Case("pipe1", "stop", "forward", victim=0),
+    pytest.param(Case("pipe1", "stop", "forward", victim=0), marks=pytest.mark.exhaustive),
     Case("moe", "exception", "step", victim=2),
     pytest.param(Case("reducer-two-level", "flap", "forward", victim=1, limit=10.0), marks=pytest.mark.exhaustive),
 ]

@@ -125,7 +125,10 @@ def test_exposed_time_is_communication_after_finish_began() -> None:
     gathered = StepTiming(3, 0, finish_ns=100, ended_ns=101, gathers=[bucket(10, 40)])
     gathered.gathers[0].nbytes = 3 << 20
     assert "1 regions of parameters, 3.00 MiB a step" in GradientReport(0, (gathered,)).table()
-    spans = [event for event in GradientReport(3, (step,)).chrome_trace()["traceEvents"] if event["ph"] == "X"]
+    events = GradientReport(3, (step,)).chrome_trace()["traceEvents"]
+    names = [(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"]
+    assert names == [("process_name", 3, 0), *(("thread_name", 3, track) for track in range(3))]
+    spans = [event for event in events if event["ph"] == "X"]
     assert [(span["tid"], span["ts"] * 1e3, span["dur"] * 1e3) for span in spans] == [
         (0, 0, 100),
         (0, 100, 60),
