@@ -175,6 +175,7 @@ def test_hosts_whose_names_resolve_to_loopback_join(start_cluster: StartCluster)
         assert re.search("joined 2 as [01], interface eth0", output)
 
 
+@pytest.mark.exhaustive
 def test_error_names_unresolvable_master(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=1, tools=())
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "29500"}
