@@ -76,10 +76,10 @@ def check_engine_with_experts(engine: DeepSpeedEngine) -> None:
 
 
 def with_groups_in_one_order(engine: DeepSpeedEngine, optimizer: Any, parameters: Any) -> Any:
-    """Put the groups of experts of an optimizer in an order that all ranks share; return the parameters or groups.
+    """Put the expert groups of an optimizer in an order that all ranks share; return the parameters or groups.
 
-    DeepSpeed collects the names of the process groups of experts in a set. With several expert parallel sizes, each
-    process then has its own order, by the seed of its hashes, and ranks wait for each other in other process groups.
+    DeepSpeed collects the names of expert groups in a set, whose order depends on the seed of each process's hashes.
+    With several expert parallel sizes, ranks would then call collectives of different process groups, and hang.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.param_groups[:] = in_one_order(optimizer.param_groups)

@@ -73,11 +73,11 @@ class LossScaler:
 
 
 def undo_step_of_zeros(optimizer: Any) -> None:
-    """Undo the step with gradients of zero by which DeepSpeed builds an optimizer of fp16 or bf16 without ZeRO.
+    """Undo the first step of an optimizer of fp16 or bf16 without ZeRO, which DeepSpeed takes with gradients of zero.
 
-    It is to allocate the states. But the first step of training is then the second one of an optimizer that counts its
-    steps: the first updates of Adam are a quarter too small. It also decays the master weights once. Only the
-    optimizers of torch and DeepSpeed's Adam are known to begin anew; others keep the step.
+    DeepSpeed allocates the optimizer's states by this step. Adam counts it, so that its first updates of training are a
+    quarter too small, and weight decay changes the master weights. Only torch's optimizers and DeepSpeed's Adam are
+    known to start again without states; others keep the step.
     """
     if isinstance(optimizer, FP16_Optimizer):
         pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)

@@ -165,9 +165,9 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         Add a placeholder to each group of a pipeline without a trainable parameter: a stage without trainable
         parameters, or without those of a group, fails alone. Put groups of experts in one order on all ranks.
         """
-        model_parameters = experts.with_groups_in_one_order(self, client_optimizer, model_parameters)
         if isinstance(self, PipelineEngine):
             model_parameters = with_placeholders(self, client_optimizer, model_parameters)
+        model_parameters = experts.with_groups_in_one_order(self, client_optimizer, model_parameters)
         with hybrid_sharding.partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
         checks.warn_of_tied_weights(self)

@@ -118,12 +118,14 @@ def _refuse_weights_of_several_stages(module: DeepSpeedPipelineModule, layers: S
     for number, layer in enumerate(layers):
         for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
             other, of_other = known.setdefault(parameter, (number, name))
-            stages = module.stage_owner(other), module.stage_owner(number)
-            if stages[0] != stages[1] and parameter.requires_grad:
+            if other == number or not parameter.requires_grad:
+                continue
+            here, there = module.stage_owner(number), module.stage_owner(other)
+            if here != there:
                 raise ValueError(
-                    f"{name!r} of layer {number} is {of_other!r} of layer {other}, but they are on stages {stages[1]} "
-                    f"and {stages[0]}, each of which would train a copy: give both layers as TiedLayerSpec(key, ...) "
-                    "with one key, or keep them on one stage (partition_method)"
+                    f"{name!r} of layer {number} is {of_other!r} of layer {other}, but they are on stages {here} and "
+                    f"{there}, each of which would train a copy: give both layers as TiedLayerSpec(key, ...) with one "
+                    "key, or keep them on one stage (partition_method)"
                 )
 
 

@@ -247,7 +247,7 @@ class EngineDriver(StepDriver):
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
     def owns_hook(self, hook: Callable[..., object]) -> bool:
-        """Tell whether a hook is DeepSpeed's, whose optimizer calls what does nothing while the reducer is attached."""
+        """Return True for hooks of DeepSpeed's optimizers: their methods do nothing while the reducer is attached."""
         return str(getattr(hook, "__module__", None)).startswith("deepspeed.")
 
     def remedy_for_unfrozen(self) -> str:
