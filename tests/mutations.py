@@ -10,6 +10,9 @@ of the working tree, in which the tests of that file run (``TESTS``, or those of
 process, then those of several ranks. Tests that fail run again without a change, the first one at once and the others
 at the end. If one fails then, too, the program stops: there every change would seem to be noticed. Changes of messages,
 of annotations and of constants of a module are left out, because no test should depend on them.
+
+``--reaching`` runs the default set once more, with a probe at each change that these tests did not notice, and then for
+each of those changes the other tests that reached its probe.
 """
 
 from __future__ import annotations
@@ -69,8 +72,22 @@ IMPORTS = (
     *("deepspeed.runtime.zero.muon.original_muon", "matplotlib.figure", "rich.progress"),
 )
 """What every run of tests and every rank needs besides this project: it is imported once, before the forks."""
-MESSAGES = {"warn", "listed", "print", "write"}
+MESSAGES = {"warn", "listed", "print", "write", "fill"}
 """Functions whose arguments are texts for people."""
+PROBE = """
+import os
+
+seen = set()
+
+
+def at(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if test and (number, test) not in seen:
+        seen.add((number, test))
+        with open(__file__ + ".txt", "a") as file:
+            file.write(f"{number} {test}\\n")
+"""
+"""The module of the probes: it writes which tests evaluate an expression. A file of the copy of the working tree."""
 TESTS = {
     "checkpoint/deepspeed_reader": "checkpoint/test_table.py checkpoint/test_loading_stock_checkpoints.py "
     "checkpoint/test_converting.py checkpoint/test_damaged_files.py",
@@ -333,6 +350,30 @@ class Tree:
                 self.confirm(deadline)
         return outcome
 
+    def reaching(self, changes: Sequence[Change]) -> dict[Change, list[str]]:
+        """Run the default set with a probe at each change; return the tests that reached each."""
+        probe = self.folder / "probe.py"
+        probe.write_text(PROBE)
+        for file, source in {change.file: change.source for change in changes}.items():
+            texts = list[tuple[int, str]]()
+            for number, change in enumerate(changes):
+                if change.file == file:
+                    texts += [(change.start, f"(__import__('probe').at({number}) or ("), (change.end, "))")]
+            for place, text in sorted(texts, reverse=True):
+                source = source[:place] + text.encode() + source[place:]
+            self.write(file, source)
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=self.folder, env=environment
+        )
+        for change in changes:
+            self.write(change.file, change.source)
+        found: dict[Change, list[str]] = {change: [] for change in changes}
+        for line in sorted({*Path(f"{probe}.txt").read_text().splitlines()}):
+            number_, _, test = line.partition(" ")
+            found[changes[int(number_)]].append(test)
+        return found
+
     def confirm(self, deadline: float) -> None:
         """Stop the program if a test that noticed a change fails without one, too."""
         outcome, _ = self.run([*self._failed], deadline) if self._failed else ("passed", 0)
@@ -373,6 +414,7 @@ def main() -> int:
     parser.add_argument("--line", type=int, help="all changes of this line instead of random ones")
     parser.add_argument("--tests", nargs="+", help="test files in place of those of each file")
     parser.add_argument("--deadline", type=float, default=120, help="seconds for the tests of one change (120)")
+    parser.add_argument("--reaching", type=int, default=0, metavar="N", help="then run N tests that reach the change")
     options = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else it starts a thread, and forks of threads hang
     for module in IMPORTS:
@@ -391,11 +433,21 @@ def main() -> int:
             missed += [change] if outcome == "passed" else []
             numbers[change.package, outcome if outcome in ("passed", "timeout") else "caught"] += 1
         tree.confirm(options.deadline * 3)
+        for change, reaching in tree.reaching(missed).items() if missed and options.reaching else ():
+            tests = random.Random(options.seed).sample(reaching, min(options.reaching, len(reaching)))
+            print(f"{len(reaching)} tests reach it, of which {len(tests)} run")
+            if tests and tree.outcome_of(change, tests, options.deadline * 5) not in ("passed", "timeout"):
+                missed.remove(change)
+                numbers[change.package, "passed"] -= 1
+                numbers[change.package, "caught by others"] += 1
+        tree.confirm(options.deadline * 3)
     print()
     for package in sorted({change.package for change in chosen}):
         caught, late, passed = (numbers[package, outcome] for outcome in ("caught", "timeout", "passed"))
+        others = numbers[package, "caught by others"]
         of = sum(change.package == package for change in possible)
-        print(f"{package}: {caught} caught, {late} timed out, {passed} not caught, of {of} possible changes")
+        caught_ = f"{caught} caught by the tests of their files, {others} by others"
+        print(f"{package}: {caught_}, {late} timed out, {passed} not caught, of {of} possible changes")
     for change in missed:
         print(f"NOT CAUGHT: {change}\n{change.difference()}")
     return 1 if missed else 0

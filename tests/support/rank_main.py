@@ -35,6 +35,8 @@ class Call:
     """The timeout of the process group, in seconds."""
     backend: str
     """``gloo``, or ``strict`` for the stand-in for NCCL."""
+    test: str = ""
+    """The test that calls it, as pytest's environment variable names it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def _call(order: Call, rank: int, world_size: int, port: int) -> Report:
 
     limit = timedelta(seconds=order.timeout)
     try:
+        os.environ["PYTEST_CURRENT_TEST"] = order.test
         function, args = pickle.loads(order.function)  # imports their modules before the state is noted
         STATE.note()
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)

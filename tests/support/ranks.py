@@ -105,7 +105,8 @@ class Ranks:
                 self._start()
             end = time.monotonic() + deadline
             try:
-                self._send(Call(next(self._calls), pickle.dumps((function, args)), timeout, backend))
+                test = os.environ.get("PYTEST_CURRENT_TEST", "")
+                self._send(Call(next(self._calls), pickle.dumps((function, args)), timeout, backend, test))
                 reports = self._collect(end, expect_failure)
             finally:
                 self._remove_shared_memory()
