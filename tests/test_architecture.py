@@ -70,6 +70,11 @@ def imports_of(module: str, of_types_too: bool = True) -> frozenset[str]:
     return frozenset(imports_in(FILES[name].read_text(), name, MODULES, of_types_too=of_types_too))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def own_imports_of(module: str, of_types_too: bool = True) -> set[str]:
     return {name for name in imports_of(module, of_types_too) if name.split(".")[0] == "ds_topo"}
 
@@ -131,7 +136,7 @@ def state_of(module: str) -> set[str]:
     """
     return {
         f"{module.removeprefix('ds_topo.')}.{target.id}"
-        for statement in ast.parse(FILES[MODULES[module]].read_text()).body
+        for statement in tree_of(FILES[MODULES[module]]).body
         if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not isinstance(statement.value, ast.Attribute)
         for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
         if isinstance(target, ast.Name) and target.id.strip("_").islower() and not target.id.startswith("__")
@@ -149,7 +154,7 @@ def test_process_wide_state_is_listed() -> None:
     found = {name for module in MODULES for name in state_of(module)}
     assert {"engine.checks.grids", "base.ledger.ledger", "launch.agreement._rounds"} <= found, "the search finds state"
     assert found - listed == set()
-    statements = (node for path in FILES.values() for node in ast.walk(ast.parse(path.read_text())))
+    statements = (node for path in FILES.values() for node in ast.walk(tree_of(path)))
     assert not any(isinstance(node, ast.Global) for node in statements)
 
 
@@ -187,7 +192,7 @@ def test_export_starts_without_distributed_checkpoints_of_torch() -> None:
     names = {
         (module, ast.unparse(statement))
         for module in reached
-        for statement in ast.parse(FILES[MODULES[module]].read_text()).body
+        for statement in tree_of(FILES[MODULES[module]]).body
         if isinstance(statement, (ast.Import, ast.ImportFrom))
         and re.search(r"torch\.distributed\.(checkpoint|tensor|fsdp)", ast.unparse(statement))
     }
@@ -206,7 +211,7 @@ def test_class_names_are_unique() -> None:
     names = Counter(
         node.name
         for path in FILES.values()
-        for node in ast.parse(path.read_text()).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
@@ -216,7 +221,7 @@ def test_one_module_creates_process_groups() -> None:
     callers = {
         name
         for name, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).split(".")[-1].startswith(("new_group", "new_subgroups"))
     }
