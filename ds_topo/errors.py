@@ -11,11 +11,17 @@ import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 
 class _Abridged(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:  # Python refuses to print very long integers
         return super().repr_int(x, level) if x.bit_length() < 1000 else f"<an integer of {x.bit_length()} bits>"
+
+    def repr_Tensor(self, x: Any, level: int) -> str:  # noqa: N802
+        return super().repr_instance(x, level) if x.numel() == 1 else f"<a tensor of shape {list(x.shape)}>"
+
+    repr_Parameter = repr_Tensor  # noqa: N815
 
 
 _ABRIDGED = _Abridged()

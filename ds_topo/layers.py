@@ -165,6 +165,13 @@ class ParallelLinear(nn.Module):
         """Apply the layer: ``[..., h]`` or ``[..., h/n]`` -> ``[..., g]`` or ``[..., g/n]``."""
         if self.dim is None:
             return F.linear(hidden, self.weight, self.bias)
+        width, whole = hidden.shape[-1], self.in_features
+        if width != whole and (self.dim in COLUMNS or width != self.weight.shape[-1]):
+            raise ValueError(
+                f"ParallelLinear({self.extra_repr()}) got an input of shape {list(hidden.shape)}, but needs [..., {whole}]: "
+                "after a layer with dim=-1, whose output is this rank's part, use one with dim=0, or "
+                "ds_topo.collectives.gather(output, group)"
+            )
         if self.dim in COLUMNS:
             bias = None if self.bias is None else self.bias.flatten()
             return F.linear(self.parallel.enter(hidden), self.weight.flatten(0, -2), bias)

@@ -22,7 +22,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def check_client_state(state: object) -> None:
     """Refuse a ``client_state`` that could not be loaded again; warn on rank 0 about types that loading refuses.
 
     Raises:
-        TypeError: it is not a mapping.
+        TypeError: it is not a mapping, or a value cannot be pickled.
         ValueError: it has keys of DeepSpeed's own state, which is in the same file.
     """
     if state is None:
@@ -206,7 +206,7 @@ def check_client_state(state: object) -> None:
             "be loaded: rename them"
         )
     with allowed_types():
-        refused = {name: names for name, value in state.items() if (names := _refused_in(_saved(value)))}
+        refused = {name: names for name, value in state.items() if (names := _refused_in(_saved(name, value)))}
     if refused and dist.get_rank() == 0:
         warn(
             f"client_state has values of types that load() will refuse, because building them may run code: {refused}. "
@@ -214,11 +214,17 @@ def check_client_state(state: object) -> None:
         )
 
 
-def _saved(value: object) -> io.BytesIO:
-    """Return a value as torch saves it, without its tensors."""
+def _saved(name: object, value: object) -> io.BytesIO:
+    """Return a value of the ``client_state`` as torch saves it, without its tensors."""
     file = io.BytesIO()
-    with suppress(Exception):  # the save itself will raise the error
+    try:
         torch.save(_without_tensors(value), file)
+    except Exception as error:  # of any class: the value's own methods may raise
+        reason = re.sub(r" at 0x\w+", "", str(error))  # equal on all ranks
+        raise TypeError(
+            f"client_state[{name!r}] cannot be pickled ({reason}): save plain values, and build such objects again "
+            "after loading"
+        ) from None
     file.seek(0)
     return file
 

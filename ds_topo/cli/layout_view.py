@@ -301,8 +301,10 @@ def print_parameter(console: Console, view: LayoutView, text: str) -> None:
         raise TopologyError(f"--parameter {text!r}: {view.spec} has no stage {stage}, they are numbered from 0")
     if split is not None and (split >= len(shape) or shape[split] % slices):
         fitting = [dim for dim, size in enumerate(shape) if size % slices == 0]
+        choices = f"write split={' or split='.join(map(str, fitting))}" if fitting else "change the shape"
         raise TopologyError(
-            f"--parameter {text!r}: {slices} slices must have equal sizes; split one of the dimensions {fitting}"
+            f"--parameter {text!r}: {slices} slices must have equal sizes, so {slices} must divide the dimension that "
+            f"split= names (numbered from 0): {choices}, or another degree of the model axis"
         )
     holders: list[list[int]] = [[] for _ in range(slices)]
     for rank in range(topology.world_size()):

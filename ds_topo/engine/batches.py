@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice, repeat
+from math import nan
 from typing import Any
 from weakref import WeakSet
 
@@ -39,12 +40,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
+from ds_topo.engine.autoparallel import uses_autosp
 from ds_topo.engine.config_options import has_dynamic_batches
 from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
-from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import RankGroup, sample_axes
 
 # -- shares -----------------------------------------------------------------------------------------------------------
@@ -194,22 +196,22 @@ def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: 
         args: arguments of the method.
         options: more of them.
     """
-    given = inspect.signature(method).bind(*args, **options)
+    given, call = inspect.signature(method).bind(*args, **options), method.__name__
     if engine.grid.world_size == 1:
         return method(*given.args, **given.kwargs)
     wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
     if (iterator := given.arguments.get("data_iter")) is not None:
-        given.arguments["data_iter"], shapes = _require(engine, iterator, wanted)
-    elif method.__name__ == "train_batch":
-        _, shapes = _require(engine, engine.data_iterator, wanted, is_own=True)
+        given.arguments["data_iter"], shapes = _require(engine, call, iterator, wanted)
+    elif call == "train_batch":
+        _, shapes = _require(engine, call, engine.data_iterator, wanted, is_own=True)
     else:
-        _, shapes = _require(engine, None, wanted)
-    with buffers_for(engine, method.__name__, wanted, *shapes):
+        _, shapes = _require(engine, call, None, wanted)
+    with buffers_for(engine, call, wanted, *shapes):
         return method(*given.args, **given.kwargs)
 
 
 def _require(
-    engine: PipelineEngine, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
+    engine: PipelineEngine, call: str, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
 ) -> tuple[Iterator[Any] | None, tuple[list[Shapes], bool, bool]]:
     """Agree that all ranks have enough samples for a step, and whether these have other shapes than the last ones.
 
@@ -219,7 +221,8 @@ def _require(
 
     Raises:
         EndOfSamplesError: a rank has too few; raised on every rank; the message names the rank with the fewest.
-        DisagreementError: slices have samples of different shapes; raised on every rank.
+        DisagreementError: slices have samples of different shapes, or some ranks train while others evaluate; raised on
+            every rank.
         Exception: this rank failed to read samples.
     """
     left, failure = _ENDLESS, None
@@ -245,7 +248,13 @@ def _require(
         if is_own:
             engine.data_iterator = iterator
     uneven = len({*shapes}) > 1 and engine.is_first_stage()
-    fewest, rank, (changed, uneven) = _fewest(left, engine.grid, have_changed(engine, shapes), uneven)
+    flags = have_changed(engine, shapes), uneven, call == "train_batch", call != "train_batch"
+    fewest, rank, (changed, uneven, trains, evaluates) = _fewest(left, engine.grid, *flags)
+    if trains and evaluates:
+        raise DisagreementError(
+            f"{_described(engine.grid, engine.grid.grid_rank)} has called {call}(), but other ranks of the pipeline "
+            f"{'eval' if call == 'train_batch' else 'train'}_batch(): call both on every rank, in one order"
+        )
     if failure is not None:
         raise failure
     if fewest < wanted:
@@ -334,6 +343,10 @@ _COMPARED = 2
 """The number of micro-batches of a plain engine, or steps of a pipeline, that are compared."""
 _TELLING = 8
 """The number of elements from which on equal tensors are no coincidence."""
+_UNLIKE = 1e-3
+"""The relative difference from which on losses are not those of the same operations."""
+_ZERO = 1e-6
+"""The difference of losses that may be rounding near zero."""
 
 
 def _require_equal(
@@ -377,6 +390,8 @@ class FirstSamples:
         """The digests of inputs and labels that this rank has read, in a step that peers compare."""
         self._digests: list[tuple[int, ...]] = []
         """The digests of what was read before the first step; empty tuples for what tells nothing, such as ones."""
+        self._loss: torch.Tensor | None = None
+        """The loss of the first micro-batch of a plain engine."""
         self.are_compared = False
         """True from the first step on, before which replicas are compared."""
 
@@ -401,6 +416,11 @@ class FirstSamples:
                 self._in_step.append(read)
             if is_noted:
                 self._note(batch, read)
+
+    def note_loss(self, loss: torch.Tensor, **_: object) -> None:
+        """Keep the first loss of a plain engine for :meth:`compare`."""
+        if self._loss is None:
+            self._loss = loss.detach()
 
     @contextmanager
     def compared(self, engine: PipelineEngine) -> Iterator[None]:
@@ -452,10 +472,15 @@ class FirstSamples:
                 "its logs. Give both the same size, or set grid.check_samples = False if it is intended"
             )
 
-    def compare(self) -> None:
-        """Warn if all replicas have read the same samples before the first step; collective over them."""
+    def compare(self, engine: DeepSpeedEngine) -> None:
+        """Warn if all replicas have read the same samples before the first step; collective over them.
+
+        Warn of losses of a plain engine, too: of slices that differ, and of whole sequences on each rank along ``seq``.
+        """
         self.are_compared = True
         grid = self._grid
+        if grid.check_samples and not isinstance(engine, PipelineEngine):
+            self._compare_losses(may_be_whole=uses_autosp(engine._config))
         axes = [axis for axis in sample_axes(grid.topology()) if grid.get_axis_size(axis) > 1]
         if not grid.check_samples or not axes:
             return
@@ -477,6 +502,34 @@ class FirstSamples:
                 "before the first step, so they compute the same gradients. Use grid.sampler(dataset) or "
                 "grid.data_loader(dataset), or give each grid.get_sample_rank() other samples; if they are meant to be "
                 "equal, set grid.check_samples = False"
+            )
+
+    def _compare_losses(self, may_be_whole: bool) -> None:
+        grid = self._grid
+        loss, limit = (nan, 0.0) if self._loss is None else (float(self._loss), torch.finfo(self._loss.dtype).eps)
+        inputs = self._digests[0] if self._digests else ()
+        slices, sequence = (
+            gathered((loss, inputs), grid.get_group(axis)) if grid.get_axis_size(axis) > 1 else [(loss, inputs)]
+            for axis in (MODEL, SEQ)
+        )
+        if grid.grid_rank:
+            return
+        losses, spec = [each for each, _ in slices], grid.topology().spec
+        # The same operations on the same samples; but kernels of accelerators may add in another order.
+        if max(losses) - min(losses) > max(_UNLIKE, 4 * limit) * max(map(abs, losses)) + _ZERO:
+            warn(
+                f"the slices of one replica of {spec!r} compute different losses of the same samples, "
+                f"{listed([float(f'{each:.6g}') for each in losses])}, but each must compute that of the whole model. "
+                "If the last layer is split by columns, use ds_topo.layers.parallel_cross_entropy, or "
+                "ds_topo.collectives.gather(outputs, group) before the loss; dropout of what is not split needs one "
+                "seed for all slices. Set grid.check_samples = False if it is intended"
+            )
+        if inputs and not may_be_whole and len(sequence) > 1 and len({*sequence}) == 1:
+            warn(
+                f"the {len(sequence)} ranks along 'seq' of {spec!r} have read the same inputs and computed the same "
+                "loss, as if each had the whole sequence; but gradients are summed along 'seq', where each rank has a "
+                "part. Give each rank a part of every sequence, by grid.get_axis_rank('seq'); set "
+                "grid.check_samples = False if the model divides sequences itself"
             )
 
 

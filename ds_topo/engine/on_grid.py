@@ -205,21 +205,18 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         super().set_train_micro_batch_size(micro_batch_size)
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Compare the samples of replicas once, and keep weights that the program has written.
+        """Compare samples and losses once, and keep weights that the program has written.
 
-        Equal samples give equal gradients. The optimizer overwrites parameters by its own copy, so what was written
-        since the last step would be lost.
+        Equal samples of replicas give equal gradients. The optimizer overwrites parameters by its own copy, so what was
+        written since the last step would be lost.
         """
         parts = self.on_grid
-        parts.direct_steps.is_of_engine = True
-        try:
+        with parts.direct_steps.of_engine(self):
             if not parts.samples.are_compared:
-                parts.samples.compare()
+                parts.samples.compare(self)
             if parts.written is not None:
                 parts.written.keep()
             super()._take_model_step(*arguments)
-        finally:
-            parts.direct_steps.is_of_engine = False
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over the grid, by a few kernels, and keep it.
@@ -303,6 +300,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         """Refuse what is no loss, and gradients that the step cannot take any more."""
         backward_passes.check_loss(*arguments[:1], **options)
         parts, outer = self.on_grid, self.on_grid.passes.is_of_engine
+        if not parts.samples.are_compared:
+            parts.samples.note_loss(*arguments[:1], **options)
         if parts.passes.are_reduced:
             parts.passes.require_unreduced(self)
         if self.training:

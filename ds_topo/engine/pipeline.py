@@ -14,8 +14,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.pipe import TiedLayerSpec as DeepSpeedTiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
@@ -40,6 +41,22 @@ from ds_topo.topology.rank_tables import RankGroup
 __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 CONSTRUCTION = "PipelineModule"
 """The name of a pipeline's construction in errors of other ranks."""
+
+
+class LayerSpec(DeepSpeedLayerSpec):  # type: ignore[misc]
+    """A layer that its stage builds, of a class and arguments; DeepSpeed's, with an error that names the mistake."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not isinstance(typename, type):
+            raise TypeError(
+                f"LayerSpec({abridged(typename)}): give a class and its arguments, such as LayerSpec(nn.Linear, 8, 8); "
+                "a module that exists needs no LayerSpec"
+            )
+        super().__init__(typename, *module_args, **module_kwargs)
+
+
+class TiedLayerSpec(DeepSpeedTiedLayerSpec, LayerSpec):  # type: ignore[misc]
+    """A layer whose weight has copies on several stages; DeepSpeed's, with the errors of ``LayerSpec``."""
 
 
 def _groups_of_construction(grid: PipelineEngineGrid, create: Any) -> Any:
@@ -274,7 +291,7 @@ def checked_layers(layers: Iterable[Any], loss: object) -> list[Any]:
             raise TypeError(
                 f"layer {index} is the class {layer.__name__}: give LayerSpec({layer.__name__}, ...) or a module"
             )
-        if not isinstance(layer, (nn.Module, LayerSpec)) and not callable(layer):
+        if not isinstance(layer, (nn.Module, DeepSpeedLayerSpec)) and not callable(layer):
             raise TypeError(
                 f"layer {index} is {abridged(layer)}: give a module, LayerSpec, TiedLayerSpec or a function"
             )

@@ -11,6 +11,8 @@ step unless it calls ``engine.optimizer.refresh_fp32_params()``. So each step be
   weights are lost, and the warning says so.
 
 All of this is local to a rank. Only elements that differ from the rounded master weights are copied.
+
+Each step also looks for parameters that were frozen since: these optimizers step on zeros in place of a gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from ds_topo.mpu import MpuGrid
 
 _Parts: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of the same elements, of this rank's parameters and of its master weights."""
-_version_of = attrgetter("_version")
+_version_of, _is_trained = attrgetter("_version"), attrgetter("requires_grad")
 _SAMPLED = 1024
 """The number of elements of each partition that are compared in every step."""
 _PARTS_AT_ONCE = 4
@@ -73,6 +75,8 @@ class WrittenWeights:
         self._addresses: list[int]
         self._versions = [*map(_version_of, self._parameters)]
         self._places = self._find_places()
+        self._are_frozen = False
+        """True once the program was warned that it has frozen parameters."""
         self._steps = 0
         self._late: tuple[torch.Event, torch.Tensor] | None = None
         """The comparison of an earlier step that nothing has waited for."""
@@ -81,6 +85,8 @@ class WrittenWeights:
         """Copy written weights to the master weights, and warn about them; local to this rank."""
         if not self._grid.check_weights:
             return
+        if not self._are_frozen and not all(map(_is_trained, self._parameters)):
+            self._warn_of_frozen()
         parts = self._parts()  # first of all, because it waits for parameters in flight
         versions, names, replaced = [*map(_version_of, self._parameters)], [], []
         if versions != self._versions:
@@ -104,6 +110,16 @@ class WrittenWeights:
             f"{which} were written after deepspeed.initialize or between steps, but step {self._steps} overwrites them "
             f"by the master weights: {result}. Call engine.optimizer.refresh_fp32_params() after you write parameters, "
             "or set grid.check_weights = False if that is intended"
+        )
+
+    def _warn_of_frozen(self) -> None:
+        self._are_frozen = True
+        names = [name for name, parameter in self._named if not parameter.requires_grad]
+        warn(
+            f"parameters {listed(names)} were frozen after deepspeed.initialize, but an optimizer with master weights "
+            "(ZeRO, bf16, fp16) steps on zeros in place of their gradients, so momentum and weight decay go on moving "
+            "them. Freeze them before deepspeed.initialize, or give them a parameter group of their own and set its "
+            "lr to 0; set grid.check_weights = False if that is intended"
         )
 
     def _parts(self) -> _Parts:

@@ -66,6 +66,8 @@ _LINGER = timedelta(seconds=1.5)
 _FOREVER = timedelta(days=7)
 _LISTENERS = "ds_topo/first_cause/listeners"
 """The key that counts the ranks whose thread runs."""
+_LEFT = "ds_topo/first_cause/left"
+"""The key of the first rank that has ended its program, or destroyed its grids, without an error."""
 _SHOWN = 2000
 """The most characters of an error that other ranks show."""
 
@@ -133,10 +135,14 @@ class FailureListener:
         """The number of this rank's last post, which the others may not have read yet."""
         self._judged: GuardedCall | None = None
         self._ended_at = 0.0
+        self._who = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
+        self._has_failed = False
+        """True if an exception ends this process."""
         before = ports_towards(place[1])
         self._connection = within(_STORE_LIMIT, "another connection to the store", lambda: clone(store))
         self._ports = ports_towards(place[1]) - before
         self._connection.add(_LISTENERS, 1)
+        self._connection.compare_set(_LEFT, self._departure, "")
         bytes_elsewhere = partial(bytes_moved, {place[1], *self._ports})
         self._observer, self._progress = Observer(bytes_elsewhere), Progress(bytes_elsewhere)
         self._thread = threading.Thread(target=self._run, name="ds_topo first cause", daemon=True)
@@ -164,6 +170,8 @@ class FailureListener:
 
         def leave() -> None:
             store = clone(self._job_store)  # an abandoned call may occupy the other connections
+            if not self._has_failed:
+                store.compare_set(_LEFT, "", self._departure)
             store.set(self._key(self._number, f"wake/{self.rank}"), "")
             others = store.add(_LISTENERS, -1)
             self._thread.join(_STORE_LIMIT.total_seconds())
@@ -185,8 +193,7 @@ class FailureListener:
         """Post this rank's failure; return the first cause, which may be of another rank, or None without an answer."""
         self._reported, self._calls_at_post = id(error), self.calls
         text = "".join(traceback.format_exception_only(error)).strip()
-        who = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
-        own = FirstCause(self.rank, who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
+        own = FirstCause(self.rank, self._who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
         if self.known is None and self.has_news.is_set():  # the store is gone
             return None
 
@@ -219,6 +226,23 @@ class FailureListener:
     def _withdraw(self, store: Store, number: int) -> None:
         store.set(self._key(number, "withdrawn"), "")
 
+    @property
+    def _departure(self) -> str:
+        return json.dumps([self.rank, self._who])
+
+    def departed(self, members: Sequence[int]) -> str:
+        """Return a description of a member that has left without an error, and a remedy; empty if none is known."""
+        with suppress(RuntimeError):  # the store does not answer
+            found = within(_STORE_LIMIT, "who has left", lambda: clone(self._job_store).compare_set(_LEFT, "", ""))
+            rank, who = json.loads(found or '[-1, ""]')
+            if rank in members and rank != self.rank:
+                return (
+                    f"{who} has ended its program, or destroyed its grid, without an error. Let all ranks take the "
+                    "same steps: decide when to stop by a number that is equal on all of them, such as "
+                    "grid.mean_over_replicas(loss), and call train_batch(), eval_batch() and the like on every rank"
+                )
+        return ""
+
     def _is_read(self) -> bool:
         """Return whether all others have read this rank's post, or it was withdrawn."""
         number, withdrawn = self._own, [self._key(self._own, "withdrawn")]
@@ -229,12 +253,15 @@ class FailureListener:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Post an exception that ends this process, if it has not left a guarded call."""
         self._hook_before(kind, error, trace)
+        self._has_failed = True
         chain, each = [], error
         while each is not None and each not in chain:
             chain.append(each)
             each = each.__cause__ or each.__context__  # type: ignore[assignment]
-        if is_of_transport(error) and not watch_is_on() and self.has_news.wait(_CAUSE_LIMIT) and self.known is not None:
-            print(f"ds_topo: the cause is probably that {self.known}", file=sys.stderr, flush=True)
+        if is_of_transport(error) and not watch_is_on():
+            cause = self.known if self.has_news.wait(_CAUSE_LIMIT) else None
+            if said := self.departed(range(self._world_size)) if cause is None else str(cause):
+                print(f"ds_topo: the cause is probably that {said}", file=sys.stderr, flush=True)
         is_known = any(id(one) == self._reported or isinstance(one, FailedRankError) for one in chain)
         if not is_known and self.is_of_this_job and not watch_is_on() and not is_of_transport(error):
             where = self._observer.read_traceback(trace)
@@ -316,8 +343,7 @@ class FailureListener:
         shut_down(self._place[1] if is_at_store else 0, self._ports)
 
     def _where(self, doing: Activity) -> str:
-        here = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
-        return f"Here: {here}, {doing}. It waits for that rank and cannot be made to raise, so it is ended."
+        return f"Here: {self._who}, {doing}. It waits for that rank and cannot be made to raise, so it is ended."
 
 
 class Guard:
@@ -438,6 +464,8 @@ class Guard:
         if cause is None and is_consequence:
             listener.has_news.wait(_CAUSE_LIMIT)
             cause = listener.known
+            if cause is None and (said := listener.departed(call.members)):
+                raise FailedRankError(f"this rank cannot finish {call}, because {said}") from error
         if error is not None and cause is None and not call.has_posted:
             posted = listener.post(error, str(call), call.members, has_left=True)
             cause = posted if is_consequence else None

@@ -33,8 +33,8 @@ def require_initialized(what: str) -> None:
     """Raise ``RuntimeError`` unless ``torch.distributed`` is initialised."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            f"{what} needs torch.distributed: call deepspeed.init_distributed() or "
-            "torch.distributed.init_process_group() first"
+            f"{what} needs torch.distributed: call ds_topo.init_distributed() first (or deepspeed.init_distributed(), "
+            "or torch.distributed.init_process_group())"
         )
 
 

@@ -56,6 +56,8 @@ class _Core:
     correct_norms: bool = True
     has_engines: bool = False
     """True once an engine has been built, so that ``correct_norms`` can no longer change."""
+    has_summed: bool = False
+    """True once the replicas have agreed on a sum or mean over them."""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The results of :meth:`place_along`, which programs ask for in every layer and for every parameter."""
 
@@ -316,6 +318,9 @@ class ProcessGrid:
 
     def _sums(self, *values: float | torch.Tensor) -> list[float]:
         group = self.get_data_parallel_group()
+        if not self._core.has_summed:  # else a rank alone would be a part of the collective that others call next
+            agree("", sorted(dist.get_process_group_ranks(group)), job_timeout(), subject="a sum or mean over replicas")
+            self._core.has_summed = True
         device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
         sums = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
         dist.all_reduce(sums, group=group)

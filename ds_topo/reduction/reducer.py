@@ -302,6 +302,8 @@ class BucketReducer:
                 ranks that did not cause the error raise it at the next step.
         """
         if self._state is not REDUCING:
+            if self._state is IDLE and (problem := self._changes.problem(self._states)) is not None:
+                raise RuntimeError(problem)
             raise _wrong_moment("finish()", self._state)
         with self._finishing():
             try:
