@@ -168,7 +168,7 @@ class ParallelLinear(nn.Module):
         width, whole = hidden.shape[-1], self.in_features
         if width != whole and (self.dim in COLUMNS or width != self.weight.shape[-1]):
             raise ValueError(
-                f"ParallelLinear({self.extra_repr()}) got an input of shape {list(hidden.shape)}, but needs [..., {whole}]: "
+                f"ParallelLinear({self.extra_repr()}): an input of shape {list(hidden.shape)} is not [..., {whole}]: "
                 "after a layer with dim=-1, whose output is this rank's part, use one with dim=0, or "
                 "ds_topo.collectives.gather(output, group)"
             )

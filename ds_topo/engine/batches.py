@@ -509,7 +509,7 @@ class FirstSamples:
         loss, limit = (nan, 0.0) if self._loss is None else (float(self._loss), torch.finfo(self._loss.dtype).eps)
         inputs = self._digests[0] if self._digests else ()
         slices, sequence = (
-            gathered((loss, inputs), grid.get_group(axis)) if grid.get_axis_size(axis) > 1 else [(loss, inputs)]
+            gathered((loss, inputs), grid.get_group(axis)) if grid.topology().get_dim(axis) > 1 else [(loss, inputs)]
             for axis in (MODEL, SEQ)
         )
         if grid.grid_rank:

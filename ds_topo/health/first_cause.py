@@ -258,11 +258,12 @@ class FailureListener:
         while each is not None and each not in chain:
             chain.append(each)
             each = each.__cause__ or each.__context__  # type: ignore[assignment]
-        if is_of_transport(error) and not watch_is_on():
+        is_named = any(isinstance(one, FailedRankError) for one in chain)
+        if is_of_transport(error) and not is_named and not watch_is_on():
             cause = self.known if self.has_news.wait(_CAUSE_LIMIT) else None
             if said := self.departed(range(self._world_size)) if cause is None else str(cause):
                 print(f"ds_topo: the cause is probably that {said}", file=sys.stderr, flush=True)
-        is_known = any(id(one) == self._reported or isinstance(one, FailedRankError) for one in chain)
+        is_known = is_named or any(id(one) == self._reported for one in chain)
         if not is_known and self.is_of_this_job and not watch_is_on() and not is_of_transport(error):
             where = self._observer.read_traceback(trace)
             place = f"{where.phase} at {where.where}" if where.where else where.phase
