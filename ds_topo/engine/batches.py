@@ -418,7 +418,7 @@ class FirstSamples:
                 self._note(batch, read)
 
     def note_loss(self, loss: torch.Tensor, **_: object) -> None:
-        """Keep the first loss of a plain engine for :meth:`compare`."""
+        """Keep the first loss of a plain engine for :meth:`compare_losses`."""
         if self._loss is None:
             self._loss = loss.detach()
 
@@ -472,15 +472,10 @@ class FirstSamples:
                 "its logs. Give both the same size, or set grid.check_samples = False if it is intended"
             )
 
-    def compare(self, engine: DeepSpeedEngine) -> None:
-        """Warn if all replicas have read the same samples before the first step; collective over them.
-
-        Warn of losses of a plain engine, too: of slices that differ, and of whole sequences on each rank along ``seq``.
-        """
+    def compare(self) -> None:
+        """Warn if all replicas have read the same samples before the first step; collective over them."""
         self.are_compared = True
         grid = self._grid
-        if grid.check_samples and not isinstance(engine, PipelineEngine):
-            self._compare_losses(may_be_whole=uses_autosp(engine._config))
         axes = [axis for axis in sample_axes(grid.topology()) if grid.get_axis_size(axis) > 1]
         if not grid.check_samples or not axes:
             return
@@ -504,8 +499,14 @@ class FirstSamples:
                 "equal, set grid.check_samples = False"
             )
 
-    def _compare_losses(self, may_be_whole: bool) -> None:
+    def compare_losses(self, engine: DeepSpeedEngine) -> None:
+        """Warn if slices compute different losses, or ranks along ``seq`` the same one of the same samples.
+
+        It is collective over both, before the first step of a plain engine.
+        """
         grid = self._grid
+        if not grid.check_samples:
+            return
         loss, limit = (nan, 0.0) if self._loss is None else (float(self._loss), torch.finfo(self._loss.dtype).eps)
         inputs = self._digests[0] if self._digests else ()
         slices, sequence = (
@@ -524,7 +525,7 @@ class FirstSamples:
                 "ds_topo.collectives.gather(outputs, group) before the loss; dropout of what is not split needs one "
                 "seed for all slices. Set grid.check_samples = False if it is intended"
             )
-        if inputs and not may_be_whole and len(sequence) > 1 and len({*sequence}) == 1:
+        if inputs and len(sequence) > 1 and len({*sequence}) == 1 and not uses_autosp(engine._config):
             warn(
                 f"the {len(sequence)} ranks along 'seq' of {spec!r} have read the same inputs and computed the same "
                 "loss, as if each had the whole sequence; but gradients are summed along 'seq', where each rank has a "

@@ -213,7 +213,9 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         parts = self.on_grid
         with parts.direct_steps.of_engine(self):
             if not parts.samples.are_compared:
-                parts.samples.compare(self)
+                parts.samples.compare()
+                if not isinstance(self, PipelineEngine):
+                    parts.samples.compare_losses(self)
             if parts.written is not None:
                 parts.written.keep()
             super()._take_model_step(*arguments)

@@ -319,7 +319,8 @@ class ProcessGrid:
     def _sums(self, *values: float | torch.Tensor) -> list[float]:
         group = self.get_data_parallel_group()
         if not self._core.has_summed:  # else a rank alone would be a part of the collective that others call next
-            agree("", sorted(dist.get_process_group_ranks(group)), job_timeout(), subject="a sum or mean over replicas")
+            what = "a sum or mean over replicas"
+            agree(what, sorted(dist.get_process_group_ranks(group)), job_timeout(), subject=what)
             self._core.has_summed = True
         device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
         sums = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)

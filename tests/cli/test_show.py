@@ -398,9 +398,10 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["data=2", "--parameter", "w"], 'give a name and a shape, such as "weight 4096x4096 split=1"'),
         (
             ["model=2", "--parameter", "w 8x7 split=1"],
-            "must have equal sizes; split one of the dimensions [0]",
+            "must have equal sizes, so 2 must divide the dimension that split= names (numbered from 0): write split=0",
         ),
         (["model=2", "--parameter", "w 8 split=1"], "2 slices must have equal sizes"),
+        (["model=3", "--parameter", "w 8x8 split=1"], "change the shape, or another degree of the model axis"),
         (["pipe=2", "--parameter", "w 8 stage=2"], "pipe=2 has no stage 2"),
         (["data=2", "--parameter", "w 8", "--json"], "--parameter shows a parameter, --json all ranks: give one"),
         (["data=2", "--parameter", "w 8", "--rank", "0"], "--rank and --parameter both say what to show"),

@@ -357,7 +357,8 @@ def _first_warnings(spec: str, case: str, is_pipeline: bool) -> list[str]:
             config = {name: value for name, value in settings().items() if name != "optimizer"}
             engine, *_ = initialize(model=module, mpu=grid, config=config, optimizer=engine.basic_optimizer)
         for step in range(2):
-            seed = 100 * step + ("same" not in case) * grid.get_sample_rank()
+            part = grid.get_axis_rank("seq") if "seq" in spec else 0
+            seed = 100 * step + 10 * part + ("same" not in case) * grid.get_sample_rank()
             generator = torch.Generator().manual_seed(seed)
             inputs = [torch.randn(3 if "size" in case else 2, 8, generator=generator) for _ in range(2)]
             if "ones" in case:

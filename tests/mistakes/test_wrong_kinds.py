@@ -17,20 +17,24 @@ from torch.distributed.fsdp import fully_shard
 
 from ds_topo import (
     GradientReducer,
+    LayerSpec,
     PipelineModule,
     PipelineParallelGrid,
     ProcessGrid,
     ProcessTopology,
+    TiedLayerSpec,
     groups,
     initialize,
 )
 from ds_topo.base.ledger import ledger
+from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.engine.backward_passes import check_loss
-from ds_topo.engine.batches import _check_batch
+from ds_topo.engine.batches import _check_batch, _read_ahead
 from ds_topo.engine.checks import check_engine_without_grid
 from ds_topo.engine.config_options import check_top_level
 from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import EngineOptionError, TopologyError, UnknownAxisError, WorldSizeError
+from ds_topo.layers import ParallelLinear
 from tests.support.fake_world import fake_world
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
@@ -78,6 +82,23 @@ def _pipeline_with_mpu() -> None:
     _initialize(PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], grid=grid), mpu=grid)
 
 
+def _split_twice(first: int, second: int, width: int = 4) -> None:
+    group = _grid("model=2,data=2").get_group("model")
+    nn.Sequential(ParallelLinear(4, 4, dim=first, group=group), ParallelLinear(width, 4, dim=second, group=group))(
+        torch.ones(2, 4)
+    )
+
+
+def _cast_after_reducer() -> None:
+    module = nn.Linear(4, 4)
+    reducer = GradientReducer(module)
+    try:
+        module.to(torch.bfloat16)(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        reducer.finish()
+    finally:
+        reducer.detach()
+
+
 def _on_meta() -> nn.Module:
     with torch.device("meta"):
         return nn.Linear(4, 4)
@@ -119,10 +140,30 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "give a torch.nn.Module, or a PipelineModule",
     ),
     "an mpu of a pipeline": (_pipeline_with_mpu, EngineOptionError, "which has its own grid: omit mpu="),
+    "a module in a LayerSpec": (
+        lambda: LayerSpec(nn.Linear(4, 4)),  # type: ignore[arg-type]
+        TypeError,
+        "LayerSpec(Linear(in_features=4, out_features=4, bias=True)): give a class and its arguments",
+    ),
+    "a module in a TiedLayerSpec": (
+        lambda: TiedLayerSpec("tied", nn.Linear(4, 4)),  # type: ignore[arg-type]
+        TypeError,
+        "give a class and its arguments",
+    ),
     "one layer on two stages": (
         lambda: PipelineModule([nn.Linear(4, 4)] * 2, topology="pipe=2,data=2"),
         ValueError,
         "'weight' of layer 1 is 'weight' of layer 0, but they are on stages 1 and 0, each of which would train a copy",
+    ),
+    "a column-parallel layer after another": (
+        lambda: _split_twice(-1, -1),
+        ValueError,
+        "ParallelLinear(4, 4, bias=True, dim=-1): an input of shape [2, 2] is not [..., 4]: after a layer with dim=-1",
+    ),
+    "a row-parallel layer of another width": (
+        lambda: _split_twice(-1, 0, 8),
+        ValueError,
+        "ParallelLinear(8, 4, bias=True, dim=0): an input of shape [2, 2] is not [..., 8]",
     ),
     # experts
     "experts of a spec": (
@@ -276,6 +317,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "['weight', 'bias'] are on the meta device",
     ),
+    "a cast module": (_cast_after_reducer, RuntimeError, "['weight', 'bias'] were moved or cast after construction"),
+    # checkpoints
+    "a function in the client state": (
+        lambda: check_client_state({"lr": 0.1, "f": lambda: 1}),
+        TypeError,
+        "client_state['f'] cannot be pickled (Can't pickle ",
+    ),
     # pipelines
     "a destroyed grid": (
         lambda: PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], grid=_destroyed("pipe=2,data=2")),
@@ -284,6 +332,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a word as loss": (lambda: _pipeline(loss_fn="mse"), TypeError, "loss_fn='mse': give a function"),
     "a class as loss": (lambda: _pipeline(loss_fn=nn.MSELoss), TypeError, "give an instance, MSELoss()"),
+    "a list of batches": (
+        lambda: _read_ahead([(SAMPLE, SAMPLE)], 1),  # type: ignore[arg-type]
+        TypeError,
+        "data_iter=[(<a tensor of shape [2, 4]>, <a tensor of shape [2, 4]>)] is not an iterator: pass iter(...)",
+    ),
     "a tensor as batch": (lambda: _check_batch(SAMPLE, True), TypeError, "is a Tensor: it must be (inputs, labels)"),
     "a dictionary as batch": (lambda: _check_batch({"x": SAMPLE}, False), TypeError, "is a dict: it must be"),
     "a batch of one": (lambda: _check_batch((SAMPLE,), False), TypeError, "has 1 elements: it must be"),

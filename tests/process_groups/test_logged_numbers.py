@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import ProcessGrid
+from ds_topo.errors import DisagreementError
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", "strict")
@@ -26,3 +27,15 @@ def test_numbers_are_summed_over_replicas_alone(world: Worlds) -> None:
 
 def test_parts_of_sequences_are_replicas(world: Worlds) -> None:
     assert world(4).run(_numbers, "pipe=1,seq=2,data=2") == [(1.5, 20 / 10, 16_777_223.0)] * 4
+
+
+def _sum_on_one_rank() -> str:
+    with ProcessGrid("data=2") as grid:
+        call = (lambda: grid.mean_over_replicas(1.0)) if dist.get_rank() == 0 else (lambda: ProcessGrid("data=2"))
+        with pytest.raises(DisagreementError) as raised:
+            call()
+    return str(raised.value)
+
+
+def test_a_sum_on_one_rank_is_named_while_others_do_something_else(world: Worlds) -> None:
+    assert all("a sum or mean over replicas" in text for text in world(2).run(_sum_on_one_rank))
