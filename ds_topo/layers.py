@@ -81,7 +81,8 @@ Group: TypeAlias = "Parallel | dist.ProcessGroup | None"
 class ParallelLinear(nn.Module):
     """A linear layer ``[..., h]`` -> ``[..., g]`` whose weight is split over a group.
 
-    Like ``torchshard.nn.ParallelLinear``.
+    Like ``torchshard.nn.ParallelLinear``. Without an engine, clip by :func:`ds_topo.clip_grad_norm_`: torch's function
+    takes the norm of this rank's slices alone.
 
     Args:
         in_features: h.
