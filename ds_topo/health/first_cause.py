@@ -12,6 +12,9 @@ to the store, if it waits for the store), and communicators that can abort are a
 call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that
 cannot be made to raise is ended, with a dump of all stacks.
 
+A rank that ends its program or destroys its grids without an error leaves a note in the store, for ranks that then
+cannot reach it: most likely they take more steps than it did.
+
 While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
 serves the store stops: the watch does.
 """

@@ -472,7 +472,7 @@ class ProcessGrid:
 
     @property
     def check_samples(self) -> bool:
-        """Return whether engines check that ranks which share samples read the same first ones; True by default."""
+        """Return whether engines check the first samples, and losses, of ranks that share samples; True by default."""
         return self._core.check_samples
 
     @check_samples.setter
@@ -486,7 +486,8 @@ class ProcessGrid:
         """Return whether engines look after weights that a program writes or copies by mistake; True by default.
 
         They copy parameters that were written after ``deepspeed.initialize`` to the master weights, and warn about
-        ranks along ``model`` that train copies of the whole model.
+        ranks along ``model`` that train copies of the whole model, parameters that were frozen since, and steps of the
+        optimizer or the scheduler that the program takes itself.
         """
         return self._core.check_weights
 

@@ -147,6 +147,39 @@ def test_exception_that_ends_a_process_is_named(world: Worlds) -> None:
     assert all(TEXT in text for text in world(4).run(_fail_outside_of_calls))
 
 
+def _leave() -> list[str]:
+    """Leave on rank 1 while rank 0 is in a call; then build another grid, and ask again who has left."""
+    start()
+    first_cause._CAUSE_LIMIT = 0.01
+    found = []
+    with PipelineParallelGrid("data=2") as grid:
+        with first_cause.guard.over("step", grid.members):
+            dist.barrier()
+        if dist.get_rank() == 1:
+            grid.destroy()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with pytest.raises(FailedRankError) as raised, first_cause.guard.over("step", grid.members):
+                raise RuntimeError("Connection closed by peer")
+            found.append(str(raised.value))
+        dist.barrier()
+    with PipelineParallelGrid("data=2"):
+        with first_cause.guard.over("step"):
+            dist.barrier()
+        listener = first_cause.guard._listener
+        assert listener is not None
+        found.append(listener.departed(range(2)))
+        dist.barrier()
+    return found
+
+
+def test_rank_that_has_left_without_an_error_is_named_until_it_comes_back(world: Worlds) -> None:
+    (said, later), _ = world(2).run(_leave)
+    assert re.match(r"this rank cannot finish step, because rank 1 \(data=1\) on \S+ has ended its program", said)
+    assert "Let all ranks take the same steps" in said
+    assert not later
+
+
 def test_no_thread_without_other_processes() -> None:
     with fake_world(0, 4), PipelineParallelGrid("data=4"), first_cause.guard.over("step"):
         assert first_cause.guard._listener is None
