@@ -28,8 +28,9 @@ from deepspeed.moe.layer import MoE
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.pipe import TiedLayerSpec as DeepSpeedTiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -327,8 +328,8 @@ def layers_of(module: nn.Module) -> list[str]:
 
 
 def _layer(layer: Any) -> manifests.SavedLayer:
-    if isinstance(layer, LayerSpec):
-        tied = str(layer.key) if isinstance(layer, TiedLayerSpec) else ""
+    if isinstance(layer, DeepSpeedLayerSpec):
+        tied = str(layer.key) if isinstance(layer, DeepSpeedTiedLayerSpec) else ""
         return manifests.SavedLayer(str(layer.typename.__name__), tied)
     kind = type(layer).__name__
     return manifests.SavedLayer(kind if isinstance(layer, nn.Module) else str(getattr(layer, "__name__", kind)))
