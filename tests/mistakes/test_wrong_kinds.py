@@ -423,6 +423,12 @@ def test_batch_of_three_warns_that_the_third_is_not_used() -> None:
         _check_batch((SAMPLE, SAMPLE, SAMPLE), is_first_stage=True)
 
 
+def test_grid_of_a_job_that_was_not_joined_names_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=r"ds_topo\.init_distributed\(\) first"):
+        patched.setattr(torch.distributed, "is_initialized", lambda: False)
+        PipelineParallelGrid("data=2")
+
+
 def test_grid_answers_as_a_mesh_does() -> None:
     with _grid("pipe=2,data=2") as grid:
         assert grid["data"].size() == grid.get_axis_size("dp") == 2
