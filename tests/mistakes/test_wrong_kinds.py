@@ -424,9 +424,10 @@ def test_batch_of_three_warns_that_the_third_is_not_used() -> None:
 
 
 def test_grid_of_a_job_that_was_not_joined_names_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=r"ds_topo\.init_distributed\(\) first"):
+    with monkeypatch.context() as patched:
         patched.setattr(torch.distributed, "is_initialized", lambda: False)
-        PipelineParallelGrid("data=2")
+        with pytest.raises(RuntimeError, match=r"call ds_topo\.init_distributed\(\) first"):
+            PipelineParallelGrid("data=2")
 
 
 def test_grid_answers_as_a_mesh_does() -> None:
