@@ -221,12 +221,17 @@ def test_ranks_agree_before_each_step(world: Worlds) -> None:
 
 
 def _change_iterators() -> None:
-    """After an endless iterator, a program may continue with one that ends."""
+    """After an endless iterator, a program may continue with one that ends; but all ranks make the same call."""
     engine = _engine()
     engine.train_batch(data_iter=iter(RepeatingLoader(_loader(2))))
     engine.train_batch(data_iter=_generated(2))
     with pytest.raises(EndOfSamplesError, match=r"has 1 of the 2.*no rank starts it"):
         engine.train_batch(data_iter=_generated(1))
+    call, other = engine.train_batch, "eval_batch"
+    if engine.is_last_stage():
+        call, other = engine.eval_batch, "train_batch"
+    with pytest.raises(DisagreementError, match=rf"called \w+\(\), but other ranks of the pipeline {other}\(\)"):
+        call(data_iter=_generated(2))
     engine.module.mpu().destroy()
     engine.destroy()
 
