@@ -227,11 +227,9 @@ def _change_iterators() -> None:
     engine.train_batch(data_iter=_generated(2))
     with pytest.raises(EndOfSamplesError, match=r"has 1 of the 2.*no rank starts it"):
         engine.train_batch(data_iter=_generated(1))
-    call, other = engine.train_batch, "eval_batch"
-    if engine.is_last_stage():
-        call, other = engine.eval_batch, "train_batch"
-    with pytest.raises(DisagreementError, match=rf"called \w+\(\), but other ranks of the pipeline {other}\(\)"):
-        call(data_iter=_generated(2))
+    call, other = ("eval_batch", "train_batch") if engine.is_last_stage() else ("train_batch", "eval_batch")
+    with pytest.raises(DisagreementError, match=rf"called {call}\(\), but other ranks of the pipeline {other}\(\)"):
+        batches._require(engine, call, _generated(2), 2)
     engine.module.mpu().destroy()
     engine.destroy()
 
