@@ -134,7 +134,8 @@ TESTS = {
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
     "launch/agreement": "process_groups/test_agreement.py process_groups/test_leftovers.py",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
-    "process_groups/process_grid": "process_groups/test_device_mesh.py engine/test_grid.py engine/test_batches.py",
+    "process_groups/process_grid": "process_groups/test_logged_numbers.py process_groups/test_device_mesh.py "
+    "engine/test_grid.py engine/test_batches.py",
     "reduction/options": "reduction/test_mistakes.py reduction/test_buckets.py",
     "reduction/buckets": "reduction/test_buckets.py reduction/test_gradients.py reduction",
     "reduction/parameters": "reduction/test_buckets.py reduction/test_parameters.py reduction/test_interactions.py",

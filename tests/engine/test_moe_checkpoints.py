@@ -47,7 +47,7 @@ def _load(case: Case, folder: Path) -> Run:
         return rank.train(range(2, 4))
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(CASES, default=lambda number, _: number == 6))
+@pytest.mark.parametrize("case", mark_exhaustive(CASES, default=lambda number, _: number == 14))
 def test_saved_experts_continue_bit_for_bit(world: Worlds, other_world: Worlds, case: Case, tmp_path: Path) -> None:
     without_stop = world(case.world_size).run(_save, case, tmp_path)
     continued = other_world(case.world_size).run(_load, case, tmp_path)
