@@ -8,6 +8,7 @@ import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli
+from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.plain_weights import files_of_weights
 from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError
@@ -262,6 +264,9 @@ def test_command_writes_files_of_hugging_face(
     found = _read(tmp_path / "to/model.safetensors")
     assert sorted(found) == ["count", "embedding.weight", "o.w", "out.bias", "qkv.weight"]
     assert torch.equal(found["o.w"], Model().out.weight)
+    with mock.patch.object(folders, "free_bytes", return_value=300):
+        assert cli.main([*export, str(tmp_path / "full")]) == 2
+    assert "takes about 400 bytes, and the disk of" in capsys.readouterr().err, "4 bytes for each of 100 elements"
     for options, said in (
         ([str(tmp_path / "to")], "has files of weights already"),
         ([str(tmp_path / "to.pt"), "--rename", str(names)], "has no effect: it needs a folder as TO"),

@@ -258,6 +258,8 @@ def _further_passes() -> None:
             for _ in range(micro_batches):
                 train()
                 if engine.is_gradient_accumulation_boundary():
+                    with pytest.raises(RuntimeError, match=ONE_PASS):
+                        train()
                     engine.zero_grad()  # leaves gradients of earlier micro-batches in the optimizer, if there are any
                     with pytest.raises(RuntimeError, match=ONE_PASS) if micro_batches > 1 else nullcontext():
                         train()
