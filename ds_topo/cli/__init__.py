@@ -1,6 +1,7 @@
 """Run the command line, ``ds-topo``: one module per command, each with its texts, ``add_options`` and ``run``.
 
 ``ds-topo --help`` imports every command's module, so torch, rich and other heavy packages are imported inside ``run``.
+Options that cannot be used raise an error of ``ds_topo.errors``, which ``main`` prints.
 """
 
 from __future__ import annotations

@@ -110,9 +110,6 @@ def rate(text: str) -> float:
 
     >>> rate("1gbit"), rate("25 GB/s"), rate("200 Mb/s")
     (125000000.0, 25000000000.0, 25000000.0)
-
-    Raises:
-        TopologyError: the text is not a rate.
     """
     match = _RATE.fullmatch(text.strip())
     if match is None:
@@ -126,9 +123,6 @@ def sizes_of(text: str) -> list[int]:
 
     >>> sizes_of("1K:4K"), sizes_of("8:1K:16")
     ([1024, 2048, 4096], [8, 128])
-
-    Raises:
-        TopologyError: the text is not such a range.
     """
     match = _SIZES.fullmatch(text.strip().upper())
     if match is None:

@@ -43,11 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the checkpoints; return 1 if one is damaged.
-
-    Raises:
-        MissingCheckpointError: there is none.
-    """
+    """Show the checkpoints; return 1 if one is damaged."""
     try:
         folder = check_folder(arguments.folder, "FOLDER")
     except ValueError as error:

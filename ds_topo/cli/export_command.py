@@ -50,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write weights.
-
-    Raises:
-        CheckpointError: it is not possible; the message says why, and nothing was written.
-    """
+    """Write weights."""
     to, kind = arguments.to, _KINDS.get(arguments.to.suffix)
     if kind is None:
         raise CheckpointError(
@@ -87,11 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _names(path: Path) -> dict[str, str]:
-    """Return the new names that a file of JSON holds.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """Return the new names that a file of JSON holds."""
     try:
         names = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -102,11 +94,7 @@ def _names(path: Path) -> dict[str, str]:
 
 
 def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
-    """Return the checkpoint that a folder and a tag mean.
-
-    Raises:
-        MissingCheckpointError: there is none.
-    """
+    """Return the checkpoint that a folder and a tag mean."""
     if os.path.lexists(source / manifests.NAME):
         path = source.resolve()
         if tag not in (None, path.name):

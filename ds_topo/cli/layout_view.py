@@ -56,27 +56,18 @@ STAGE_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 @dataclass(frozen=True)
 class LayoutView:
-    """A layout as ``ds-topo show`` displays it.
-
-    Args:
-        topology: the topology.
-        names: the user's own name of each axis, such as ``tensor`` for ``model``.
-        host_map: the hosts, if they are known.
-    """
+    """A layout as ``ds-topo show`` displays it."""
 
     topology: ProcessTopology
     names: dict[str, str]
+    """The user's own name of each axis, such as ``tensor`` for ``model``."""
     host_map: HostMap | None
     mechanisms: tuple[str, ...] = ()
     """The parts of DeepSpeed that use axes according to a config, such as ``model=2: AutoTP``."""
 
     @classmethod
     def of(cls, text: str, host_map: HostMap | None) -> LayoutView:
-        """Return the layout of a spec, or of a DeepSpeed config (``*.json``) with a ``"topology"`` section.
-
-        Raises:
-            TopologyError: the spec is malformed, does not fit the hosts, or has an axis without a meaning.
-        """
+        """Return the layout of a spec, or of a DeepSpeed config (``*.json``) with a ``"topology"`` section."""
         spec = read_config(text) if text.endswith(".json") else text
         if host_map is not None:
             topology = placements.fit(spec, host_map)
@@ -150,11 +141,7 @@ class LayoutView:
         return self.names["pipe" if "pipe" in self.topology.axes else self.topology.axes[0]]
 
     def axis_to_draw(self, name: str | None) -> str:
-        """Return the axis whose links a picture shows: the named one, or the first whose groups cross hosts.
-
-        Raises:
-            UnknownAxisError: the axis is not in the topology.
-        """
+        """Return the axis whose links a picture shows: the named one, or the first whose groups cross hosts."""
         if name is not None:
             axis = axis_in_spec(name)
             if axis not in self.topology.axes:
@@ -282,11 +269,7 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
 
 
 def print_parameter(console: Console, view: LayoutView, text: str) -> None:
-    """Print which part of a parameter each rank computes with: a cell for each slice, placed as in the parameter.
-
-    Raises:
-        TopologyError: the text does not describe a parameter, or slices of it cannot have equal sizes.
-    """
+    """Print which part of a parameter each rank computes with: a cell for each slice, placed as in the parameter."""
     match = _PARAMETER.fullmatch(text.strip())
     if match is None:
         raise TopologyError(
@@ -498,11 +481,7 @@ class _Sheet:
 
 
 def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
-    """Draw a layout and the links along ``axis`` into an SVG or PNG file.
-
-    Raises:
-        TopologyError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw a layout and the links along ``axis`` into an SVG or PNG file."""
     figure = draw(view, axis)
     from matplotlib import rc_context
 

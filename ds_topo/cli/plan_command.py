@@ -29,8 +29,7 @@ from ds_topo.plan import hardware
 from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
-from ds_topo.plan.model import Model, read_model, transformer
-from ds_topo.plan.presets import PRESETS
+from ds_topo.plan.model import PRESETS, Model, read_model, transformer
 from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.plan.stages import Costs
 from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
@@ -164,11 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
-    """Return the job that the options describe.
-
-    Raises:
-        TopologyError: if options are missing or contradict each other.
-    """
+    """Return the job that the options describe."""
     model = _model(arguments)
     cluster = _cluster(arguments, machine)
     if arguments.batch is None:
@@ -336,12 +331,7 @@ def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
 
 
 def _calibrated(path: str) -> tuple[Machine, bool]:
-    """Measure the GPUs of this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan.
-
-    Raises:
-        LaunchError: a launcher's variables are incomplete.
-        TopologyError: if there is no GPU, or no folder for the file.
-    """
+    """Measure the GPUs of this machine, with all ranks of a launcher; return True on the rank that plans."""
     from ds_topo.base.backends import accelerator
     from ds_topo.launch.joining import join
     from ds_topo.launch.launchers import detect_launch

@@ -151,11 +151,7 @@ def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
 
 
 def save_picture(found: Found, path: str | Path) -> None:
-    """Write a PNG, SVG or PDF of the plans: a step's seconds as stacked bars, and memory against the limit.
-
-    Raises:
-        TopologyError: if matplotlib is not installed, or the file cannot be written.
-    """
+    """Write a PNG, SVG or PDF of the plans: a step's seconds as stacked bars, and memory against the limit."""
     job, plans = found.job, found.plans
     figure = new_figure(figsize=(13, 1.9 + 0.42 * len(plans)), layout="constrained")
     seconds, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
@@ -216,9 +212,6 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     """Return the config of a plan: topology in placement order, micro-batches, ZeRO, precision, reducer.
 
     It has no optimizer and no learning rate: a plan does not decide them.
-
-    Raises:
-        TopologyError: if a DeepSpeed config cannot ask for the software or the precision.
     """
     precisions = ["fp32", "bf16", "fp16"]
     if not job.software.eager:

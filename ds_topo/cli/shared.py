@@ -45,11 +45,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_ending(option: str, path: str | Path | None, endings: Iterable[str]) -> None:
-    """Refuse a file whose name does not end as its content.
-
-    Raises:
-        TopologyError: it has another ending, or none.
-    """
+    """Refuse a file whose name does not end as its content."""
     if path is not None and Path(path).suffix.lower() not in endings:
         raise TopologyError(f"{option} {str(path)!r}: give a file name that ends in {' or '.join(endings)}")
 
@@ -69,31 +65,19 @@ def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
 
 
 def refuse_without_effect(given: list[str], reason: str) -> None:
-    """Refuse options that would be ignored.
-
-    Raises:
-        TopologyError: there is one.
-    """
+    """Refuse options that would be ignored."""
     if given:
         raise TopologyError(f"{given[0]} has no effect: {reason}")
 
 
 def refuse_both(given: list[str], what: str, error: type[TopologyError] = TopologyError) -> None:
-    """Refuse two options, or sources of facts, that both do one thing.
-
-    Raises:
-        TopologyError: more than one is given.
-    """
+    """Refuse two options, or sources of facts, that both do one thing."""
     if len(given) > 1:
         raise error(f"{given[0]} and {given[1]} both {what}: give one of them")
 
 
 def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
-    """Return the host of every rank according to the options, or None if no hosts are given.
-
-    Raises:
-        HostError: options contradict each other, or the hosts cannot be used.
-    """
+    """Return the host of every rank according to the options, or None if no hosts are given."""
     given = given_options(arguments, "hostfile", "hosts", "slurm")
     filters = given_options(arguments, *_FILTERS)
     refuse_both(given, "say which hosts there are", HostError)
@@ -189,11 +173,7 @@ def table_of(*columns: str) -> Table:
 
 
 def write_file(option: str, path: str, text: str) -> None:
-    """Write a line or more of text into the file that an option names.
-
-    Raises:
-        TopologyError: the file cannot be written.
-    """
+    """Write a line or more of text into the file that an option names."""
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -201,11 +181,7 @@ def write_file(option: str, path: str, text: str) -> None:
 
 
 def report(results: dict[str, Any], path: str | None, show: Callable[[Console], None]) -> None:
-    """Show results, and write them as JSON into the file of ``--json`` if given; ``-`` prints the JSON instead.
-
-    Raises:
-        TopologyError: the file cannot be written.
-    """
+    """Show results, and write them as JSON into the file of ``--json`` if given; ``-`` prints the JSON instead."""
     if path == "-":
         print(json.dumps(results))
         return
@@ -215,11 +191,7 @@ def report(results: dict[str, Any], path: str | None, show: Callable[[Console], 
 
 
 def new_figure(**options: Any) -> Figure:
-    """Return an empty figure of matplotlib.
-
-    Raises:
-        TopologyError: matplotlib is not installed.
-    """
+    """Return an empty figure of matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -228,11 +200,7 @@ def new_figure(**options: Any) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
-    """Write a figure into a file.
-
-    Raises:
-        TopologyError: the file cannot be written, or its name has an ending that matplotlib does not know.
-    """
+    """Write a figure into a file."""
     try:
         figure.savefig(path, **options)
     except (OSError, ValueError) as error:
@@ -243,9 +211,7 @@ def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
 def progress_of(shown: bool, command: str = "check") -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function ``progress(step, done, of)`` that shows a bar in a terminal and a line per step elsewhere.
 
-    Args:
-        shown: False shows nothing, as on all ranks but one.
-        command: the command's name, for the lines.
+    If not ``shown``, as on all ranks but one, it shows nothing.
     """
     current = ""
 

@@ -159,9 +159,6 @@ def draw_errors(found: Report) -> Figure:
 
     A cell has the largest error of the layer's tensors on any rank, relative to what rounding allows. The first
     difference has a frame.
-
-    Raises:
-        TopologyError: matplotlib is not installed.
     """
     rows = [row for row in found.errors if row.step == found.errors[-1].step]
     layer_of = _module_of

@@ -6,6 +6,7 @@ No call is wrapped, so training pays nothing for it.
 from __future__ import annotations
 
 import ctypes
+import dis
 import re
 import sys
 import threading
@@ -15,16 +16,16 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, lru_cache, partial, reduce
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch.futures import Future
 
 from ds_topo.base.torch_names import describe, is_known, unfinished_calls
 from ds_topo.errors import listed
-from ds_topo.health.blocking_call import ANY_WAIT, communicating_operator, wait_called_by
 
 OTHERWISE, SAVES, COMPILES, DEBUGS = "running", "save", "compilation", "the debugger"
 _DEEPSPEED, _PIPELINE = "deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py"
@@ -163,11 +164,7 @@ class Activity:
 
 
 class Observer:
-    """Observes the main thread from other threads.
-
-    Args:
-        count: returns a number that changes when bytes are sent or received, or None where this is unknown.
-    """
+    """Observes the main thread from other threads."""
 
     def __init__(self, count: Callable[[], int | None] = lambda: None) -> None:
         self._count = count
@@ -193,7 +190,7 @@ class Observer:
             self._used = used
         still = self._lasting("instruction", (top, top.f_lasti, self._used), time.monotonic())
         seen = activity.wait
-        if still >= STILL and seen in (None, _ANY_WAIT):
+        if still >= STILL and seen in (None, Wait(_ANY_CALL)):
             activity = replace(activity, wait=self._unseen_wait(top, seen))
         wait = moved = None
         if activity.wait is not None:
@@ -372,10 +369,6 @@ def _known_wait(call: str, frame: FrameType) -> Wait:
     return Wait(call)
 
 
-_ANY_WAIT = Wait(ANY_WAIT)
-"""The wait for a collective of which its frames do not tell the group."""
-
-
 def wait_over(call: str, group: object) -> Wait:
     """Return a call over a group, which is described if torch still has it."""
     if not isinstance(group, dist.ProcessGroup) or not is_known(group):
@@ -384,6 +377,90 @@ def wait_over(call: str, group: object) -> Wait:
     label, name = describe(group)
     label = "all ranks" if group == dist.group.WORLD else label or f"ranks {listed(ranks)}"
     return Wait(call, label, name, tuple(ranks) if len(ranks) <= MAX_RANKS else ())
+
+
+# -- a call that waits in C++ ------------------------------------------------------------------------------------------
+# It has no frame of its own. The instructions of the innermost function name the object whose method it calls, such as
+# ``self.handle.wait``. The object is looked up without running code of it, since this happens in another thread.
+
+_WAITING = (dist.Work, dist.Store, dist.ProcessGroup, Future)
+"""Classes whose methods wait for other ranks."""
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""The namespaces of torch's operators that communicate."""
+_ANY_CALL = "wait() for a collective"
+_LOAD_METHOD, _LOAD_NAME = ("LOAD_METHOD", "LOAD_ATTR"), ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
+
+
+def wait_called_by(frame: FrameType) -> str | None:
+    """Return the name of a call that waits for other ranks, if the innermost frame is in one; None otherwise."""
+    *owners, method = path_called(frame.f_code, frame.f_lasti) or ("",)
+    owner = _looked_up(frame, owners) if owners and owners[0] else None
+    if isinstance(owner, _WAITING):
+        return _ANY_CALL if isinstance(owner, (dist.Work, Future)) else f"{method}()"
+    if operator := communicating_operator(owner):
+        return operator
+    # an element of a list, or a property
+    if owners and owner is None and method in ("wait", "monitored_barrier"):
+        return _ANY_CALL if method == "wait" else f"{method}()"
+    if owners:
+        return None
+    given = frame.f_locals.get(method)  # a function that is an argument of a wrapper
+    given = given.func if isinstance(given, partial) else given
+    if isinstance(getattr(given, "__self__", None), _WAITING):
+        name = str(getattr(given, "__name__", "wait"))
+        return _ANY_CALL if name == "wait" else f"{name}()"
+    return communicating_operator(given) or None
+
+
+def communicating_operator(value: object) -> str:
+    """Return the name of an operator of torch that communicates; empty for anything else."""
+    space, _, name = str(getattr(value, "_qualified_op_name", "") or getattr(value, "_name", "")).partition("::")
+    return name.partition(".")[0] if space in _NAMESPACES else ""
+
+
+@lru_cache(4096)
+def path_called(code: CodeType, instruction: int) -> tuple[str, ...]:
+    """Return the name that is called at an instruction, with the objects that it is looked up in.
+
+    ``("self", "handle", "wait")`` for ``self.handle.wait(...)``. The first word is empty if the object has no name, as
+    in ``handles[0].wait()``. The result is empty if the instruction is no call, or its arguments contain branches.
+    """
+    each = [one for one in dis.get_instructions(code) if one.offset <= instruction]
+    if not each or not each[-1].opname.startswith(("CALL", "PRECALL")):
+        return ()
+    name, given = each[-1].opname, each[-1].arg or 0
+    inputs = 1 + (given & 1) if name == "CALL_FUNCTION_EX" else given + name.endswith("KW")
+    at, depth = len(each) - 2, 0
+    if at >= 0 and each[at].opname == "PRECALL":
+        at -= 1
+    # the first instruction, backwards, after which only the arguments have not been pushed has pushed what is called
+    while at >= 0 and (depth != -inputs or each[at].opname == "PUSH_NULL"):
+        inputs += depth == -inputs
+        try:
+            depth -= dis.stack_effect(each[at].opcode, each[at].arg)
+        except ValueError:
+            return ()
+        at -= 1
+    path: list[str] = []
+    while at >= 0 and each[at].opname in _LOAD_METHOD:
+        path.append(str(each[at].argval))
+        at -= 1
+    is_named = at >= 0 and each[at].opname.startswith(_LOAD_NAME) and isinstance(each[at].argval, str)
+    if not path and not is_named:
+        return ()
+    return (each[at].argval if is_named else "", *reversed(path))
+
+
+def _looked_up(frame: FrameType, path: list[str]) -> Any:
+    """Look an object up as ``path`` says; None if it cannot be found without running code of its class."""
+    values = frame.f_locals
+    found = values[path[0]] if path[0] in values else frame.f_globals.get(path[0])
+    for name in path[1:]:
+        found = getattr(found, "__dict__", {}).get(name)
+    return found
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 GRACE = 4.0
@@ -446,9 +523,6 @@ class Progress:
     Progress is a line of Python. While a GPU's backward pass runs in autograd's threads, it is also a line of one of
     these. While a checkpoint is saved, it is also a MiB written or sent, and a thread that waits for the disk, as
     ``fsync`` does.
-
-    Args:
-        count: returns the bytes that this process has sent and received, or None.
     """
 
     def __init__(self, count: Callable[[], int | None]) -> None:

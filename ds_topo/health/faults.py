@@ -21,11 +21,7 @@ MOST_PAIRS = 4096
 class Fault:
     """A problem that must be fixed before a job starts.
 
-    Args:
-        kind: ``topology``, ``version``, ``host``, ``clock``, ``result``, ``link``, ``failure`` or ``missing``.
-        message: a sentence that names hosts and ranks.
-        hosts: the names of the hosts.
-        ranks: global ranks, ascending.
+    Its kind is ``topology``, ``version``, ``host``, ``clock``, ``result``, ``link``, ``failure`` or ``missing``.
     """
 
     kind: str
@@ -42,12 +38,8 @@ class RankReport:
     """The description of one rank before any group exists.
 
     Args:
-        rank: the global rank.
-        host: the name of its host.
         machine: the kernel's identity, which tells machines with equal names apart.
-        local_rank: the rank's number on its host.
         local_world_size: the number of ranks on its host according to the launcher, or None.
-        topology: the canonical spec that the rank was started with, or the reason why there is none.
         versions: the versions of everything that must be equal on all ranks.
     """
 
@@ -57,6 +49,7 @@ class RankReport:
     local_rank: int
     local_world_size: int | None
     topology: str
+    """The canonical spec that the rank was started with, or the reason why there is none."""
     versions: Mapping[str, str]
 
 
@@ -144,17 +137,12 @@ def wrong_clocks(offsets: Mapping[str, float], tolerance: float) -> list[Fault]:
 
 
 class Anomaly(NamedTuple):
-    """A wrong result that a rank got.
-
-    Args:
-        seen_by: the rank.
-        operation: the collective and the axis.
-        suspects: the ranks that may have caused it: sender and receiver, or all members of the group.
-    """
+    """A wrong result that a rank got from a collective over an axis."""
 
     seen_by: int
     operation: str
     suspects: tuple[int, ...]
+    """The ranks that may have caused it: sender and receiver, or all members of the group."""
 
 
 def wrong_ranks(anomalies: Sequence[Anomaly], host_of: Mapping[int, str]) -> list[Fault]:
@@ -200,12 +188,7 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
     """Find hosts and pairs of hosts whose link is slow.
 
     A host is judged by the best of its pairs, since every pair with a slow host is slow. A pair is then judged by what
-    both of its hosts reach with other hosts.
-
-    Args:
-        rates: bytes per second from one host to another; some pairs may be missing.
-        slow: the share of the median below which a link is slow.
-        expected: the bytes per second that every host must reach, if known.
+    both of its hosts reach with other hosts. ``rates`` are bytes per second from one host to another, of some pairs.
 
     >>> rates = {(a, b): 10.0 if "c" in (a, b) else 100.0 for a in "abc" for b in "abc" if a != b}
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
@@ -332,19 +315,14 @@ def bytes_text(size: float) -> str:
 
 @dataclass(frozen=True)
 class LinkSummary:
-    """The links of one kind.
-
-    Args:
-        bandwidth: bytes per second and direction, the median of all pairs.
-        latency: seconds, the median of all pairs.
-        slowest: from, to and bytes per second of the slowest pairs, slowest first.
-        pairs: from, to, bytes per second and seconds of all pairs; empty where there are too many.
-    """
+    """The links of one kind: bytes per second and direction, and seconds, the medians of all pairs."""
 
     bandwidth: float
     latency: float
     slowest: tuple[tuple[str, str, float], ...]
+    """From, to and bytes per second of the slowest pairs, slowest first."""
     pairs: tuple[tuple[str, str, float, float], ...]
+    """From, to, bytes per second and seconds of all pairs; empty where there are too many."""
 
 
 @dataclass(frozen=True)
@@ -352,13 +330,10 @@ class AxisSummary:
     """The groups over one axis, all working at the same time.
 
     Args:
-        groups: the number of groups.
-        ranks: the number of ranks in each group.
         hosts: the fewest and the most hosts of a group.
         bandwidth: bytes per second of an all_reduce's busiest link (``busbw`` of nccl-tests), the median of the groups.
         latency: seconds of a small all_reduce, the median of the groups.
         slowest: the ranks of the slowest group.
-        slowest_bandwidth: the bandwidth of that group.
         size: the bytes of the all_reduce whose bandwidth it is.
         sweep: bytes, and the median bandwidth of the groups, of each all_reduce of a sweep.
     """

@@ -108,12 +108,7 @@ class GuardedCall:
 
 
 class FailureListener:
-    """The thread that waits for the first cause of a job, on its own connection to the job's store.
-
-    Args:
-        store: the job's store.
-        current: returns the guarded call of the main thread.
-    """
+    """The thread that waits for the first cause of a job, on its own connection to the job's store."""
 
     def __init__(self, store: Store, current: Callable[[], GuardedCall | None]) -> None:
         place = served_at(store)
@@ -364,10 +359,7 @@ class Guard:
     def over(self, name: str, members: Sequence[int] | None = None, steps: int | None = None) -> Iterator[None]:
         """Guard a call; inside of another one, it belongs to that one.
 
-        Args:
-            name: the name of the call, for messages.
-            members: the global ranks that take part; all by default.
-            steps: the number of steps before the call, for messages.
+        ``name`` and ``steps``, those before the call, are for messages. ``members`` take part, by default all ranks.
 
         Raises:
             FailedRankError: another rank has failed, so that this call could not come back, or could not reach it.

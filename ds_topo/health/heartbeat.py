@@ -176,8 +176,6 @@ class Heartbeat:
 
     Args:
         store: a connection of its own; once started, only the heartbeat's thread uses it.
-        ring: the ring of ranks.
-        look: returns this rank's activity.
         serves: whether the store ends with this process.
     """
 

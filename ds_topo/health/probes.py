@@ -50,13 +50,6 @@ def check_group(
     """Run every collective that training uses over one group, and yield wrong results; collective over the group.
 
     Any member may have caused a wrong sum.
-
-    Args:
-        name: the axis or axes of the group, for the report.
-        ranks: the global ranks of the group, ascending.
-        group: the process group.
-        rank: this global rank.
-        device: the device of the tensors.
     """
 
     def wrong(operation: str, culprits: Sequence[int]) -> Anomaly:
@@ -125,10 +118,7 @@ ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
 class Device:
     """The device of the tensors, with one buffer that all probes send from and one that they receive into.
 
-    Args:
-        device: the torch device.
-        most_bytes: the size of the largest transfer.
-        sizes: the bytes of the messages of a sweep.
+    ``sizes`` are the bytes of the messages of a sweep.
     """
 
     device: torch.device
@@ -227,12 +217,8 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
     gets its share of what the two hosts carry together.
 
     Args:
-        peer: the peer's global rank, or None to take part in the team's steps alone.
-        device: the device and its buffers.
+        peer: the peer's global rank, or None to take part in the team's steps alone and get no measurement.
         team: the ranks of this host; the peer's team must have as many ranks with a peer.
-
-    Returns:
-        The measurement, or None without a peer.
     """
     latency = 0.0
     if peer is not None:

@@ -54,15 +54,12 @@ class Options:
     """The options of a check.
 
     Args:
-        spec: the topology's spec.
-        backend: the torch backend.
         timeout: the time limit of one step.
         seconds: the time for pairs of hosts; rounds that do not fit are left out and reported as such.
         slow: the share of the median below which a link is slow.
         clock_tolerance: the seconds by which clocks may differ.
         expected: the bytes per second that each host's link must carry, if known.
         expected_hosts: the host name of every rank, if known.
-        most_bytes: the size of the largest transfer.
         sizes: the bytes of the messages of a sweep, if one is wanted.
     """
 
@@ -79,15 +76,9 @@ class Options:
 
 
 def run_check(launch: Launch, options: Options, progress: Callable[[str, int, int], None]) -> Summary | None:
-    """Check the cluster; collective over all ranks of the job.
+    """Check the cluster; collective over all ranks of the job. Return the results, with faults, on rank 0 alone.
 
-    Args:
-        launch: this rank.
-        options: the options of the check.
-        progress: called with the name of a step, and with how much of it is done.
-
-    Returns:
-        The results, including faults, on rank 0; None on the others.
+    ``progress`` is called with the name of a step, and with how much of it is done.
 
     Raises:
         LaunchError: the store cannot be reached.
@@ -361,7 +352,6 @@ class _Check:
         """Do ``work`` on every rank, let rank 0 judge all results, and return its answer on all ranks.
 
         Args:
-            name: the name of the step, different from all others.
             work: the work of this rank. Its result or its exception goes to rank 0 as JSON.
             judge: called on rank 0 with every rank's result; returns the faults that end the check, and the answer.
             budget: the time beyond the timeout that the work may take.

@@ -81,10 +81,6 @@ def watch_limit(given: float | None) -> float | None:
 
     >>> watch_limit(20.0), watch_limit(None)
     (20.0, None)
-
-    Raises:
-        TypeError: the limit is not a number.
-        ValueError: the limit is not positive.
     """
     text = os.environ.get(ENVIRONMENT, "")
     if text.lower() in ("off", "0", "no", "false"):

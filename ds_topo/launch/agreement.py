@@ -100,12 +100,7 @@ class Round:
     """One agreement, as one of its members takes part in it.
 
     Args:
-        store: the job's store.
         token: the prefix of this round's keys, the same on all members.
-        rank: this rank.
-        members: all ranks that take part.
-        timeout: the time limit for the whole round.
-        subject: the thing to agree on, for messages.
     """
 
     store: Store

@@ -62,11 +62,8 @@ class Council:
     """The ranks that decide together, as one of them takes part.
 
     Args:
-        store: the job's store.
         token: the prefix of keys, the same on all members.
-        rank: this rank.
         members: all ranks that take part, ascending; the first one decides.
-        subject: the thing to decide about, for messages.
         timeout: the time limit of each decision.
         error: the class of errors.
     """
@@ -172,8 +169,6 @@ class Council:
 
         Args:
             limit: the time after which requests expire by themselves, if the store can answer.
-            call: the function that sends requests.
-            what: a description of their failure, for the message.
         """
         try:
             return within(limit * UNANSWERED_AFTER, self.subject, call, address_of_store(self.store))
@@ -232,9 +227,6 @@ def within(limit: timedelta, what: str, call: Callable[[], Result], address: str
     The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit.
 
     Args:
-        limit: the deadline for the whole call.
-        what: a description of the call, for the error message.
-        call: the function that sends requests to the store.
         address: where the store is served, for the error message; by default that of the job's store.
 
     Raises:

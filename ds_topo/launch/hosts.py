@@ -1,8 +1,9 @@
 """Read the hosts of a job and their slots from hostfiles, lists of names and Slurm; give every rank its host.
 
-Compact lists of nodes, ``n[01-03,7],gpu-a``, are parsed as ``scontrol show hostnames`` does, since Slurm's programs
-are missing on laptops and in containers. The package ``python-hostlist`` does the same under the GPL, which this
-package's Apache licence cannot include.
+Whatever cannot be used raises :class:`~ds_topo.errors.HostError`, whose message names the value, the line or the
+variable. Compact lists of nodes, ``n[01-03,7],gpu-a``, are parsed as ``scontrol show hostnames`` does, since Slurm's
+programs are missing on laptops and in containers. The package ``python-hostlist`` does the same under the GPL, which
+this package's Apache licence cannot include.
 """
 
 from __future__ import annotations
@@ -29,25 +30,17 @@ _AT_A_TIME = 64
 """The number of names that are resolved simultaneously."""
 
 _SLOT_LIST = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
-_IGNORED = re.compile(r"(?:max[_-]slots=\d+)")
 
 
 def check_size(ranks: int) -> None:
-    """Refuse more ranks than can be listed.
-
-    Raises:
-        HostError: there are more than ``MAX_RANKS``.
-    """
+    """Refuse more ranks than can be listed."""
     if ranks > MAX_RANKS:
         raise HostError(f"{ranks:,} ranks are more than the {MAX_RANKS:,} that can be listed")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by name, and the numbers of its slots (devices) in use, ascending.
-
-    Raises:
-        HostError: the name has a character that is not allowed, there is no slot, or slots do not ascend from 0.
+    """A host by name, and the numbers of its slots (devices) in use, ascending from 0 on.
 
     >>> Host.of("worker-0", 2)
     Host(name='worker-0', slots=(0, 1))
@@ -75,9 +68,6 @@ class Host:
 @dataclass(frozen=True)
 class Hosts:
     """Hosts with different names, in the order in which a launcher numbers their ranks.
-
-    Raises:
-        HostError: there is no host, or a name is given twice.
 
     >>> hosts = Hosts.uniform(2, slots=4)
     >>> hosts.names, hosts.counts
@@ -132,11 +122,7 @@ class Hosts:
     # -- filters of the deepspeed launcher -----------------------------------------------------------------------------
 
     def including(self, text: str) -> Hosts:
-        """Return only these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --include`` does.
-
-        Raises:
-            HostError: the filter is malformed, or names a host or slot that does not exist.
-        """
+        """Return only these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --include`` does."""
         chosen = self._parse_filter("include", text)
         kept = [host for host in self.hosts if host.name in chosen]
         return Hosts(tuple(replace(host, slots=chosen[host.name]) for host in kept))
@@ -146,9 +132,6 @@ class Hosts:
 
         >>> Hosts.uniform(2, slots=2).excluding("host0:1@host1").hosts
         (Host(name='host0', slots=(0,)),)
-
-        Raises:
-            HostError: the filter is malformed, names a host or slot that does not exist, or leaves no slot.
         """
         removed = self._parse_filter("exclude", text)
         left = {host: tuple(slot for slot in host.slots if slot not in removed.get(host.name, ())) for host in self}
@@ -158,11 +141,7 @@ class Hosts:
         return Hosts(kept)
 
     def first(self, hosts: int | None = None, slots: int | None = None) -> Hosts:
-        """Return the first hosts with their first slots, as ``deepspeed --num_nodes --num_gpus`` does.
-
-        Raises:
-            HostError: there are fewer hosts or slots.
-        """
+        """Return the first hosts with their first slots, as ``deepspeed --num_nodes --num_gpus`` does."""
         if hosts is not None and not 1 <= hosts <= len(self):
             raise HostError(f"{hosts} hosts requested, but there are {len(self)}: give 1 to {len(self)}")
         kept = self.hosts[:hosts]
@@ -198,12 +177,7 @@ class Hosts:
 class HostMap:
     """The host and the slot of every rank.
 
-    Args:
-        hosts: the hosts, in order.
-        host_indices: the number of the host of every rank. A rank takes the next free slot of its host.
-
-    Raises:
-        HostError: a host has more ranks than slots.
+    ``host_indices`` has the number of the host of every rank. A rank takes the next free slot of its host.
 
     >>> host_map = HostMap.block(Hosts((Host.of("a", 1), Host.of("b", 3))))
     >>> [host_map.host_of(rank).name for rank in range(4)], host_map.slot_of(3)
@@ -258,11 +232,7 @@ class HostMap:
 
 
 def read_hostfile(path: str | Path) -> Hosts:
-    """Read a hostfile of the ``deepspeed`` launcher, with ``NAME slots=N`` on each line.
-
-    Raises:
-        HostError: the file cannot be read, or a line is wrong. The message names the line.
-    """
+    """Read a hostfile of the ``deepspeed`` launcher, with ``NAME slots=N`` on each line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -275,9 +245,6 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
 
     >>> parse_hostfile("# two hosts\\nworker-0 slots=2\\n\\nworker-1 slots=1  # the small one\\n").counts
     (2, 1)
-
-    Raises:
-        HostError: a line is malformed, a host is given twice, a number of slots is 0 or missing, or there is no host.
     """
     hosts: dict[str, Host] = {}
     lines: dict[str, int] = {}
@@ -303,7 +270,7 @@ def _parse_entry(entry: str, where: str) -> Host:
     name, *words = entry.split()
     slots = [word for word in words if word.startswith("slots=")]
     counts = [word.removeprefix("slots=") for word in slots]
-    others = [word for word in words if word not in slots and not _IGNORED.fullmatch(word)] + slots[1:]
+    others = [word for word in words if word not in slots and not re.fullmatch(r"max[_-]slots=\d+", word)] + slots[1:]
     if "=" in name:
         raise HostError(f'{where}: expected "NAME slots=N", such as "worker-0 slots=4"')
     if others:
@@ -322,11 +289,7 @@ def _parse_entry(entry: str, where: str) -> Host:
 
 
 def address_of(name: str) -> str:
-    """Return the first address of a host.
-
-    Raises:
-        HostError: the name cannot be resolved.
-    """
+    """Return the first address of a host."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -345,11 +308,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_addresses(names: Sequence[str]) -> None:
-    """Resolve all names simultaneously.
-
-    Raises:
-        HostError: names cannot be resolved. The message lists them.
-    """
+    """Resolve all names simultaneously, and name those without an address."""
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         errors = [result.exception() for result in [pool.submit(address_of, name) for name in names]]
     failed = [str(error) for error in errors if error is not None]
@@ -380,9 +339,6 @@ def expand_node_list(text: str) -> list[str]:
     ['n01', 'n02', 'n03', 'n7', 'gpu-a']
     >>> expand_node_list("rack[0-1]-n[8-9]")
     ['rack0-n8', 'rack0-n9', 'rack1-n8', 'rack1-n9']
-
-    Raises:
-        HostError: the list is malformed, or has more than a million names.
     """
     names: list[str] = []
     for item in map(str.strip, _ENTRY_OF_LIST.findall(f"{text},")):
@@ -420,9 +376,6 @@ def expand_counts(text: str) -> list[int]:
 
     >>> expand_counts("2(x3),1")
     [2, 2, 2, 1]
-
-    Raises:
-        HostError: the list is malformed, or is for more than a million nodes.
     """
     counts: list[int] = []
     for item in text.split(","):
@@ -461,9 +414,6 @@ def slurm_map(environ: Mapping[str, str]) -> HostMap:
 
     >>> slurm_map({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}).host_indices
     (0, 0, 1)
-
-    Raises:
-        HostError: this is not a Slurm job, the job has no tasks, or variables contradict each other.
     """
     names = ["SLURM_STEP_NODELIST"] if in_step(environ) else []
     found = next((name for name in (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)

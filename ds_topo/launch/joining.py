@@ -1,4 +1,7 @@
-"""Join a job with one store and one timeout; an error names the ranks that did not come."""
+"""Join a job with one store and one timeout; an error names the ranks that did not come.
+
+Where this host, its launcher or its network is at fault, :class:`~ds_topo.errors.LaunchError` is raised.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,7 @@ _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def check_master(launch: Launch) -> str:
-    """Return the address of the master.
-
-    Raises:
-        LaunchError: its name cannot be resolved on this host, or means this host although rank 0 is on another.
-    """
+    """Return the address of the master."""
     try:
         address = address_of(launch.master_addr)
     except HostError as error:
@@ -67,9 +66,6 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     gloo binds to the address of the host's own name. If that is a loopback address (Debian's ``127.0.1.1``) or unknown,
     ranks of different hosts cannot connect. Then the interface towards the master is used. On the master's own host it
     is that of the default route, or the only one.
-
-    Raises:
-        LaunchError: no interface can be found out. The message names the variable to set.
     """
     is_size_unknown = launch.local_world_size is None and launch.node is None
     is_on_one_host = is_loopback(master) if is_size_unknown else launch.local_world_size == launch.world_size
@@ -170,10 +166,6 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
 
     >>> as_timeout(90), as_timeout(timedelta(minutes=2)).total_seconds()
     (datetime.timedelta(seconds=90), 120.0)
-
-    Raises:
-        TypeError: the timeout is neither a number nor a ``timedelta``.
-        ValueError: the timeout is not positive.
     """
     if timeout is None:
         minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
@@ -187,9 +179,6 @@ def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
     """Detect the launcher, export its variables, let its end end this process, and choose gloo's interface.
 
     With ``alone``, a process that no launcher started is a job of one rank.
-
-    Raises:
-        LaunchError: see :func:`join`.
     """
     launch = detect_launch(alone=alone)
     if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
@@ -204,11 +193,7 @@ def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
 
 
 def open_store(launch: Launch, timeout: timedelta) -> Store:
-    """Return the job's store: torchrun's own, or one that rank 0 serves.
-
-    Raises:
-        LaunchError: the port is in use, or rank 0 does not come within the timeout, or has stopped.
-    """
+    """Return the job's store: torchrun's own, or one that rank 0 serves."""
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where, host = f"{launch.master_addr}:{launch.master_port}", socket.gethostname()
     connect = partial(
@@ -270,8 +255,7 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
 
     Raises:
         LaunchError: another process has this rank, or rank 0 does not answer.
-        DisagreementError: some ranks did not come within the timeout, or have another world size. Rank 0 names them for
-            all.
+        DisagreementError: some ranks did not come within the timeout, or have another world size.
         StoreTimeoutError: the process that serves the store has stopped, or its host is cut off.
     """
     host, place, pid = socket.gethostname(), f"{launch.master_addr}:{launch.master_port}", os.getpid()
@@ -332,15 +316,7 @@ def _joined_already(timeout: timedelta | None) -> Launch:
 
 
 def take_device(launch: Launch, backend: str) -> torch.device:
-    """Return the device of this rank, and make it the current one if it is an accelerator.
-
-    Args:
-        launch: this rank.
-        backend: the torch backend of the job, which may serve an accelerator.
-
-    Raises:
-        LaunchError: there are fewer accelerators than ranks on this host.
-    """
+    """Return the device of this rank, and make it the current one if it is an accelerator."""
     device = device_served_by(backend, launch.local_rank)
     if device.type == "cpu":
         return device

@@ -51,14 +51,9 @@ class Launch:
     Args:
         launcher: ``torchrun``, ``deepspeed``, ``srun``, ``mpirun (Open MPI)``, ... or ``environment`` for variables
             that were set by hand, or ``no launcher`` for a job of one rank.
-        rank: the rank in the job.
-        world_size: the number of ranks.
         local_rank: the rank on this host, which is the index of its device.
-        master_addr: the host of rank 0.
-        master_port: the port on which rank 0 listens.
         local_world_size: the number of ranks on this host, if known.
         node: the number of this host and the number of all hosts, if known.
-        job: the name of the job, if it has one.
 
     Raises:
         LaunchError: the numbers contradict each other.
@@ -263,9 +258,6 @@ def mpi_master(environ: Mapping[str, str], rank: int, world_size: int, local_wor
 
     On one host it is this host. On several, rank 0 sends it through MPI where mpi4py is installed, as in DeepSpeed.
     Otherwise it is the host on which Open MPI's ``mpirun`` runs, and rank 0 checks that.
-
-    Raises:
-        LaunchError: the address cannot be found out. The message tells how to set it.
     """
     if world_size == local_world_size:
         return "127.0.0.1"
@@ -313,19 +305,14 @@ def is_own_address(address: str) -> bool:
 def export_coordinates(topology: ProcessTopology, rank: int) -> Callable[[], None]:
     """Put the coordinate of this rank into its environment, for logs, profiles and child processes.
 
-    ``model`` is exported as ``tensor``, too. Every grid of the whole job does this until its ``destroy()``.
-
-    Returns:
-        A function that restores the variables, unless other ones have been exported since.
+    ``model`` is exported as ``tensor``, too. Every grid of the whole job does this until its ``destroy()``. Return a
+    function that restores the variables, unless other ones have been exported since.
 
     >>> from ds_topo import ProcessTopology
     >>> restore = export_coordinates(ProcessTopology.from_spec("pipe=2,tensor=2"), 3)
     >>> [os.environ[f"DS_TOPO_{name}"] for name in ("PIPE", "MODEL", "TENSOR", "COORDINATE")]
     ['1', '1', '1', 'pipe=1 model=1']
     >>> restore()
-
-    Raises:
-        TopologyError: the rank is out of range.
     """
     coordinate = topology.get_coord(rank)._asdict()
     variables = {f"{PREFIX}{axis.upper()}": str(index) for axis, index in coordinate.items()}

@@ -50,10 +50,8 @@ _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
 class Ancestor:
     """An ancestor of this process.
 
-    Args:
-        pid: the process id.
-        kind: ``launch`` (DeepSpeed's process on each host), ``runner`` (the ``deepspeed`` command), ``torchrun``,
-            ``mpi``, ``slurm``, ``session`` (of sshd), ``shell`` (``sh -c``), ``init`` or ``other``.
+    Its kind is ``launch`` (DeepSpeed's process on each host), ``runner`` (the ``deepspeed`` command), ``torchrun``,
+    ``mpi``, ``slurm``, ``session`` (of sshd), ``shell`` (``sh -c``), ``init`` or ``other``.
     """
 
     pid: int
@@ -124,11 +122,7 @@ _watched: set[int] = set()
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """End this process when a process of its launcher has ended; threads wait for that. Idempotent.
-
-    Raises:
-        LaunchError: the launcher has ended already.
-    """
+    """End this process when a process of its launcher has ended; raise if it has ended already. Idempotent."""
     if launch.launcher in ("environment", ALONE):  # the process that set the variables may end before the ranks
         return
     ancestors = ancestors_of(os.getpid())
@@ -194,7 +188,7 @@ _SECONDS_TO_RELEASE = 1.0
 
 
 def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[Path]:
-    """Remove every lock that no process holds, and warn of it.
+    """Remove every lock that no process holds, warn of each, and return them.
 
     A builder keeps its lock open while it builds. Linux grants a write lease only on a file that no other process has
     open, in any container, so on a local file system the answer is exact. On a network file system it is unknown: the
@@ -204,17 +198,12 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
         folders: build folders, each of one extension; by default those in torch's extensions folder, and none if the
             installed torch does not wait for such files.
 
-    Returns:
-        The removed files.
-
     >>> remove_abandoned_locks([])
     []
     """
     removed: list[Path] = []
     if folders is None:
         folders = _build_folders()
-        if not folders or not _waits_for_files():
-            return removed
     for folder in map(Path, folders):
         lock = folder / LOCK
         held = _remove_unless_held(lock)
@@ -236,28 +225,18 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
 
 
 def _build_folders() -> list[Path]:
-    """Return the build folders with a lock, as ``torch.utils.cpp_extension`` names them, of every Python and device."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if root is not None:
-        return [lock.parent for lock in Path(root).glob(f"*/{LOCK}")]
-    from torch.utils.cpp_extension import get_default_build_root
-
-    return [lock.parent for lock in Path(get_default_build_root()).glob(f"*/*/{LOCK}")]
-
-
-def _waits_for_files() -> bool:
-    """Tell whether the installed torch waits until a lock file is gone."""
+    """Return the build folders with a lock, of every Python and device; none if torch does not wait for such files."""
     from torch.utils import cpp_extension
 
-    return hasattr(cpp_extension, "FileBaton")
+    if not hasattr(cpp_extension, "FileBaton"):
+        return []
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    locks = Path(root).glob(f"*/{LOCK}") if root else Path(cpp_extension.get_default_build_root()).glob(f"*/*/{LOCK}")
+    return [lock.parent for lock in locks]
 
 
 def _remove_unless_held(lock: Path) -> bool | None:
-    """Remove a lock that no process has open.
-
-    Returns:
-        True if a process holds the lock or the file is gone, False if it was removed, None if this is unknown.
-    """
+    """Remove a lock that no process has open; return whether one holds it or the file is gone, None if unknown."""
     if sys.platform != "linux":
         return None
     import fcntl

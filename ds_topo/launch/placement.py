@@ -43,13 +43,6 @@ class AxisSpan:
 class Placement:
     """A topology on hosts.
 
-    Args:
-        topology: the coordinate of every rank.
-        host_map: the host of every rank.
-
-    Raises:
-        WorldSizeError: the numbers of ranks differ. The message gives the nearest topology that fits.
-
     >>> placement = Placement.of("pipe=2,data=-1", Hosts.uniform(2, slots=4))
     >>> placement.topology, placement.span("data").groups_across_hosts
     (ProcessTopology('pipe=2,data=4'), 0)
@@ -63,12 +56,7 @@ class Placement:
 
     @classmethod
     def of(cls, spec: Spec, hosts: Hosts | HostMap) -> Placement:
-        """Place a spec on hosts, with one rank in each slot; one of its degrees may be -1.
-
-        Raises:
-            TopologyError: the spec is malformed.
-            WorldSizeError: the numbers of ranks and slots differ. The message gives the nearest topology that fits.
-        """
+        """Place a spec on hosts, with one rank in each slot; one of its degrees may be -1."""
         host_map = HostMap.block(hosts) if isinstance(hosts, Hosts) else hosts
         return cls(fit(spec, host_map), host_map)
 
@@ -136,12 +124,7 @@ def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:
 
 
 def fit(spec: Spec, host_map: HostMap) -> ProcessTopology:
-    """Return the topology of a spec for the slots of hosts.
-
-    Raises:
-        TopologyError: the spec is malformed.
-        WorldSizeError: the spec does not fit. The message gives the nearest that does.
-    """
+    """Return the topology of a spec for the slots of hosts; an error gives the nearest one that fits."""
     try:
         return ProcessTopology.from_spec(spec, host_map.size)
     except WorldSizeError as error:
@@ -165,19 +148,14 @@ def fit(spec: Spec, host_map: HostMap) -> ProcessTopology:
 
 @dataclass(frozen=True)
 class HostRun:
-    """Neighboring hosts with the same indices of the outermost axis.
-
-    Args:
-        hosts: their names, folded, ``n[0001-0128]``.
-        count: the number of hosts.
-        ranks: the first and the last rank on them.
-        indices: the indices of each axis on them, as text, ``0-127``.
-    """
+    """Neighboring hosts with the same indices of the outermost axis: ``n[0001-0128]``, their number, ..."""
 
     hosts: str
     count: int
     ranks: tuple[int, int]
+    """The first and the last rank."""
     indices: tuple[str, ...]
+    """The indices of each axis, as text, ``0-127``."""
 
 
 def host_runs(
@@ -270,9 +248,7 @@ def changed_ranks(before: ProcessTopology, after: ProcessTopology) -> tuple[int,
 def shards_to_other_hosts(before: Placement, after: Placement) -> int | None:
     """Count the coordinates, and with them the shards stored there, whose host changes between two placements.
 
-    Returns:
-        None unless both have the same axes with the same degrees, in any order: only then is a coordinate of one also a
-        coordinate of the other.
+    Return None unless both have the same axes with the same degrees, in any order, and so the same coordinates.
 
     >>> hosts = Hosts.uniform(2, slots=2)
     >>> shards_to_other_hosts(Placement.of("pipe=2,data=2", hosts), Placement.of("data=2,pipe=2", hosts))

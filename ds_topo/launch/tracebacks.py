@@ -32,9 +32,6 @@ class SharedTraceback:
     """A ``sys.excepthook`` that prints what another rank has printed already in one line.
 
     It calls the former hook, and that one is back once the store's job is over.
-
-    Args:
-        store: the store of the job, to which requests can be sent on other connections.
     """
 
     def __init__(self, store: Store) -> None:

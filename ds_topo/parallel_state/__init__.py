@@ -104,15 +104,12 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
     Other modules of the program's package that have imported the functions by name get the new ones, too. Functions
     that a grid cannot answer raise, with the reason, when they are called. The module's ``initialize_model_parallel``
     then checks that the program asks for the grid's degrees; all groups it creates are the grid's. Until the program
-    has called it, ``model_parallel_is_initialized()`` is False, because programs call it only then.
+    has called it, ``model_parallel_is_initialized()`` is False, because programs call it only then. Return the answers.
 
     Args:
         grid: the grid whose layout the program is to use.
         module: ``megatron.mpu``, ``megatron.core.parallel_state``, ...
         program: the program whose meanings apply; by default it is recognised by the module's functions.
-
-    Returns:
-        The answers, as an object.
 
     Raises:
         ValueError: the module or the program is not known.

@@ -82,11 +82,7 @@ class GlobalMemoryBuffer:
 
 
 class ParallelState:
-    """The functions that all programs' parallel states share, as methods of the same names and arguments.
-
-    Args:
-        grid: the grid whose groups and coordinates are the answers.
-    """
+    """The functions that all programs' parallel states share, as methods of the same names and arguments."""
 
     refused: ClassVar[dict[str, str]] = {}
     """The names that the program's module has and that a grid cannot answer, each with the reason."""
@@ -165,11 +161,7 @@ class ParallelState:
         return self._experts() if _EXPERTS in axes else None
 
     def _experts(self) -> ExpertGroups | None:
-        """Return the expert groups of this grid, or None.
-
-        Raises:
-            RuntimeError: the grid has expert groups of several sizes.
-        """
+        """Return the expert groups of this grid, or None."""
         known = registry.of(self.grid)
         if len(known) > 1:
             names = [entry.plan.name for entry in known]
@@ -179,11 +171,7 @@ class ParallelState:
         return known[0] if known else None
 
     def _check_degrees(self, **wanted: int | None) -> None:
-        """Compare the degrees that a program asks for with the grid's.
-
-        Raises:
-            TopologyError: a degree differs.
-        """
+        """Compare the degrees that a program asks for with the grid's."""
         for axis, size in wanted.items():
             here = degree(self.grid.topology(), [axis])
             if size is not None and size != here:
@@ -402,11 +390,7 @@ class MegatronDeepSpeedState(_Megatron):
         use_fp8: bool = False,
         use_distributed_optimizer: bool = False,
     ) -> None:
-        """Check that the program asks for the grid's layout; create no groups.
-
-        Raises:
-            TopologyError: a degree differs.
-        """
+        """Check that the program asks for the grid's layout; create no groups."""
         self._check_degrees(
             model=tensor_model_parallel_size, pipe=pipeline_model_parallel_size, seq=sequence_parallel_size
         )
@@ -481,9 +465,6 @@ class MegatronState(_Megatron):
 
         Collective over the grid. The groups are created here, in one order: later the ranks ask for them in different
         orders (``ProcessGroupCollection.use_mpu_process_groups`` iterates over a set).
-
-        Raises:
-            TopologyError: a degree differs, or the program asks for something that a grid lacks.
         """
         self._check_degrees(
             model=tensor_model_parallel_size, pipe=pipeline_model_parallel_size, seq=context_parallel_size
@@ -626,11 +607,7 @@ class GPTNeoXState(ParallelState):
     def initialize_model_parallel(
         self, model_parallel_size: int, topology: Any = None, fp32_allreduce: bool = False
     ) -> None:
-        """Check that the program asks for the grid's layout; create no groups.
-
-        Raises:
-            TopologyError: the degree differs, or the topology places ranks differently.
-        """
+        """Check that the program asks for the grid's layout; create no groups."""
         self._check_degrees(model=model_parallel_size)
         if topology is not None:
             require_same_places(as_topology(topology, self.grid.world_size), self.grid)
@@ -660,9 +637,6 @@ class GPTNeoXState(ParallelState):
 
         Without a pipeline, it is the group of the replicas of this rank's parameters. The group is created when its
         ranks ask for it the first time, so all of them must ask.
-
-        Raises:
-            RuntimeError: this rank is not in that group.
         """
         stages = self._world_size((PIPE,))
         if stages == 1:

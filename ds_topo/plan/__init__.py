@@ -1,8 +1,7 @@
 """Choose the layout of a job before it runs: predict bytes per rank and seconds per step, and search for the best.
 
 =====================  ==============================================================================================
-``model``              the size of a model, from numbers by hand or from a ``config.json``
-``presets``            the configs of public models, by name
+``model``              the size of a model, from numbers by hand, a ``config.json``, or the name of a public model
 ``live_module``        the size of a live module, measured on the meta device
 ``hardware``           GPUs, links and hosts, from tables or from measurements
 ``calibrate``          measurements of the GPUs at hand
@@ -16,7 +15,8 @@
 =====================  ==============================================================================================
 
 Read ``job`` first, then ``memory`` and ``step_time``. All but ``live_module`` and ``calibrate`` need the standard
-library only. ``examples/plan.md`` lists the formulas and their sources.
+library only. ``examples/plan.md`` lists the formulas and their sources. Numbers, names and files that cannot be used
+raise :class:`~ds_topo.errors.TopologyError`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ from ds_topo.errors import TopologyError, abridged
 
 
 def read_json(path: str | Path, name: str) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        TopologyError: if the file cannot be read or is not JSON. The message calls the file ``name``.
-    """
+    """Return the content of a JSON file; an error calls the file ``name``."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -48,9 +44,6 @@ def whole_number(content: Mapping[str, Any], *keys: str, least: int = 1, default
 
     >>> whole_number({"heads": 8, "ffn": None}, "heads"), whole_number({"heads": 8, "ffn": None}, "ffn", default=4)
     (8, 4)
-
-    Raises:
-        TopologyError: if the value is not a whole number from ``least`` on, or is missing without a default.
     """
     key = next((key for key in keys if content.get(key) is not None), keys[0])
     value = content.get(key)

@@ -32,19 +32,13 @@ class Term:
 
 @dataclass(frozen=True)
 class AxisUse:
-    """The placement of an axis' groups on hosts, and the bytes that they send to other hosts in a step.
-
-    Args:
-        axis: the name of the axis.
-        ranks: ranks of a group.
-        hosts: hosts that a group spans.
-        bytes_per_host: bytes that leave the busiest host in a step for this axis.
-    """
+    """The placement of an axis' groups on hosts, and the bytes that they send to other hosts in a step."""
 
     axis: str
     ranks: int
     hosts: int
     bytes_per_host: float
+    """Bytes that leave the busiest host in a step for this axis."""
 
     @property
     def link(self) -> str:

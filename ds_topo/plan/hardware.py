@@ -69,13 +69,10 @@ class Accelerator:
     """A device, as its data sheet or a measurement describes it.
 
     Args:
-        name: its name in data sheets.
         peak_flops: dense FLOP/s by format (``fp32``: what torch uses by default).
         memory_bytes: memory as the driver shows it.
-        memory_bandwidth: bytes per second.
         link_inside: bytes per second and direction to peers in its host (or NVLink domain).
         link_across: bytes per second and direction of its network adapter.
-        efficiency: the shares of these peaks that kernels reach.
         slots: devices per host in common systems.
     """
 
@@ -90,11 +87,7 @@ class Accelerator:
     aliases: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float:
-        """Return the FLOP/s of a format.
-
-        Raises:
-            TopologyError: if the accelerator does not have the format.
-        """
+        """Return the FLOP/s of a format; raise if the accelerator does not have it."""
         if precision not in self.peak_flops:
             name = self.name if self.name.startswith("accelerator") else f"accelerator {self.name}"
             raise TopologyError(f"{name} has no {precision}: choose one of {list(self.peak_flops)}")
@@ -151,9 +144,6 @@ def accelerator_of(name: str) -> Accelerator:
 
     >>> accelerator_of("a100").name, accelerator_of("h100 80gb").name
     ('A100-80GB', 'H100-80GB')
-
-    Raises:
-        TopologyError: if the table does not have it.
     """
     for accelerator in ACCELERATORS.values():
         if _letters(name) in map(_letters, (accelerator.name, *accelerator.aliases)):
@@ -173,9 +163,6 @@ class Cluster:
     """``hosts`` equal hosts of ``slots`` accelerators; rank r is on host r // slots.
 
     Args:
-        accelerator: the accelerator of every slot.
-        hosts: the number of hosts.
-        slots: ranks on each host.
         inside: the link from one rank to a peer on its host.
         across: the link from one host to the others, shared by its ranks.
         memory_limit: bytes that tensors of one rank may take.
@@ -201,9 +188,6 @@ def cluster_of(accelerator: Accelerator, hosts: int, slots: int | None = None) -
 
     >>> cluster_of(accelerator_of("A100"), hosts=4).ranks
     32
-
-    Raises:
-        TopologyError: if there are no hosts or slots.
     """
     slots = accelerator.slots if slots is None else slots
     if hosts < 1 or slots < 1:
@@ -229,14 +213,12 @@ class Speeds:
     """The measured speeds of one GPU, with every rank at work.
 
     Args:
-        name: the name of the device.
         product_flops: FLOP/s of the largest matrix products, by format.
         depth: terms of an inner product at which a product reaches half of that.
         attention_flops: FLOP/s of attention's core, forward and backward (half of a causal mask counted).
         memory_bandwidth: bytes per second of kernels that read and write long vectors.
         launch_seconds: processor time to launch a kernel, with torch's work around it.
         update_bytes: memory traffic of Adam's update per parameter, at that bandwidth.
-        memory_bytes: the memory of the device.
         block_share: the share of the speeds above, which are those of single kernels, that a block of layers reaches.
     """
 
@@ -282,9 +264,6 @@ class Machine:
     """The measurements of a cluster; None for what was not measured.
 
     Args:
-        hosts: the number of hosts.
-        slots: ranks on each host.
-        speeds: the speeds of a device.
         inside: the link from a rank to a peer on its host.
         across: the link from a host to another, shared by all of their ranks.
         start_seconds: seconds of an empty collective.
@@ -314,11 +293,7 @@ class Machine:
 
 
 def read_machine(path: str | Path) -> Machine:
-    """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes.
-
-    Raises:
-        TopologyError: if the file cannot be read or is neither of them.
-    """
+    """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes."""
     content = read_json(path, "machine file")
     try:
         return machine_from_json(content)
@@ -337,10 +312,6 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
 
     >>> machine_from_json({"hosts": [{"ranks": [0, 1]}], "inside": {"bandwidth": 1e9, "latency": 1e-4}}).slots
     2
-
-    Raises:
-        TopologyError: if a measurement has an impossible value.
-        KeyError, TypeError, ValueError: if the content is something else.
     """
     hosts = content["hosts"]
     if not hosts:

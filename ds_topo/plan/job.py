@@ -28,7 +28,6 @@ class Precision:
     """The number formats of a training run, as in mixed precision (Micikevicius et al., arXiv:1710.03740).
 
     Args:
-        name: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
         products: the format in which linear layers multiply.
         attention: the format in which attention and the output layer multiply.
         activation_bytes: bytes of a value between layers, and of a weight.
@@ -71,7 +70,6 @@ class Software:
     """The abilities of a training program. The same layout takes a different time under a different program.
 
     Args:
-        name: its name in tables.
         flash_attention: scores never reach memory (Dao et al., arXiv:2205.14135).
         recompute: the kinds of recomputation that it offers.
         sequence_parallel: activations between tensor-parallel layers can be split along the sequence (Korthikanti et
@@ -205,12 +203,8 @@ class Job:
     """A model to train, the cluster to train it on, and what is fixed about each step.
 
     Args:
-        model: the layers.
-        cluster: the hosts, accelerators and links.
         batch: sequences per step, over all ranks.
         sequence: positions of a sequence.
-        precision: the number formats.
-        software: the abilities of the training program.
         expert_load: rows that every expert has room for, over the mean (in DeepSpeed without dropping: rows of the
             fullest expert, over the mean).
     """
@@ -232,9 +226,7 @@ class JobLayout:
         topology: the axes among ``pipe``, ``data``, ``shard``, ``seq``, ``model``, outermost first.
         micro_batch: sequences of one replica that are computed at a time.
         zero: the stage of sharded states (Rajbhandari et al., arXiv:1910.02054).
-        recompute: what backward computes again.
         virtual_stages: stages per rank (Narayanan et al., section 2.2).
-        sequence_parallel: activations between tensor-parallel layers are split along the sequence.
         expert_parallel: ranks over which the experts of a layer are distributed; neighbors among the replicas.
     """
 
@@ -282,7 +274,7 @@ class JobLayout:
         return self.model if self.sequence_parallel else 1
 
     def micro_batches(self, batch: int) -> int:
-        """Return the micro-batches of a replica in one step."""
+        """Return the number of micro-batches of a replica in one step."""
         return batch // (self.data * self.micro_batch)
 
     def tokens(self, job: Job) -> float:

@@ -34,10 +34,6 @@ def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
         module: a module on the meta device.
         sample: one sequence's input, ``[1, positions]`` token ids or ``[1, positions, width]`` values, or the
             positional arguments of ``forward`` as a tuple.
-        name: the name of the model in tables.
-
-    Raises:
-        TopologyError: if parameters are not on the meta device, or the sample's first size is not 1.
 
     >>> import torch
     >>> with torch.device("meta"):

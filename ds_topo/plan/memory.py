@@ -7,11 +7,11 @@ The first part adds them up for the fullest rank (``memory_use``), the second ha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Job, JobLayout, Precision, Recompute, Software
 from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, MeasuredLayer, Piece, Split
 from ds_topo.plan.stages import Costs, PieceBytes, Stage, StageParameters, Sum
+from ds_topo.plan.work import Addable
 
 BUCKET_PARAMETERS = 500_000_000
 """The most gradients in one bucket (``reduce_bucket_size`` of DeepSpeed's ZeRO)."""
@@ -176,15 +176,13 @@ def _gathered_bytes(parameters: StageParameters, job: Job, layout: JobLayout) ->
 # -- a piece of the model ----------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class _Part(Addable):
     """The bytes of a part of a block: kept whole, kept under selective recomputation, and at work in backward."""
 
     kept: float
     selective: float
     working: float = 0.0
-
-    def and_also(self, other: _Part) -> _Part:
-        return _Part(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def piece_bytes(piece: Piece, layout: JobLayout, job: Job) -> PieceBytes:
@@ -220,7 +218,7 @@ def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
     else:
         mlp = _feed_forward_bytes(block.mlp, layout.tokens(job), layout.model, job)
     around = _around_bytes(block, layout, job)
-    whole = attention.and_also(mlp).and_also(around)
+    whole = attention + mlp + around
     output = layout.tokens(job) * block.hidden * job.precision.activation_bytes / layout.spread
     kept = {Recompute.NONE: whole.kept, Recompute.SELECTIVE: whole.selective, Recompute.FULL: output}
     return PieceBytes(kept, max(attention.working, mlp.working) + around.working, output)
@@ -287,9 +285,9 @@ def _experts_bytes(experts: Experts, layout: JobLayout, job: Job) -> _Part:
     moved = rows * hidden * size
     scores = layout.tokens(job) * experts.count * 4
     kept = moved + layout.tokens(job) * experts.top_k * hidden * size + 2 * scores
-    part = _Part(kept, kept, working=moved).and_also(_feed_forward_bytes(experts.expert, rows / local, 1, job, local))
+    part = _Part(kept, kept, working=moved) + _feed_forward_bytes(experts.expert, rows / local, 1, job, local)
     if experts.shared:
-        part = part.and_also(_feed_forward_bytes(experts.shared, layout.tokens(job), layout.model, job))
+        part += _feed_forward_bytes(experts.shared, layout.tokens(job), layout.model, job)
     return part
 
 

@@ -1,7 +1,7 @@
 """Compute the size of a transformer: exact parameters and multiply-adds, of the whole model and of one rank.
 
 ``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json`` or a name in
-``presets``, and ``ds_topo.plan.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model
+``PRESETS``, and ``ds_topo.plan.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model
 (tensor) axis.
 """
 
@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
 from ds_topo.plan import read_json, whole_number
-from ds_topo.plan.presets import PRESETS
 
 MOST_LAYERS = 2048
 """More than any model has, and few enough to plan in seconds."""
@@ -195,18 +194,11 @@ class MeasuredLayer:
     """A layer of a live module, as measured by one forward pass of one sequence. Tensor parallelism cannot split it.
 
     Args:
-        name: its path in the module.
-        positions: positions of the sequence.
-        weights: its parameters.
-        largest_weight: elements of its largest parameter.
-        products: its matrix products.
         core_flops: FLOPs of attention's core in forward.
         core_width: features of its heads.
         values: values that operators other than products read and write.
-        operators: the number of these operators.
         kept: values that are kept for backward.
         kept_indices: bytes that are kept and are not floating-point values.
-        output: values of its result.
     """
 
     name: str
@@ -257,14 +249,10 @@ class Model:
     """A decoder: embedding, blocks, a norm and the output layer.
 
     Args:
-        name: its name in tables.
-        hidden: width of the activations between blocks.
         vocabulary: rows of the embedding.
         sequence: positions of a training sequence unless the job says otherwise.
-        blocks: the layers in order.
         positions: rows of a learned position embedding (GPT-2), 0 for rotary ones.
         final_norm_parameters: parameters of the norm after the last block.
-        tied: the output layer is the embedding.
         dropout: the layers drop activations in training (GPT-2's generation).
     """
 
@@ -365,9 +353,6 @@ def transformer(
     >>> llama = transformer(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, sequence=8192)
     >>> llama.parameters
     8030261248
-
-    Raises:
-        TopologyError: if a number is not positive, or heads do not divide the width or are not divided by kv_heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     ffn = 4 * hidden if ffn is None else ffn
@@ -413,9 +398,6 @@ def read_model(path: str | Path) -> Model:
 
     >>> read_model("meta-llama/Meta-Llama-3-70B").parameters
     70553706496
-
-    Raises:
-        TopologyError: if the file cannot be read, its family is not known, or a number is missing.
     """
     path = Path(path)
     name = path.name.lower().removeprefix("meta-")
@@ -440,9 +422,6 @@ def model_from_config(config: Mapping[str, Any], name: str = "") -> Model:
     >>> model_from_config({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
     ...                    "n_positions": 1024}).parameters
     124439808
-
-    Raises:
-        TopologyError: if the family is not known, or a number is missing or does not fit the others.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -578,3 +557,58 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Model]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek),
 }
 """The function that reads a ``config.json``, by its ``model_type``."""
+
+
+# -- public models -----------------------------------------------------------------------------------------------------
+
+
+def _config(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, positions: int, **more: Any
+) -> Mapping[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        **more,
+    }
+
+
+_LLAMA_8B, _LLAMA_70B = (32, 4096, 32, 8, 14336, 128256), (80, 8192, 64, 8, 28672, 128256)
+_MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128}
+_QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3-8b": _config(*_LLAMA_8B, 8192),
+    "llama-3-70b": _config(*_LLAMA_70B, 8192),
+    "llama-3.1-8b": _config(*_LLAMA_8B, 131072),
+    "llama-3.1-70b": _config(*_LLAMA_70B, 131072),
+    "llama-3.1-405b": _config(126, 16384, 128, 8, 53248, 128256, 131072),
+    "mixtral-8x7b": _config(32, 4096, 32, 8, 14336, 32000, 32768, **_MIXTRAL),
+    "qwen3-8b": _config(36, 4096, 32, 8, 12288, 151936, 40960, **_QWEN3),
+    "qwen3-14b": _config(40, 5120, 40, 8, 17408, 151936, 40960, **_QWEN3),
+    "qwen3-32b": _config(64, 5120, 64, 8, 25600, 151936, 40960, **_QWEN3),
+    "qwen3-30b-a3b": _config(48, 2048, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE, moe_intermediate_size=768),
+    "qwen3-235b-a22b": _config(94, 4096, 64, 4, 12288, 151936, 40960, **_QWEN3_MOE, moe_intermediate_size=1536),
+    "deepseek-v3": _config(61, 7168, 128, 128, 18432, 129280, 163840, **_DEEPSEEK_V3),
+}
+"""The values of public ``config.json`` files that the planner reads, by the lower-case name at Hugging Face."""

@@ -38,19 +38,16 @@ STEPS = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """The decisions that the user has made; None leaves a choice to the search.
-
-    Args:
-        topology: degrees and their order.
-        degrees: degrees of some axes, in any order.
-        recompute: the kinds of recomputation to choose from; all that the software offers if empty.
-    """
+    """The decisions that the user has made; None leaves a choice to the search."""
 
     topology: ProcessTopology | None = None
+    """Degrees and their order."""
     degrees: tuple[tuple[str, int], ...] = ()
+    """Degrees of some axes, in any order."""
     micro_batch: int | None = None
     zero: int | None = None
     recompute: tuple[Recompute, ...] = ()
+    """The kinds of recomputation to choose from; all that the software offers if empty."""
     virtual_stages: int | None = None
     sequence_parallel: bool | None = None
     expert_parallel: int | None = None
@@ -134,9 +131,7 @@ class Found:
 def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
     """Return the fastest layout that fits for each of the ``count`` best sets of degrees.
 
-    Raises:
-        TopologyError: if no layout divides heads, batch and layers, or none fits in memory. The message then names the
-            missing bytes and the smallest cluster that fits.
+    If there is none, the error names the broken rules, or the missing bytes and the smallest cluster that fits.
     """
     wanted, tally = wanted or Wanted(), Tally()
     best = _fastest(job, wanted, tally, max(2, count))

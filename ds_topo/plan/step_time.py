@@ -184,8 +184,6 @@ def collective_seconds(operation: str, size: float, span: Span, cluster: Cluster
     Args:
         operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``TO_OWNERS`` or ``FROM_OWNERS``.
         size: bytes of the whole tensor; for an all_to_all, what one rank sends, its own part included.
-        span: the span of the axis.
-        cluster: the cluster whose links carry it.
         calls: the number of pieces of equal size.
     """
     ranks = span.size
@@ -245,7 +243,6 @@ class StepTime(Sum):
 
     Args:
         compute: forward and backward without anything done twice.
-        recompute: what is computed again.
         model: messages of tensor parallelism that no product covers.
         seq: messages of attention over split sequences that attention does not cover.
         expert: the exchange of tokens with experts.
@@ -253,7 +250,6 @@ class StepTime(Sum):
         bubble: waiting for the first micro-batch and for the last.
         gradients: the part of their reduction that backward does not hide.
         parameters: the part of gathering sharded parameters that is not hidden.
-        optimizer: the update.
         agreement: small collectives about losses, norms and overflows.
     """
 

@@ -85,19 +85,19 @@ class Transfer:
 
 Products: TypeAlias = tuple[Product, ...]
 Transfers: TypeAlias = tuple[Transfer, ...]
-Addable = TypeVar("Addable", bound="_Addable")
+_Added = TypeVar("_Added", bound="Addable")
 
 
-class _Addable:
+class Addable:
     """A dataclass whose instances are added field by field."""
 
-    def __add__(self: Addable, other: Addable) -> Addable:
+    def __add__(self: _Added, other: _Added) -> _Added:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return type(self)(*(mine + theirs for mine, theirs in pairs))
 
 
 @dataclass(frozen=True)
-class Pass(_Addable):
+class Pass(Addable):
     """Forward or backward of a piece."""
 
     products: Products = ()
@@ -108,7 +108,7 @@ class Pass(_Addable):
 
 
 @dataclass(frozen=True)
-class Work(_Addable):
+class Work(Addable):
     """The passes of a piece over one micro-batch.
 
     Args:

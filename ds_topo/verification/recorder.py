@@ -343,11 +343,7 @@ class Recorder:
         self._write(self.what.folder_of(dist.get_rank()))
 
     def _write(self, folder: Path) -> None:
-        """Write the record of a step, and begin the next one.
-
-        Raises:
-            Finished: it was the last step.
-        """
+        """Write the record of a step, and begin the next one; raise ``Finished`` after the last one."""
         record = self._record
         record["before"] = {
             name: self._recorded(part_of(gradient, self._slices[name], 0, gradient.numel()))
@@ -712,14 +708,7 @@ class RecordedStep:
 
 
 def error_of(own: torch.Tensor, part: Part, whole: torch.Tensor, least: float = 0.0) -> float:
-    """Return the relative error of a rank's values of a part of a tensor.
-
-    Args:
-        own: the values, as one vector.
-        part: their places.
-        whole: the right tensor.
-        least: the smallest norm of an element.
-    """
+    """Return the relative error of a rank's values of a part; elements have at least the norm ``least``."""
     there = at(part, whole)
     typical = float(whole.double().square().mean()) if whole.numel() else 0.0
     return ratio(square(own - there), max(square(there), there.numel() * typical, there.numel() * least**2))

@@ -164,13 +164,8 @@ def verify_program(
 def fit_together(wanted: Ranks, reference: Ranks, places: int, free: int) -> bool:
     """Tell whether two references can run at the same time, after the wanted run.
 
-    All slices and stages of a share together need about as much memory as its process in the reference.
-
-    Args:
-        wanted: the wanted run, which has been recorded.
-        reference: one reference.
-        places: the number of devices, or of processors if there are none.
-        free: the bytes of memory that are free or can be freed.
+    There are ``places`` devices, or processors, and ``free`` bytes of memory. All slices and stages of a share together
+    need about as much memory as its process in the reference.
     """
     last = f"step_{wanted.recording.steps - 1}.pt"
     needed = sum(
@@ -185,13 +180,7 @@ def processors() -> int:
 
 
 def run(runs: Sequence[Ranks], *, wanted: int, timeout: float, progress: Progress) -> None:
-    """Run a program on all ranks of some runs at the same time, and record it.
-
-    Args:
-        runs: the runs.
-        wanted: the number of ranks of the wanted layout, of which each has ``OMP_NUM_THREADS`` threads.
-        timeout: seconds for each run.
-        progress: is called with a sentence, the steps done, and all steps.
+    """Run a program on all ranks of some runs at the same time, and record it; ``timeout`` is in seconds for each run.
 
     Raises:
         VerificationError: a rank failed, ended before the last step, or took too long.
@@ -253,11 +242,7 @@ def _started(run: Ranks, own: Mapping[str, str]) -> Iterator[None]:
 
 
 def _wait(runs: Sequence[Ranks], timeout: float, progress: Progress) -> None:
-    """Wait until all ranks of some runs have ended, and report their progress.
-
-    Raises:
-        VerificationError: a rank failed, ended before the last step, or took too long.
-    """
+    """Wait until all ranks of some runs have ended, and report their progress."""
     deadline, what = time.monotonic() + timeout, " and ".join(each.what for each in runs)
     steps = runs[0].recording.steps
     while not all(process.poll() == 0 for each in runs for process in each.processes):
@@ -382,10 +367,6 @@ def _problem_of_reference(
 
 
 def _meet(problem: str) -> None:
-    """Raise a problem of any rank on all ranks.
-
-    Raises:
-        VerificationError: there is one.
-    """
+    """Raise a problem of any rank on all ranks."""
     if first := next(filter(None, gathered(problem)), None):
         raise VerificationError(f"verify: {first}")

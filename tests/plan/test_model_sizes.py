@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_topo.errors import TopologyError
-from ds_topo.plan.model import Block, FeedForward, Model, model_from_config, read_model, transformer
-from ds_topo.plan.presets import PRESETS
+from ds_topo.plan.model import PRESETS, Block, FeedForward, Model, model_from_config, read_model, transformer
 from tests.plan.published_runs import recomputed_flops_per_token
 
 Config = dict[str, Any]
