@@ -40,7 +40,6 @@ _RATE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<size>[kKmMgGtT]?)(?P<
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     add = parser.add_argument
     add("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
     add("--json", metavar="FILE", help="write results as JSON; - for standard output")

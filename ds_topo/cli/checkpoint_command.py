@@ -35,7 +35,6 @@ EXAMPLES = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     folder = "the folder of all checkpoints, or of one, to show its content"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
     parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest too")

@@ -21,12 +21,10 @@ EXAMPLES = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="new or empty folder; default: examples")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copy the files."""
     folder = Path(arguments.folder or "examples")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TopologyError(f"{str(folder)!r} exists and is not an empty folder: name another one")

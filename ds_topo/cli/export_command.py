@@ -38,7 +38,6 @@ _KINDS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     add = parser.add_argument
     add("source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one")
     endings = "a file that ends in .safetensors, .pt, .pth or .bin; or a folder, for Hugging Face's files and an index"
@@ -50,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write weights."""
     to, kind = arguments.to, _KINDS.get(arguments.to.suffix)
     if kind is None:
         raise CheckpointError(

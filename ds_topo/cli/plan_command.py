@@ -64,7 +64,6 @@ NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "json")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model: a name, a config file, or numbers by hand").add_argument
     config = "config.json of Hugging Face, or its folder (GPT-2, Llama, Mixtral, Qwen, DeepSeek)"

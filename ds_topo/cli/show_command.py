@@ -36,7 +36,6 @@ EXAMPLES = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     specs = 'axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared'
     parser.add_argument("specs", metavar="SPEC", nargs="+", help=specs)
     add_host_options(parser)
@@ -53,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
     from ds_topo.cli import layout_view
 
     _check_output(arguments)

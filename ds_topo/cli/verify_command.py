@@ -51,7 +51,6 @@ _SHOWN = 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     add = parser.add_argument
     add("program", metavar="PROGRAM", help="Python file that trains an engine of DeepSpeed")
     add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="its arguments")

@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -44,6 +45,7 @@ from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Activity, Observe
 from ds_topo.health.heartbeat import named
 from ds_topo.health.watch import (
     bytes_moved,
+    chain_of,
     end_process,
     is_of_transport,
     job_watch,
@@ -90,16 +92,16 @@ class FirstCause(NamedTuple):
         return f"{self.who} failed in {self.call}: {self.error}"
 
 
+@dataclass(eq=False, slots=True)
 class GuardedCall:
     """A guarded call of the main thread."""
 
-    __slots__ = ("cause", "has_posted", "members", "name", "steps")
-
-    def __init__(self, name: str, members: Sequence[int], steps: int | None) -> None:
-        self.name, self.members, self.steps = name, members, steps
-        self.cause: FirstCause | None = None
-        """The failure for which this call was ended."""
-        self.has_posted = False
+    name: str
+    members: Sequence[int]
+    steps: int | None
+    cause: FirstCause | None = None
+    """The failure for which this call was ended."""
+    has_posted: bool = False
 
     def __str__(self) -> str:
         if self.steps is None:
@@ -252,10 +254,7 @@ class FailureListener:
         """Post an exception that ends this process, if it has not left a guarded call."""
         self._hook_before(kind, error, trace)
         self._has_failed = True
-        chain, each = [], error
-        while each is not None and each not in chain:
-            chain.append(each)
-            each = each.__cause__ or each.__context__  # type: ignore[assignment]
+        chain = list(chain_of(error))
         is_named = any(isinstance(one, FailedRankError) for one in chain)
         if is_of_transport(error) and not is_named and not watch_is_on():
             cause = self.known if self.has_news.wait(_CAUSE_LIMIT) else None

@@ -411,13 +411,18 @@ def end_process() -> NoReturn:
     os._exit(EXIT_CODE)
 
 
+def chain_of(error: BaseException | None) -> list[BaseException]:
+    """Return an exception and its causes."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
 def is_of_transport(error: BaseException) -> bool:
     """Return whether an exception, or a cause of it, says only that another rank could not be reached."""
-    chain: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in chain:
-        chain.append(each)
-        each = each.__cause__ or each.__context__
+    chain = chain_of(error)
     return any(isinstance(each, (RuntimeError, OSError)) and _OF_TRANSPORT.search(str(each)) for each in chain)
 
 

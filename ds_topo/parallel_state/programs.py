@@ -134,15 +134,14 @@ class ParallelState:
         return self._global_ranks(axes)[0]
 
     def _set_world_size(self, axes: Iterable[str], world_size: int | None) -> None:
-        """Refuse any value but the grid's."""
         self._refuse_other("world size", axes, world_size, self._world_size(axes))
 
     def _set_rank(self, axes: Iterable[str], rank: int | None) -> None:
-        """Refuse any value but the grid's."""
         self._refuse_other("rank", axes, rank, self._rank(axes))
 
     @staticmethod
     def _refuse_other(what: str, axes: Iterable[str], value: int | None, here: int) -> None:
+        """Refuse any value but the grid's."""
         if value is not None and value != here:
             along = ",".join(axes)
             raise TopologyError(f"the {what} along {along} is the grid's, {here}, not {value}: create another grid")
@@ -235,7 +234,6 @@ class ParallelState:
         return self._virtual_rank
 
     def set_virtual_pipeline_model_parallel_rank(self, rank: int | None) -> None:
-        """Set the current virtual stage."""
         self._virtual_rank = rank
 
     def get_virtual_pipeline_model_parallel_world_size(self) -> int | None:
@@ -243,7 +241,6 @@ class ParallelState:
         return self._virtual_world_size
 
     def set_virtual_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
-        """Set the number of virtual stages per rank."""
         self._virtual_world_size = world_size
 
     def get_pipeline_model_parallel_last_rank(self) -> int:
@@ -279,7 +276,6 @@ class ParallelState:
         return self._split_rank
 
     def set_pipeline_model_parallel_split_rank(self, rank: int | None) -> None:
-        """Set the first stage of the decoder."""
         self._split_rank = rank
 
     def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
@@ -294,8 +290,7 @@ class ParallelState:
 
     def is_pipeline_stage_at_split(self) -> bool:
         """Return whether this rank's stage is the last one of the encoder."""
-        stage = self._rank((PIPE,))
-        return self.is_pipeline_stage_before_split(stage) and self.is_pipeline_stage_after_split(stage + 1)
+        return self.is_pipeline_stage_before_split() and self.is_pipeline_stage_after_split(self._rank((PIPE,)) + 1)
 
     def _has_no_split(self) -> bool:
         return self._split_rank is None or self._world_size((PIPE,)) == 1
@@ -629,7 +624,6 @@ class GPTNeoXState(ParallelState):
     get_data_parallel_src_rank = _about(ParallelState._src_rank, _REPLICAS)
 
     def get_topology(self) -> ProcessTopology:
-        """Return the grid's topology."""
         return self.grid.topology()
 
     def get_io_parallel_group(self) -> ProcessGroup | None:

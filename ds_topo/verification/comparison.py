@@ -38,14 +38,8 @@ from ds_topo.verification.recorder import (
     square,
 )
 
-OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED = (
-    "output",
-    "loss",
-    "gradient",
-    "reduced gradient",
-    "norm",
-    "skipped step",
-)
+OUTPUT, LOSS, GRADIENT, REDUCED = "output", "loss", "gradient", "reduced gradient"
+NORM, SKIPPED = "norm", "skipped step"
 START, REPLICAS, SAMPLES = "first weight", "replicas", "samples"
 """Kinds of values that are compared, besides weights and states; the last three are compared first."""
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
