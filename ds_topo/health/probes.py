@@ -332,7 +332,7 @@ def hosts_in_blocks(each: int, hosts: int) -> Hosts:
 def place_of(rank: int, hosts: Hosts) -> tuple[int, int]:
     """Return the number of the host of a rank, and the rank's place on it.
 
-    >>> place_of(3, [[0, 1], [2, 3]])
-    (1, 1)
+    >>> place_of(2, [[0, 1], [2, 3]])
+    (1, 0)
     """
     return next((host, ranks.index(rank)) for host, ranks in enumerate(hosts) if rank in ranks)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_topo.health.activity import _PHASES, BUSY_GRACE, GRACE, PATIENCE, Activity, MainThread, Progress
+from ds_topo.health.activity import BUSY_GRACE, GRACE, PATIENCE, Activity, MainThread, Progress
 from ds_topo.health.watch import EXIT_CODE
 from tests.health import stuck_rank
 from tests.health.stuck_rank import SURVIVED, inside
@@ -224,14 +224,3 @@ os.wait()
     if "AssertionError" in ran.stderr:
         pytest.skip("this system forbids tracing")
     assert ran.stdout.split() == ["True", "False"], ran.stderr
-
-
-OF_TORCH = [key for key in _PHASES if key[0].startswith("torch/")]
-
-
-@pytest.mark.parametrize(("file", "function"), OF_TORCH)
-def test_known_functions_of_torch_exist(file: str, function: str) -> None:
-    import torch
-
-    source = (Path(torch.__file__).parents[1] / file).read_text()
-    assert f"def {function}(" in source

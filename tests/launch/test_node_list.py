@@ -88,13 +88,6 @@ def test_any_list_raises_only_documented_errors(text: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5))
-def test_counts_are_repeated(counts: list[tuple[int, int]]) -> None:
-    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in counts)
-    assert expand_counts(text) == [count for count, times in counts for _ in range(times)]
-
-
-@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("12(x), "), max_size=12))
 def test_any_counts_raise_only_documented_errors(text: str) -> None:
     with suppress(HostError):

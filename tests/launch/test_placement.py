@@ -19,8 +19,6 @@ from ds_topo.launch.placement import (
     AxisSpan,
     Placement,
     changed_ranks,
-    few_ranks,
-    fold_numbers,
     gradients_across_hosts,
     group_axes,
     host_patterns,
@@ -257,21 +255,6 @@ def test_any_slurm_variables_raise_only_documented_errors(environ: dict[str, str
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(st.sets(st.integers(0, 60), min_size=1))
-def test_numbers_are_folded_into_ranges(numbers: set[int]) -> None:
-    unfolded: list[int] = []
-    for part in fold_numbers(sorted(numbers)).split(","):
-        first, _, last = part.partition("-")
-        unfolded += range(int(first), int(last or first) + 1)
-    assert unfolded == sorted(numbers)
-
-
-def test_long_lists_of_ranks_are_shortened() -> None:
-    assert few_ranks(range(17), most=16) == "[0, 1, 2, ..., 16] (17 ranks)"
-    assert few_ranks([3]) == "[3]"
 
 
 @pytest.mark.parametrize("axes", list(permutations(["pipe", "data", "model"])))

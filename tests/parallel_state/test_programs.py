@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, groups, parallel_state
 from ds_topo.errors import DisagreementError, TopologyError
-from ds_topo.parallel_state.__main__ import main, rows
+from ds_topo.parallel_state.__main__ import main
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -428,14 +428,6 @@ def test_ranks_may_ask_for_megatron_groups_in_any_order_after_initialize(world: 
     spans = [["model", "data"], ["model", "seq"], ["model"], topology.axes, ["model"]]
     expected = [[_members(topology, rank, *span) for span in spans] for rank in RANKS]
     assert world(8).run(_ask_in_an_order_of_its_own) == expected
-
-
-def test_the_table_names_every_answer_once() -> None:
-    table = {name: answers for name, *answers in rows()}
-    assert table["`get_model_parallel_group`"][0].startswith("translated: tensor parallel")
-    assert table["`get_model_parallel_group`"][1:] == ["as the grid", "as the grid"]
-    assert table["`get_hybrid_data_context_parallel_groups`"][2].startswith("refused: ")
-    assert len(table) == len(rows()) > 90
 
 
 SEEN = """

@@ -29,10 +29,3 @@ def test_guide_commands_print_the_output_in_the_guide(
 
 def test_guide_has_two_examples() -> None:
     assert len(EXAMPLES) == 2
-
-
-def test_guide_names_every_module_that_has_a_formula() -> None:
-    text = GUIDE.read_text()
-    for name in ("model", "work", "memory", "step_time"):
-        assert (ROOT / "ds_topo/plan" / f"{name}.py").exists()
-        assert f"`{name}`" in text

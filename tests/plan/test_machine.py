@@ -48,13 +48,6 @@ def test_plan_uses_the_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFi
     assert seconds["slow"] > 2 * seconds["fast"]
 
 
-def test_machine_of_one_host_has_no_link_across() -> None:
-    machine = machine_from_json(CHECKED | {"hosts": [{"name": "a", "ranks": [0, 1]}], "across": None})
-    assert machine.across is None
-    assert machine.inside is not None
-    assert machine.inside.bandwidth == 2e9
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [

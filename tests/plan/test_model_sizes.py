@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -180,62 +180,8 @@ def test_active_parameters_leave_out_idle_experts() -> None:
     assert read_model("mixtral-8x7b").active_parameters == 12_879_925_248
 
 
-class GPTBlock(nn.Module):
-    """GPT-2's layer, by torch's own modules."""
-
-    def __init__(self, hidden: int, ffn: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
-        self.linears = nn.ModuleList(
-            nn.Linear(*shape) for shape in ((hidden, 3 * hidden), (hidden, hidden), (hidden, ffn), (ffn, hidden))
-        )
-
-
-class LlamaBlock(nn.Module):
-    """Llama's layer."""
-
-    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
-        super().__init__()
-        width = hidden // heads
-        shapes = [(hidden, hidden), (hidden, kv_heads * width), (hidden, kv_heads * width), (hidden, hidden)]
-        shapes += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
-        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
-        self.linears = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
-
-
 def count(*modules: nn.Module) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-@settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(3, 5), st.integers(1, 300))
-def test_gpt_has_the_parameters_of_torch_modules(
-    layers: int, heads: int, width: int, times: int, vocabulary: int
-) -> None:
-    hidden, sequence = heads * width, 16
-    with torch.device("meta"):
-        blocks = nn.ModuleList(GPTBlock(hidden, times * hidden) for _ in range(layers))
-        rest = (nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden), nn.LayerNorm(hidden))
-    model = transformer(
-        layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, sequence=sequence, ffn=times * hidden
-    )
-    assert model.parameters == count(blocks, *rest)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(1, 8), st.integers(1, 64))
-def test_llama_has_the_parameters_of_torch_modules(
-    layers: int, kv_heads: int, shared: int, width: int, ffn: int
-) -> None:
-    heads = kv_heads * shared
-    hidden = heads * width
-    with torch.device("meta"):
-        blocks = nn.ModuleList(LlamaBlock(hidden, heads, kv_heads, ffn) for _ in range(layers))
-        rest = (nn.Embedding(100, hidden), nn.Linear(hidden, 100, bias=False), nn.RMSNorm(hidden))
-    model = transformer(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocabulary=100, sequence=16
-    )
-    assert model.parameters == count(blocks, *rest)
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans())

@@ -269,43 +269,6 @@ def test_plans_keep_other_decisions(capsys: pytest.CaptureFixture[str]) -> None:
         assert (one["micro_batch"], one["zero"], one["recompute"], one["sequence_parallel"]) == (2, 1, "full", False)
 
 
-def test_plan_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = [
-        "--model",
-        str(tmp_path),
-        *["--hosts", "8", "--accelerator", "H100", "--batch", "64", "--json", "--top", "3"],
-    ]
-    content = json.loads(plan(capsys, *job))
-    assert content["job"]["parameters"] == 46_702_792_704
-    assert content["job"]["active_parameters"] == 12_879_925_248
-    assert all(one["memory_bytes"] <= content["job"]["memory_limit"] for one in content["plans"])
-    assert "give one of them" in refused(capsys, *job, "--layers", "3")
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    text = refused(capsys, *job)
-    assert "'bert' is not a family that the planner knows (deepseek_v2" in text
-    assert "give its numbers by hand with --layers --hidden --heads --kv-heads --ffn --vocab --sequence" in text
-
-
-def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    content = found(capsys, "--experts", "4", "--top-k", "2", "--fix", "seq=2")
-    assert all("seq=2" in one["topology"] for one in content["plans"])
-    assert {one["expert_parallel"] for one in content["plans"]} <= {1, 2, 4}
-    assert content["job"]["active_parameters"] < content["job"]["parameters"]
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -414,18 +377,6 @@ def test_plan_refuses_config_together_with_numbers_by_hand(option: str, capsys: 
     value = [] if option == "gated" else ["8"]
     text = refused(capsys, *JOB[len(GPT) :], "--model", "absent", f"--{option}", *value)
     assert f"--model and --{option} both describe the model: give one of them" in text
-
-
-def test_memory_error_names_enough_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused(capsys, *JOB, *["--layers", "96", "--hidden", "12288", "--heads", "96"])
-    match = re.search(
-        r"needs ([\d.]+) GB per rank, ([\d.]+) GB more than the 78.7 GB there are; use at least (\d+) hosts", text
-    )
-    assert match is not None, text
-    assert float(match[1]) - float(match[2]) == pytest.approx(78.7, abs=0.11)
-    hosts = int(match[3])
-    assert hosts > 2
-    plan(capsys, *JOB, *f"--layers 96 --hidden 12288 --heads 96 --hosts {hosts}".split())
 
 
 def test_plan_reads_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -628,17 +628,3 @@ FAULTS: dict[str, Fault] = {
         Job("data=2,shard=2", False, ZERO[1]), stock_method, REDUCED, "not reduced along 'data'", "data", name="step"
     ),
 }
-
-NOTHING_TO_COMPARE = {
-    "source of slices is rank // n * n": "raises: torch refuses a source outside of the group",
-    "whole experts in groups of neighbors, data/pipe": "deadlock: the group joins ranks of several stages",
-    "MoE layers in some stages only": "deadlock: a stage without experts does not call new_group",
-    "stages with unequal numbers of parameter groups at ZeRO 1": "deadlock: one reduction of the norm per group",
-    "no get_tensor_model_parallel_group": "raises AttributeError in deepspeed.checkpointing.configure",
-    "no axis pipe or data": "raises AttributeError",
-    "capacity of experts is no multiple of the slices": "raises AssertionError",
-    "groups of qgZ join ranks of all axes": "needs CUDA: the kernels that quantize do not run on CPUs",
-    "AutoSP, ALST and the hybrid engine join neighbors": "refused before a step; only read, not run",
-    "gradient_clipping is 1.0 by default": "the layout is right: the reference clips by the same default",
-}
-"""Defects of DeepSpeed that train nothing wrong silently, or nothing at all on CPUs, and the reason."""

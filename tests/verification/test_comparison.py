@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_topo.cli.verify_command import _without_topology, draw_errors, print_report
+from ds_topo.cli.verify_command import draw_errors, print_report
 from ds_topo.verification.__main__ import uses_ds_topo
 from ds_topo.verification.comparison import (
     Allowed,
@@ -465,10 +465,6 @@ def test_equal_runs_are_drawn_without_a_frame() -> None:
     plot = draw_errors(Report("model=2", "data=1", 2, 2, 0, (), (), (), tuple(_errors(2)))).axes[0]
     assert (plot.get_title(), list(plot.patches)) == ("equal", [])
     assert draw_errors(Report("model=2", "data=1", 2, 2, 0, (), (), ())).axes[0].get_title() == "equal"
-
-
-def test_topology_is_taken_from_the_programs_arguments() -> None:
-    assert _without_topology(["-x", "--topology", "data=2", "--top", "3"]) == ("data=2", ["-x", "--top", "3"])
 
 
 def test_imports_of_modules_beside_a_program_are_found(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_topo import ProcessTopology
 from tests.support.world import Worlds
-from tests.verification.faults import FAULTS, NOTHING_TO_COMPARE, planted
+from tests.verification.faults import FAULTS, planted
 from tests.verification.recorded_training import References
 
 pytestmark = pytest.mark.exhaustive
@@ -33,17 +32,3 @@ def test_fault_is_found(name: str, references: References, tmp_path: Path) -> No
         *(["axis"] if fault.axis is not None and fault.axis not in (first.axis or "") else []),
     ]
     assert not problems, f"{problems}: {first} {first.axis} {first.causes}"
-
-
-def test_other_defects_are_listed() -> None:
-    """One command shows the whole table: ``pytest -m exhaustive -rP tests/verification/test_sensitivity.py``."""
-    for name, reason in NOTHING_TO_COMPARE.items():
-        print(f"| {name} | nothing to compare | {reason} |")
-    assert not NOTHING_TO_COMPARE.keys() & FAULTS.keys()
-
-
-def test_source_by_division_is_in_another_group() -> None:
-    """torch refuses to broadcast from DeepSpeed's source rank: with strided slices it is not in the group."""
-    topology = ProcessTopology.from_spec("model=2,data=2")
-    group = topology.get_axis_ranks(("model",), 1)
-    assert 1 // 2 * 2 not in group
