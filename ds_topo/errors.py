@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -80,6 +81,11 @@ def refuse_others(call: str, others: Mapping[str, object], instead: Mapping[str,
 
 
 _LIBRARIES = ("ds_topo", "deepspeed", "torch", "contextlib")
+
+
+def tell(text: str) -> None:
+    """Print text on standard error at once, also if the process ends right afterwards."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

@@ -109,12 +109,6 @@ class LayoutView:
         return None if self.host_map is None else Placement(self.topology, self.host_map)
 
     @property
-    def has_first_slots(self) -> bool:
-        """Tell whether hosts are known and use their first slots, so that positions in a row are numbers of slots."""
-        hosts = () if self.host_map is None else self.host_map.hosts
-        return bool(hosts) and all(host.slots == tuple(range(len(host.slots))) for host in hosts)
-
-    @property
     def rows(self) -> list[tuple[str, Sequence[int]]]:
         """The name and the ranks of every host, or of every eight ranks where hosts are not known."""
         if self.host_map is not None:
@@ -357,7 +351,9 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
     """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
-    most, headed = max(len(ranks) for _, ranks in view.rows), view.has_first_slots
+    most, hosts = max(len(ranks) for _, ranks in view.rows), () if view.host_map is None else view.host_map.hosts
+    # columns are named after slots if hosts use their first ones
+    headed = bool(hosts) and all(host.slots == tuple(range(len(host.slots))) for host in hosts)
     tables = [partial(_ranks_table, view, most, headed=headed), partial(_ranks_table, view, most)]
     if not any("," in placements.fold_numbers(ranks) for _, ranks in view.rows):
         tables += [partial(_ranks_table, view, most, headed=headed, ranges=True, gap=gap) for gap in (2, 1)]

@@ -40,8 +40,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ds_topo.base.torch_names import Store, abort_nccl, clone, communicates, default_store, served_at, set_several
-from ds_topo.errors import EndOfSamplesError, FailedRankError
-from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Activity, Observer, Progress
+from ds_topo.errors import EndOfSamplesError, FailedRankError, tell
+from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Observer, Progress
 from ds_topo.health.heartbeat import named
 from ds_topo.health.watch import (
     bytes_moved,
@@ -254,12 +254,12 @@ class FailureListener:
         """Post an exception that ends this process, if it has not left a guarded call."""
         self._hook_before(kind, error, trace)
         self._has_failed = True
-        chain = list(chain_of(error))
+        chain = chain_of(error)
         is_named = any(isinstance(one, FailedRankError) for one in chain)
         if is_of_transport(error) and not is_named and not watch_is_on():
             cause = self.known if self.has_news.wait(_CAUSE_LIMIT) else None
             if said := self.departed(range(self._world_size)) if cause is None else str(cause):
-                print(f"ds_topo: the cause is probably that {said}", file=sys.stderr, flush=True)
+                tell(f"ds_topo: the cause is probably that {said}")
         is_known = is_named or any(id(one) == self._reported for one in chain)
         if not is_known and self.is_of_this_job and not watch_is_on() and not is_of_transport(error):
             where = self._observer.read_traceback(trace)
@@ -336,12 +336,10 @@ class FailureListener:
             if not is_at_store:  # abort_nccl() may block
                 threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
         elif cause.has_left and now - self._ended_at > GRACE:
-            print(f"{cause}\n{self._where(doing)}", file=sys.stderr, flush=True)
+            why = "It waits for that rank and cannot be made to raise, so it is ended."
+            tell(f"{cause}\nHere: {self._who}, {doing}. {why}")
             end_process()
         shut_down(self._place[1] if is_at_store else 0, self._ports)
-
-    def _where(self, doing: Activity) -> str:
-        return f"Here: {self._who}, {doing}. It waits for that rank and cannot be made to raise, so it is ended."
 
 
 class Guard:

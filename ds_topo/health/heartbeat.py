@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ds_topo.base.torch_names import Store, append, get_several
-from ds_topo.errors import listed
+from ds_topo.errors import listed, tell
 from ds_topo.health.activity import MAX_RANKS, Activity, Wait
 from ds_topo.health.witness import Address, State, ask_all
 from ds_topo.launch.council import linger
@@ -270,8 +269,7 @@ class Heartbeat:
             self.lost = error
         except Exception as error:  # our own error must not end a training
             traceback.print_exc()
-            text = f"ds_topo watch: it continues without rank {self._ring.rank}, whose heartbeat failed: {error}"
-            print(text, file=sys.stderr, flush=True)
+            tell(f"ds_topo watch: it continues without rank {self._ring.rank}, whose heartbeat failed: {error}")
         finally:
             self.asked_since = None
 
@@ -312,14 +310,12 @@ class Heartbeat:
                 self._store.delete_key(self._first_keys.popleft())
         elif (first_taken, first_calls) != (taken, calls) and over.name not in self._warned:
             self._warned.add(over.name)
-            print(
+            tell(
                 "ds_topo watch: ranks are at different steps:\n"
                 f"  {self._ring.here} has called {calls} collectives of {over.group} by its step {taken},\n"
                 f"  {self._beats([rank])[rank].named(rank)} has called {first_calls} by its step {first_taken}.\n"
                 "The rank with more calls has left out engine.step(), or its program calls other collectives besides.\n"
-                "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
-                file=sys.stderr,
-                flush=True,
+                "Replicas may differ: ds_topo.check_replicas(engine) compares them."
             )
 
     def _linger(self) -> None:

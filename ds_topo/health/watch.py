@@ -44,7 +44,7 @@ from ds_topo.base.torch_names import (
     job_timeout,
     served_at,
 )
-from ds_topo.errors import LaunchError, abridged
+from ds_topo.errors import LaunchError, abridged, tell
 from ds_topo.health import heartbeat
 from ds_topo.health.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
 from ds_topo.health.heartbeat import Heartbeat, RankFault, Ring, Verdict
@@ -294,20 +294,16 @@ class Watch:
             elif doing.wait is not None or doing.still >= STILL or progress.seconds >= STILL:
                 shut_down(self._server_place[1], self._ports)
             if progress.is_stuck(doing):
-                self._end_process()
-
-    def _end_process(self) -> None:
-        """Print the verdict and all stacks, and end this process."""
-        self._tell()
-        self._witness.end()
-        end_process()
+                self._tell()
+                self._witness.end()
+                end_process()
 
     # -- output --------------------------------------------------------------------------------------------------------
 
     def _speak(self) -> None:
         if not self._has_spoken:
             self._has_spoken = True
-            print(self.verdict or "", file=sys.stderr, flush=True)
+            tell(self.verdict or "")
 
     def _tell(self) -> None:
         """Print the verdict and the activity of this rank, once."""
@@ -317,11 +313,7 @@ class Watch:
         self._speak()
         record = save_flight_record(self._ring.rank)
         collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
-        print(
-            f"Here: {self._ring.here}, {self._last_doing or self._observer.look()}.{collectives}",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell(f"Here: {self._ring.here}, {self._last_doing or self._observer.look()}.{collectives}")
 
     # -- the end of the program ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_topo.base.torch_names import Store, append, communicates, default_store
-from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
+from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, tell, unanswered
 from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, leave, linger, take_due, within
 
 MAX_MESSAGE = 4000
@@ -175,12 +174,10 @@ class Round:
             return
         here = {rank for rank, *_ in self._came()}
         missing = [rank for rank in self.members if rank not in here]
-        print(
+        tell(
             f"ds_topo: rank {self.rank} on {socket.gethostname()} has waited {NOTICE_AFTER.seconds} s for ranks "
             f"{listed(missing, 4 * _SHOWN_RANKS)} to agree on {self.subject}. Call it on every rank: without them it "
-            f"fails in {left}",
-            file=sys.stderr,
-            flush=True,
+            f"fails in {left}"
         )
 
     def _came(self) -> list[tuple[int, str, str, str]]:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 
 from ds_topo.base.backends import check_backend, default_backend, device_served_by
 from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
-from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, warn
+from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, tell, warn
 from ds_topo.launch import orphans
 from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, within
 from ds_topo.launch.hosts import address_of, is_loopback
@@ -157,7 +157,7 @@ def join(
     create_world(store, launch, limit, backend)
     share_tracebacks()
     if launch.rank == 0 and (verbose or launch.launcher == ALONE):
-        print(f"ds_topo: {launch}, backend {backend}, timeout {limit}", file=sys.stderr, flush=True)
+        tell(f"ds_topo: {launch}, backend {backend}, timeout {limit}")
     return launch
 
 

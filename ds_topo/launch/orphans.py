@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
-from ds_topo.errors import LaunchError, warn
+from ds_topo.errors import LaunchError, tell, warn
 from ds_topo.launch.launchers import ALONE, Launch
 
 GRACE_SECONDS = 10.0
@@ -149,11 +149,7 @@ def ancestors_of(pid: int) -> list[Ancestor]:
 def _end_with(pid: int, launch: Launch) -> None:
     """Wait for the end of a process, then end this one."""
     _wait_for_the_end_of(pid)
-    print(
-        f"ds_topo: rank {launch.rank}: its launcher ({launch.launcher}, process {pid}) has ended, so this rank ends",
-        file=sys.stderr,
-        flush=True,
-    )
+    tell(f"ds_topo: rank {launch.rank}: its launcher ({launch.launcher}, process {pid}) has ended, so this rank ends")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

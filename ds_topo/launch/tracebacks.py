@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from ds_topo.base.torch_names import Store, clone, default_store, served_at
-from ds_topo.errors import printable
+from ds_topo.errors import printable, tell
 from ds_topo.launch.council import within
 
 _LIMIT = timedelta(seconds=3)
@@ -68,11 +68,9 @@ class SharedTraceback:
                 return
         else:
             text = printable(str(error).partition("\n")[0][:_SHOWN])
-            print(
+            tell(
                 f"ds_topo: rank {me[0]} on {me[1]} ends by the same error as rank {first[0]} on {first[1]}, which has "
-                f"printed it in full: {kind.__name__}: {text}",
-                file=sys.stderr,
-                flush=True,
+                f"printed it in full: {kind.__name__}: {text}"
             )
 
 

@@ -25,7 +25,6 @@ from tests.support.ranks import run_ranks
 
 StartCluster = Callable[..., Cluster]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-WAITING_RANK = Path(__file__).with_name("waiting_rank.py")
 JOINING_RANK = Path(__file__).with_name("joining_rank.py")
 OPTIONS = [*SMALL, "--topology", "pipe=2,data=2", "--steps", "3", "--continuation", "12"]
 TOOLS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info"), "srun": SLURM_TOOLS, "slurm": SLURM_TOOLS}
@@ -112,7 +111,7 @@ def test_a_killed_launcher_leaves_no_rank(
     launcher: str, number: signal.Signals, start_hosts: Callable[..., Any], tmp_path: Path
 ) -> None:
     cluster, variables = start_hosts(launcher)
-    job = [str(WAITING_RANK), str(tmp_path)]
+    job = [str(JOINING_RANK), "--until-killed", str(tmp_path)]
     if launcher == "one host":
         command = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", *job]
         output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -101,8 +101,17 @@ def _compared(
     return compare(*folders)
 
 
-def _nothing(records: Records) -> None:
-    pass
+EVERYONE = range(4)
+
+
+def _on(ranks: Iterable[int], change: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
+    """Return a change of the records of some ranks."""
+
+    def change_all(records: Records) -> None:
+        for rank in ranks:
+            change(records[rank])
+
+    return change_all
 
 
 def _scale(kind: str, name: str, factor: float, ranks: tuple[int, ...]) -> Callable[[Records], None]:
@@ -123,28 +132,14 @@ def _half_of_a_slice(records: Records) -> None:
         _scale(kind, "split", 0.5, (1, 3))(records)
 
 
-def _unreduced(records: Records) -> None:
-    for record in records:
-        record["after"]["whole"] = copy.deepcopy(record["before"]["whole"])
+UNREDUCED = _on(EVERYONE, lambda one: one["after"].update(whole=copy.deepcopy(one["before"]["whole"])))
+STALE = _on((2, 3), lambda one: one["states"]["weight"].update(whole=copy.deepcopy(one["start"]["whole"])))
 
 
 def _norm_without_a_slice(records: Records) -> None:
     square = float(records[1]["after"]["split"][1][0][1].square().sum())
     for record in records:
         record["norm"] = (record["norm"] ** 2 - square) ** 0.5
-
-
-def _lost_loss(records: Records) -> None:
-    records[3]["losses"] = []
-
-
-def _more_losses(records: Records) -> None:
-    records[3]["losses"] += [5.0, 6.0]
-
-
-def _repeated(records: Records) -> None:
-    for record in records:
-        record["losses"][1] = record["losses"][0]
 
 
 def _lost_in_backward(records: Records) -> None:
@@ -169,11 +164,6 @@ def _other_rate(records: Records) -> None:
             values -= record["start"][name][1][0][1] - values
 
 
-def _lost_state(records: Records) -> None:
-    for record in records[2:]:
-        record["states"]["exp_avg"]["whole"][1][0][1].zero_()
-
-
 def _missing_slice(records: Records) -> None:
     for record in records:
         record["start"]["split"] = records[0]["start"]["split"]
@@ -184,18 +174,8 @@ def _of_other_share(records: Records) -> None:
         record["outputs"]["layer"] = records[2]["outputs"]["layer"].clone()
 
 
-def _stale(records: Records) -> None:
-    for record in records[2:]:
-        record["states"]["weight"]["whole"] = copy.deepcopy(record["start"]["whole"])
-
-
-def _skipped(records: Records) -> None:
-    records[1]["is_skipped"] = True
-
-
-def _equal_slices(records: Records) -> None:
-    for record in records:
-        record["start"]["split"][1][0][1].copy_(torch.arange(6.0).view(2, 3))
+def _equal_slices(record: dict[str, Any]) -> None:
+    record["start"]["split"][1][0][1].copy_(torch.arange(6.0).view(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -203,15 +183,33 @@ def _equal_slices(records: Records) -> None:
     [
         (_scale("outputs", "layer", 2.0, (1, 3)), "output", (1, 3), "model", "times 2, the degree of"),
         (_of_other_share, "output", (0, 1), "data", "samples of share 1 instead of 0"),
-        (_lost_loss, "loss", (3,), None, "lost micro-batch"),
-        (_more_losses, "loss", (3,), None, "more micro-batches: 4 losses in this step instead of 2"),
-        (_repeated, "loss", (0, 1, 2, 3), None, "micro-batch 2 has the loss of micro-batch 1"),
+        (_on((3,), lambda one: one["losses"].clear()), "loss", (3,), None, "lost micro-batch"),
+        (
+            _on((3,), lambda one: one["losses"].extend((5.0, 6.0))),
+            "loss",
+            (3,),
+            None,
+            "more micro-batches: 4 losses in this step instead of 2",
+        ),
+        (
+            _on(EVERYONE, lambda one: one.update(losses=one["losses"][:1] * 2)),
+            "loss",
+            (0, 1, 2, 3),
+            None,
+            "micro-batch 2 has the loss of micro-batch 1",
+        ),
         (_lost_in_backward, "gradient", (2, 3), "data", "a micro-batch is lost or counts twice"),
         (_other_rate, "weight", (1, 3), "model", "the learning rate is 2 instead of 1"),
-        (_lost_state, "exp_avg", (2, 3), "data", "exp_avg is zero"),
+        (
+            _on((2, 3), lambda one: one["states"]["exp_avg"]["whole"][1][0][1].zero_()),
+            "exp_avg",
+            (2, 3),
+            "data",
+            "exp_avg is zero",
+        ),
         (_missing_slice, "first weight", (0, 1, 2, 3), None, "a wrong group"),
         (_half_of_a_slice, "gradient", (1, 3), "model", "times 0.5"),
-        (_unreduced, "reduced gradient", (0, 1, 2, 3), "data", "not reduced along 'data'"),
+        (UNREDUCED, "reduced gradient", (0, 1, 2, 3), "data", "not reduced along 'data'"),
         (
             _scale("after", "split", 0.5, (0, 1, 2, 3)),
             "reduced gradient",
@@ -220,9 +218,9 @@ def _equal_slices(records: Records) -> None:
             "divided by the number",
         ),
         (_norm_without_a_slice, "norm", (0, 1, 2, 3), "model", "leaves out the slices [1]"),
-        (_stale, "weight", (2, 3), "data", "stale"),
-        (_skipped, "skipped step", (1,), None, "ranks [1] alone skipped"),
-        (_equal_slices, "first weight", (0, 1), "model", "equal values for different slices"),
+        (STALE, "weight", (2, 3), "data", "stale"),
+        (_on((1,), lambda one: one.update(is_skipped=True)), "skipped step", (1,), None, "ranks [1] alone skipped"),
+        (_on(EVERYONE, _equal_slices), "first weight", (0, 1), "model", "equal values for different slices"),
     ],
 )
 def test_first_difference_is_explained(
@@ -336,25 +334,18 @@ def test_an_update_of_uncertain_sign_is_not_compared(gradient: float, is_found: 
 
 
 def test_equal_records_are_equal(tmp_path: Path) -> None:
-    report = _compared(_nothing, tmp_path)
+    report = _compared(lambda _: None, tmp_path)
     assert (report.status, report.findings, report.notes) == (0, (), ())
 
 
 def test_loss_may_be_a_part_over_seq(tmp_path: Path) -> None:
-    def halve(records: Records) -> None:
-        for record in records:
-            record["losses"] = [loss / 2 for loss in record["losses"]]
-
+    halve = _scale_all("losses", 0.5)
     coordinates = [{"data": data, "seq": seq} for data in range(2) for seq in range(2)]
     assert _compared(halve, tmp_path, coordinates).status == 0
 
 
 def test_output_of_another_shape_is_not_compared(tmp_path: Path) -> None:
-    def enlarge(records: Records) -> None:
-        for record in records:
-            record["outputs"]["layer"] = torch.ones(7)
-
-    report = _compared(enlarge, tmp_path)
+    report = _compared(_on(EVERYONE, lambda one: one["outputs"].update(layer=torch.ones(7))), tmp_path)
     assert report.status == 0
     assert "1 outputs are not compared" in report.notes[0]
 
@@ -413,7 +404,7 @@ def test_another_module_in_the_reference_is_undecided(tmp_path: Path) -> None:
 def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
     def change(records: Records) -> None:
         records[0]["is_random"] = True
-        _stale(records)
+        STALE(records)
 
     report = _compared(change, tmp_path)
     assert report.status == 2
@@ -423,7 +414,7 @@ def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
 def test_report_is_printed(tmp_path: Path) -> None:
     from rich.console import Console
 
-    report = _compared(_unreduced, tmp_path)
+    report = _compared(UNREDUCED, tmp_path)
     console = Console(record=True, width=100, file=io.StringIO())
     print_report(console, report)
     assert "likely cause: not reduced along 'data'" in console.export_text()
