@@ -364,10 +364,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
 
 
 def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -> dict[str, Any]:
-    """Return everything that a search found.
-
-    ``compared`` is the plan of the topology ``spec``, or why there is none.
-    """
+    """Return all that a search found; ``compared`` is the plan of the topology ``spec``, or why there is none."""
     job, best, tally, costs = found.job, found.best, found.tally, Costs(found.job)
     content: dict[str, Any] = {
         "job": {

@@ -29,10 +29,7 @@ SHOWN_ORDERS = 6
 
 
 def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, explained: bool) -> None:
-    """Print the table of plans, the reason for the first, and whatever else was asked for.
-
-    ``compared`` is the plan of the topology ``spec``, or why there is none.
-    """
+    """Print plans, and the comparison with the topology ``spec``: its plan, or why there is none."""
     console, job = new_console(), found.job
     model, cluster = job.model, job.cluster
     active = f", {model.active_parameters / 1e9:.2f} B at work" if model.expert_count else ""

@@ -209,10 +209,7 @@ def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
 
 @contextmanager
 def progress_of(shown: bool, command: str = "check") -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function ``progress(step, done, of)`` that shows a bar in a terminal and a line per step elsewhere.
-
-    If not ``shown``, as on all ranks but one, it shows nothing.
-    """
+    """Yield ``progress(step, done, of)``: a bar in a terminal, else a line per step; nothing if not ``shown``."""
     current = ""
 
     def write_step(step: str, done: int, of: int) -> None:

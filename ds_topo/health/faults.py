@@ -35,17 +35,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The description of one rank before any group exists.
-
-    Args:
-        machine: the kernel's identity, which tells machines with equal names apart.
-        local_world_size: the number of ranks on its host according to the launcher, or None.
-        versions: the versions of everything that must be equal on all ranks.
-    """
+    """The description of one rank before any group exists."""
 
     rank: int
     host: str
     machine: str
+    """The identity of the running kernel, which tells machines with equal names apart."""
     local_rank: int
     local_world_size: int | None
     topology: str

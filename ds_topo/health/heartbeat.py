@@ -173,9 +173,7 @@ class Ring:
 class Heartbeat:
     """The heartbeat of one rank, and the thread that exchanges it.
 
-    Args:
-        store: a connection of its own; once started, only the heartbeat's thread uses it.
-        serves: whether the store ends with this process.
+    Once it has started, only its thread uses its connection to the store. ``serves``: the store ends with this process.
     """
 
     def __init__(self, store: Store, ring: Ring, look: Callable[[], Activity], *, serves: bool) -> None:

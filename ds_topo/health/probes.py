@@ -47,10 +47,7 @@ def check_arithmetic(device: torch.device, rank: int) -> list[Anomaly]:
 def check_group(
     name: str, ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device
 ) -> Iterator[Anomaly]:
-    """Run every collective that training uses over one group, and yield wrong results; collective over the group.
-
-    Any member may have caused a wrong sum.
-    """
+    """Run every collective of training over a group, and yield wrong results; any member may cause a wrong sum."""
 
     def wrong(operation: str, culprits: Sequence[int]) -> Anomaly:
         return Anomaly(rank, f"{operation} over {name}", tuple(sorted({*culprits, rank})))
@@ -174,10 +171,7 @@ class GroupTimes(NamedTuple):
 
 
 def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> GroupTimes:
-    """Measure an all_reduce that all groups of an axis run at the same time.
-
-    Collective over ``world``, so that all groups start together and use the same sizes.
-    """
+    """Measure an all_reduce of all groups of an axis; collective over ``world``, so that they start together."""
     small = device.number(0.0)
 
     def seconds_of(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> float:
@@ -214,11 +208,7 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
 
     Sizes grow until a transfer takes long enough, so that a slow link costs no more time than a fast one. With a
     ``team``, all ranks of this host start each transfer together and take the slowest rank's time. Every rank then
-    gets its share of what the two hosts carry together.
-
-    Args:
-        peer: the peer's global rank, or None to take part in the team's steps alone and get no measurement.
-        team: the ranks of this host; the peer's team must have as many ranks with a peer.
+    gets its share of what the two hosts carry together. A rank without a peer takes part in the team's steps alone.
     """
     latency = 0.0
     if peer is not None:

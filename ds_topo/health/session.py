@@ -78,12 +78,8 @@ class Options:
 def run_check(launch: Launch, options: Options, progress: Callable[[str, int, int], None]) -> Summary | None:
     """Check the cluster; collective over all ranks of the job. Return the results, with faults, on rank 0 alone.
 
-    ``progress`` is called with the name of a step, and with how much of it is done.
-
-    Raises:
-        LaunchError: the store cannot be reached.
-        DisagreementError: some ranks did not come.
-        StepFailure: on other ranks than 0, the check ended early.
+    ``progress`` is called with the name of a step, and with how much of it is done. If the check ends early, all ranks
+    but rank 0 raise ``StepFailure``.
     """
     progress("waiting for all ranks", 0, 0)
     take_device(launch, options.backend)
@@ -351,15 +347,12 @@ class _Check:
     ) -> T:
         """Do ``work`` on every rank, let rank 0 judge all results, and return its answer on all ranks.
 
+        Raise ``StepFailure`` on all ranks if one failed or did not answer, or if ``judge`` returned faults.
+
         Args:
             work: the work of this rank. Its result or its exception goes to rank 0 as JSON.
             judge: called on rank 0 with every rank's result; returns the faults that end the check, and the answer.
             budget: the time beyond the timeout that the work may take.
-
-        Raises:
-            StepFailure: a rank failed or did not answer, or ``judge`` returned faults.
-            LaunchError: rank 0 does not answer, or ``judge`` raised an error.
-            StoreTimeoutError: the store does not answer.
         """
         try:
             report: dict[str, Any] = {"result": work()}

@@ -97,7 +97,7 @@ def watch_limit(given: float | None) -> float | None:
 
 
 class Watch:
-    """Names a rank that dies, stops, fails or does not come, on every other rank, and ends ranks that wait for it.
+    """Names a rank that dies, stops, fails or does not join, on every other rank, and ends ranks that wait for it.
 
     Construction is collective over the job. The watch lasts until :meth:`stop`, or the end of the process. Programs
     create it by ``ds_topo.init_distributed(watch=30)``.
@@ -376,14 +376,11 @@ class JobWatch:
         return self.watch
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
-        """Let the watch, if it is running, compare the steps of the ranks of a group.
+        """Let the watch, if it is running, compare the steps that the ranks of a group have taken.
 
         Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
-        next one. A difference is printed on standard error, once. Nothing waits for the comparison or is ended.
-
-        Args:
-            group: the group of the collectives. The nth call for it is compared with the nth calls on other ranks.
-            taken: the number of steps taken.
+        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed once, on
+        standard error. Nothing waits for the comparison or is ended.
         """
         if self.watch is not None and self.watch.is_of_this_job:
             self.watch._heart.compare_steps(wait_over("step", group), taken, calls_of(group))

@@ -51,11 +51,7 @@ class Address(NamedTuple):
 class Witness:
     """The witness of this process. It ends with this process, or by :meth:`end`.
 
-    Args:
-        host: this host's address, as others see it. If it cannot be listened at, the witness listens at all of them.
-
-    Raises:
-        LaunchError: the witness did not start.
+    It listens at this host's address, as others see it; at all addresses of the host if that is impossible.
     """
 
     def __init__(self, host: str) -> None:

@@ -1,7 +1,7 @@
 """Let ranks agree on what they are about to do, through the job's store, before any of them does it.
 
 ``torch.distributed.new_group`` hangs when ranks pass different lists. Here every rank first appends one line to a key
-of the store: its rank, its host and what it brings. The last rank to come reads all lines and writes a verdict, which
+of the store: its rank, its host and its plan. The last rank to come reads all lines and writes a verdict, which
 the others wait for: four small requests per rank. If some ranks do not come, the first rank whose patience ends writes
 the verdict. All ranks then continue, or raise the same error, which names the ranks and hosts that differ.
 
@@ -49,7 +49,7 @@ def agree(
     subject: str = "the process groups to create",
     lines: Sequence[str] | None = None,
 ) -> str:
-    """Check that all ``members`` (global ranks) bring the same ``description``; return a token unique to this round.
+    """Check that all ``members`` (global ranks) pass the same ``description``; return a token unique to this round.
 
     A rank that has already failed passes its ``failure``. The other ranks then raise at once instead of waiting for it,
     and the rank itself re-raises it.
@@ -96,14 +96,11 @@ def agree(
 
 @dataclass(frozen=True)
 class Round:
-    """One agreement, as one of its members takes part in it.
-
-    Args:
-        token: the prefix of this round's keys, the same on all members.
-    """
+    """One agreement, as one of its members takes part in it."""
 
     store: Store
     token: str
+    """The prefix of this round's keys, the same on all members."""
     rank: int
     members: Sequence[int]
     timeout: timedelta

@@ -61,11 +61,7 @@ _left: WeakKeyDictionary[Store, dict[int, list[tuple[Sequence[int], str]]]] = We
 class Council:
     """The ranks that decide together, as one of them takes part.
 
-    Args:
-        token: the prefix of keys, the same on all members.
-        members: all ranks that take part, ascending; the first one decides.
-        timeout: the time limit of each decision.
-        error: the class of errors.
+    The first of the ``members``, which are ascending, decides. Errors are of the class ``error``.
     """
 
     store: Store
@@ -165,11 +161,7 @@ class Council:
             self.request(self.timeout, count)
 
     def request(self, limit: timedelta, call: Callable[[], Result], what: str = "") -> Result:
-        """Return the result of requests to the store, but raise ``self.error`` if they fail, or take too long.
-
-        Args:
-            limit: the time after which requests expire by themselves, if the store can answer.
-        """
+        """Return the result of requests that expire after ``limit``; raise ``self.error`` if they fail or take longer."""
         try:
             return within(limit * UNANSWERED_AFTER, self.subject, call, address_of_store(self.store))
         except StoreTimeoutError:
@@ -224,13 +216,8 @@ def take_due(store: Store, rank: int, came: Sequence[int]) -> list[str]:
 def within(limit: timedelta, what: str, call: Callable[[], Result], address: str | None = None) -> Result:
     """Return the result of ``call()``, or raise its error, but wait no longer than ``limit``.
 
-    The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit.
-
-    Args:
-        address: where the store is served, for the error message; by default that of the job's store.
-
-    Raises:
-        StoreTimeoutError: the limit has expired. The message names the process that serves the store.
+    The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit, and
+    :class:`~ds_topo.errors.StoreTimeoutError` names the process that serves the store, by default that of the job.
 
     >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
     2

@@ -251,13 +251,7 @@ def warn_of_restarts(launch: Launch) -> None:
 
 
 def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
-    """Wait until every rank has called this.
-
-    Raises:
-        LaunchError: another process has this rank, or rank 0 does not answer.
-        DisagreementError: some ranks did not come within the timeout, or have another world size.
-        StoreTimeoutError: the process that serves the store has stopped, or its host is cut off.
-    """
+    """Wait until every rank has called this; raise if some do not come in time, or have another world size."""
     host, place, pid = socket.gethostname(), f"{launch.master_addr}:{launch.master_port}", os.getpid()
     rank, size = launch.rank, launch.world_size
     subject = f"rank {rank} on {host} joins the job at {place}"

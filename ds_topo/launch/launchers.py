@@ -55,9 +55,6 @@ class Launch:
         local_world_size: the number of ranks on this host, if known.
         node: the number of this host and the number of all hosts, if known.
 
-    Raises:
-        LaunchError: the numbers contradict each other.
-
     >>> launch = Launch("srun", 3, 4, 1, "node1", 20007, local_world_size=2, node=(1, 2), job="job 7, step 0")
     >>> print(launch)
     4 ranks, 2 on this host, started by srun (job 7, step 0), master node1:20007

@@ -188,11 +188,8 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
 
     A builder keeps its lock open while it builds. Linux grants a write lease only on a file that no other process has
     open, in any container, so on a local file system the answer is exact. On a network file system it is unknown: the
-    lock stays, with a warning if it is older than any build takes.
-
-    Args:
-        folders: build folders, each of one extension; by default those in torch's extensions folder, and none if the
-            installed torch does not wait for such files.
+    lock stays, with a warning if it is older than any build takes. By default, torch's extensions folder is searched,
+    if the installed torch waits for such files.
 
     >>> remove_abandoned_locks([])
     []

@@ -20,12 +20,9 @@ class AxisSpan:
 
     Args:
         hosts_per_group: the fewest and the most hosts of a group.
-        groups_across_hosts: the number of groups on more than one host.
         pairs: the number of pairs of ranks in all groups, between which an all-to-all sends.
-        pairs_across_hosts: the number of pairs on different hosts.
         ring_links: the number of links in the rings rank -> next rank -> ... -> first rank of all groups, over which an
             all-reduce or a pipeline sends; two ranks have one.
-        ring_links_across_hosts: the number of links between hosts.
 
     >>> Placement.of("pipe=2,data=4", Hosts.uniform(2, slots=4)).span("pipe").pairs_across_hosts
     4

@@ -83,11 +83,7 @@ def of(grid: PipelineParallelGrid, program: str = "megatron-lm") -> ParallelStat
 
 
 def program_of(module: ModuleType) -> str:
-    """Return the program that a module of parallel state belongs to, recognised by the module's functions.
-
-    Raises:
-        ValueError: the module belongs to no known program.
-    """
+    """Return the program that a module of parallel state belongs to, recognised by the module's functions."""
     for program, name in _MARKS.items():
         if hasattr(module, name):
             return program
@@ -107,7 +103,7 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
     has called it, ``model_parallel_is_initialized()`` is False, because programs call it only then. Return the answers.
 
     Args:
-        grid: the grid whose layout the program is to use.
+        grid: the grid that answers.
         module: ``megatron.mpu``, ``megatron.core.parallel_state``, ...
         program: the program whose meanings apply; by default it is recognised by the module's functions.
 

@@ -261,13 +261,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Machine:
-    """The measurements of a cluster; None for what was not measured.
-
-    Args:
-        inside: the link from a rank to a peer on its host.
-        across: the link from a host to another, shared by all of their ranks.
-        start_seconds: seconds of an empty collective.
-    """
+    """The measured links and speeds of a cluster; None for what was not measured."""
 
     hosts: int
     slots: int

@@ -77,7 +77,7 @@ class Software:
         virtual_stages: the most stages per rank (Narayanan et al., section 2.2).
         zero: ZeRO stages that it offers without a pipeline, in an fp32 pipeline, and in a mixed-precision pipeline.
         seq: attention can work on a split sequence, without and with a pipeline.
-        seq_exchange: how attention sees a split sequence: ``ring`` sends keys and values around (Liu et al.,
+        seq_exchange: how attention works on a split sequence: ``ring`` sends keys and values around (Liu et al.,
             arXiv:2310.01889), ``all_to_all`` exchanges positions for heads (Jacobs et al., arXiv:2309.14509).
         accumulation_bytes: bytes of an accumulated gradient in mixed precision.
         reduction_bytes: bytes of a gradient in a message in mixed precision.
@@ -156,8 +156,8 @@ DEEPSPEED = Software(
     agreements=5,
     balances_parameters=True,
 )
-"""DeepSpeed's engines with this package's reducer. Its bf16 pipelines shard the optimizer without ZeRO, too; stage 1 is
-the same with fewer oddities, and stands for both."""
+"""DeepSpeed's engines with this package's reducer. Its bf16 pipelines also shard the optimizer at stage 0. Stage 1 does
+the same, and is used instead."""
 
 DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1), (0, 1), (1,)), seq=(False, False))
 """A program whose model is a ``PipelineModule`` in every topology, as in the examples."""

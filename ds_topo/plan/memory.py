@@ -149,10 +149,7 @@ def _activation_bytes(costs: Costs, kind: Stage, layout: JobLayout) -> tuple[flo
 
 
 def _update_bytes(parameters: StageParameters, layout: JobLayout, job: Job, bucket: float) -> float:
-    """Return the bytes of DeepSpeed's update: fp32 gradients of the parameters that this rank updates, and buckets.
-
-    A pipeline reduces after the last backward and has two buckets.
-    """
+    """Return the bytes of DeepSpeed's update: this rank's gradients in fp32, and buckets, two in a pipeline."""
     if not job.software.eager:
         return 0.0
     owned = parameters.total // (layout.partitions if layout.zero else 1)
@@ -161,10 +158,7 @@ def _update_bytes(parameters: StageParameters, layout: JobLayout, job: Job, buck
 
 
 def _gathered_bytes(parameters: StageParameters, job: Job, layout: JobLayout) -> float:
-    """Return the bytes that ZeRO 3 has gathered at once: the layer at work and the next one.
-
-    DeepSpeed also keeps parameters gathered up to a number.
-    """
+    """Return the bytes that ZeRO 3 has gathered at once: two layers, and with DeepSpeed more up to a limit."""
     if layout.zero < 3:
         return 0.0
     live = 2 * max(block.parameters(layout.model) for block in job.model.blocks)

@@ -241,7 +241,7 @@ class End(Enum):
 
 
 Piece: TypeAlias = "AnyBlock | End"
-"""What the planner prices: a block, or an end of the model."""
+"""A part of the model whose time and memory are computed: a block, or an end of the model."""
 
 
 @dataclass(frozen=True)

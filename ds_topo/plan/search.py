@@ -96,7 +96,7 @@ class Plan:
 class Tally:
     """Counts of a search: sets of degrees, layouts by what became of them, and the closest to fitting.
 
-    Rules are counted apart that degrees break, whatever else is chosen, and that layouts of possible degrees break.
+    Rules that degrees break by themselves are counted apart from those that layouts of possible degrees break.
     """
 
     degrees: int = 0

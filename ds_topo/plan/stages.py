@@ -17,8 +17,8 @@ from ds_topo.plan.work import PassCost, Work, pass_cost, piece_work
 class Stage:
     """The layers that one pipeline rank holds: the blocks of all its virtual stages, and the ends of the model.
 
-    Several stages can hold the same layers. ``numbers`` are those of all of them, ascending; the first of them keeps
-    the most activations and waits the least.
+    ``numbers`` are those of all stages with the same layers, ascending. The first of them keeps the most activations
+    and waits the least.
     """
 
     blocks: tuple[AnyBlock, ...]

@@ -45,8 +45,8 @@ START, REPLICAS, SAMPLES = "first weight", "replicas", "samples"
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
 """The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _GROWTH = 2.0
-"""The errors of rounding in steps after the last measured one, as a multiple of those in it; a difference there is only
-a reason to measure these steps, too."""
+"""The errors of rounding in steps that were not measured, as a multiple of those in the last measured one. A difference
+in such a step is only a reason to measure it, too."""
 _LEAST = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
 """The error that is always allowed, by the data type of the weights: twice the precision of a half type."""
 _USELESS = 0.5
@@ -54,7 +54,7 @@ _USELESS = 0.5
 _SMALL = 1e-3
 """Gradients below this share of the mean square of all gradients count as noise."""
 _STRIDES = (1, 2, 3, 4, 6, 8)
-"""The numbers of pieces of a sliced output that are tried; query, key and value are three."""
+"""The numbers of pieces that a sliced output may have; query, key and value are three."""
 EXACT = 1e-12
 _CERTAIN = torch.zeros(1, dtype=torch.bool)
 

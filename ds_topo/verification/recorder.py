@@ -227,13 +227,10 @@ class Recorder:
         loss_of: Callable[..., torch.Tensor],
         described: Mapping[str, Any],
     ) -> None:
-        """Record a whole model without an engine: each step's weights are given, and no optimizer updates them.
+        """Record a whole model without an engine, and without an optimizer.
 
-        Args:
-            model: the model of one process.
-            steps: for each step the whole weights by name, and the micro-batches.
-            loss_of: ``loss_of(model, *micro_batch)``.
-            described: what :func:`about` says of the rank whose samples these are.
+        ``steps`` has for each step the whole weights by name, and the micro-batches. ``described`` is what
+        :func:`about` says of the rank whose samples these are.
         """
         parameters = dict(model.named_parameters())
         self._watch(model, {name: (one, Slice(tuple(one.shape))) for name, one in parameters.items()})

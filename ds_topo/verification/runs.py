@@ -180,11 +180,7 @@ def processors() -> int:
 
 
 def run(runs: Sequence[Ranks], *, wanted: int, timeout: float, progress: Progress) -> None:
-    """Run a program on all ranks of some runs at the same time, and record it; ``timeout`` is in seconds for each run.
-
-    Raises:
-        VerificationError: a rank failed, ended before the last step, or took too long.
-    """
+    """Run a program on all ranks of some runs at the same time, for ``timeout`` seconds at most, and record it."""
     given = int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0])
     ranks = sum(each.size for each in runs)  # together they do the work of the wanted layout
     threads, first = max(given, min(given * wanted, processors()) // ranks), 0
