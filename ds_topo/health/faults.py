@@ -1,4 +1,4 @@
-"""Find faults in what the ranks report and measure, and summarise them: pure functions, standard library only."""
+"""Find faults in what the ranks report and measure, and summarise them: pure functions, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from fractions import Fraction
 from statistics import median
 from typing import Any, NamedTuple
 
-from ds_topo.launch.placement import fold_numbers
+from rich.filesize import decimal
+
+from ds_topo.launch.placement import fold_numbers, ranks_by_host
 
 EXPECTED_SHARE = 0.8
 """A link below this share of its expected bandwidth is a fault."""
@@ -57,14 +59,8 @@ def by_host(reports: Iterable[RankReport]) -> dict[str, list[RankReport]]:
 
 
 def where(reports: Iterable[RankReport]) -> str:
-    """Return hosts with their ranks.
-
-    >>> where([RankReport(rank, "a", "", rank, 2, "", {}) for rank in (2, 3)])
-    'a (ranks 2-3)'
-    """
-    ranks_of = {host: [report.rank for report in there] for host, there in by_host(reports).items()}
-    named = [f"{host} (rank{'s' if len(ranks) > 1 else ''} {fold_numbers(ranks)})" for host, ranks in ranks_of.items()]
-    return ", ".join(named[:8]) + (f" and {len(named) - 8} more hosts" if len(named) > 8 else "")
+    """Return hosts with their ranks."""
+    return ranks_by_host((report.host, report.rank) for report in reports)
 
 
 def disagreements(reports: Sequence[RankReport]) -> list[Fault]:
@@ -187,7 +183,7 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
 
     >>> rates = {(a, b): 10.0 if "c" in (a, b) else 100.0 for a in "abc" for b in "abc" if a != b}
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
-    ["c's link carries at most 10 B/s, 0.10 of the median of all hosts (100 B/s)"]
+    ["c's link carries at most 10 bytes/s, 0.10 of the median of all hosts (100 bytes/s)"]
     """
     best = {"receives": _best(rates, 1), "sends": _best(rates, 0)}
     receives, sends = best.values()
@@ -274,12 +270,9 @@ def speed(rate: float) -> str:
     """Return bytes per second with a unit.
 
     >>> speed(11.9e6), speed(2.5e10), speed(900.0)
-    ('11.9 MB/s', '25.0 GB/s', '900 B/s')
+    ('11.9 MB/s', '25.0 GB/s', '900 bytes/s')
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if rate >= size:
-            return f"{rate / size:.1f} {unit}/s"
-    return f"{rate:.0f} B/s"
+    return f"{decimal(round(rate))}/s"
 
 
 def seconds(duration: float) -> str:

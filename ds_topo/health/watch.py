@@ -379,8 +379,8 @@ class JobWatch:
         """Let the watch, if it is running, compare the steps that the ranks of a group have taken.
 
         Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
-        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed once, on
-        standard error. Nothing waits for the comparison or is ended.
+        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed on
+        standard error, once. Nothing waits for the comparison or is ended.
         """
         if self.watch is not None and self.watch.is_of_this_job:
             self.watch._heart.compare_steps(wait_over("step", group), taken, calls_of(group))

@@ -161,7 +161,7 @@ class Council:
             self.request(self.timeout, count)
 
     def request(self, limit: timedelta, call: Callable[[], Result], what: str = "") -> Result:
-        """Return the result of requests that expire after ``limit``; raise ``self.error`` if they fail or take longer."""
+        """Return the result of requests that expire after ``limit``, or raise ``self.error`` if they fail."""
         try:
             return within(limit * UNANSWERED_AFTER, self.subject, call, address_of_store(self.store))
         except StoreTimeoutError:

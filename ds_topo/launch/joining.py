@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +27,7 @@ from ds_topo.launch import orphans
 from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, within
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address
-from ds_topo.launch.placement import fold_numbers
+from ds_topo.launch.placement import fold_numbers, ranks_by_host
 from ds_topo.launch.tracebacks import share_tracebacks
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -335,7 +334,7 @@ def _problems_of(came: Mapping[int, Mapping[str, Any]], launch: Launch, waited: 
     problems = []
     if missing:
         count = f"{len(missing)} of {launch.world_size} ranks did not come within {waited}"
-        problems.append(f"{count}: {fold_numbers(missing)}. These came, {_by_host(came)}")
+        problems.append(f"{count}: {fold_numbers(missing)}. These came: {_by_host(came)}")
     if others:
         sizes = ", ".join(map(str, sorted({place["world_size"] for place in others.values()})))
         differ = f"{len(others)} ranks have WORLD_SIZE={sizes}, but rank 0 has {launch.world_size}"
@@ -344,8 +343,4 @@ def _problems_of(came: Mapping[int, Mapping[str, Any]], launch: Launch, waited: 
 
 
 def _by_host(places: Mapping[int, Mapping[str, Any]]) -> str:
-    by_host: dict[str, list[int]] = defaultdict(list)
-    for rank, place in places.items():
-        by_host[place["host"]].append(rank)
-    shown = "; ".join(f"{host}: {fold_numbers(ranks)}" for host, ranks in list(by_host.items())[:16])
-    return f"{shown}{' and more' if len(by_host) > 16 else ''}"
+    return ranks_by_host((place["host"], rank) for rank, place in places.items())

@@ -216,6 +216,19 @@ def fold_numbers(numbers: Sequence[int]) -> str:
     return fold_node_list([str(number) for number in numbers]).translate({ord("["): "", ord("]"): ""})
 
 
+def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
+    """Write ranks by host, for the first eight hosts.
+
+    >>> ranks_by_host([("a", 2), ("b", 7), ("a", 3)])
+    'a (ranks 2-3), b (rank 7)'
+    """
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for host, rank in places:
+        ranks_of[host].append(rank)
+    named = [f"{host} (rank{'s' if len(ranks) > 1 else ''} {fold_numbers(ranks)})" for host, ranks in ranks_of.items()]
+    return ", ".join(named[:8]) + (f" and {len(named) - 8} more hosts" if len(named) > 8 else "")
+
+
 def few_ranks(ranks: Sequence[int], most: int = 16) -> str:
     """Write a list of ranks, shortened if it is long.
 

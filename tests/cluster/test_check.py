@@ -171,7 +171,7 @@ def test_check_finds_a_missing_rank(start_cluster: StartCluster, tmp_path: Path)
     cluster = start_cluster(hosts=3, tools=())
     code, output, _ = check(cluster, tmp_path, "data=-1", "--timeout", "6", missing=[1])
     assert code == 1
-    assert "1 of 3 ranks did not come within 0:00:05.400000: 1. These came, host0: 0; host2: 2" in output
+    assert "1 of 3 ranks did not come within 0:00:05.400000: 1. These came: host0 (rank 0), host2 (rank 2)" in output
 
 
 @pytest.mark.exhaustive
