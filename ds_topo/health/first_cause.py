@@ -353,15 +353,13 @@ class Guard:
         self._holders = 0
 
     @contextmanager
-    def over(self, name: str, members: Sequence[int] | None = None, steps: int | None = None) -> Iterator[None]:
-        """Guard a call; inside of another one, it belongs to that one.
-
-        ``name`` and ``steps``, those before the call, are for messages. ``members`` take part, by default all ranks.
+    def over(self, name: str, members: Sequence[int] | None = None) -> Iterator[None]:
+        """Guard a call, in which all ranks take part by default; inside of another one, it belongs to that one.
 
         Raises:
             FailedRankError: another rank has failed, so that this call could not come back, or could not reach it.
         """
-        call = self.begin(name, members, steps)
+        call = self.begin(name, members, None)
         try:
             yield
         except BaseException as error:
@@ -370,7 +368,7 @@ class Guard:
         self.end(call, None)
 
     def begin(self, name: str, members: Sequence[int] | None, steps: int | None) -> GuardedCall | None:
-        """Begin a call as in :meth:`over`; return what :meth:`end` needs."""
+        """Begin a call as in :meth:`over`, after so many ``steps``; return what :meth:`end` needs."""
         if self.call is not None or threading.current_thread() is not threading.main_thread():
             return None
         world = dist.group.WORLD  # None without a job

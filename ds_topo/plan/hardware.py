@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.plan import read_json
+from ds_topo.topology.axes import read_json
 
 GIGA, TERA = 1e9, 1e12
 CONTEXT_BYTES = 3e9

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.plan import read_json, whole_number
+from ds_topo.topology.axes import read_json
 
 MOST_LAYERS = 2048
 """More than any model has, and few enough to plan in seconds."""
@@ -434,6 +434,22 @@ def model_from_config(config: Mapping[str, Any], name: str = "") -> Model:
         return FAMILIES[family](config, name or family)
     except TopologyError as error:
         raise TopologyError(f"config of family {family!r}: {error}") from None
+
+
+def whole_number(content: Mapping[str, Any], *keys: str, least: int = 1, default: int | None = None) -> int:
+    """Return the value of the first of ``keys`` that an object of a JSON file has, or the default if it has none.
+
+    >>> whole_number({"heads": 8, "ffn": None}, "heads"), whole_number({"heads": 8, "ffn": None}, "ffn", default=4)
+    (8, 4)
+    """
+    key = next((key for key in keys if content.get(key) is not None), keys[0])
+    value = content.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        found = "is missing" if value is None else f"is {abridged(value)}"
+        raise TopologyError(f"{key!r} {found}; a whole number from {least} on must be there")
+    return value
 
 
 def _is_set(config: Mapping[str, Any], key: str, default: bool = False) -> bool:

@@ -304,6 +304,16 @@ def _checked_world_size(world_size: object) -> int:
     return size
 
 
+def read_json(path: str | Path, name: str) -> Any:
+    """Return the content of a JSON file, which an error calls ``name``."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+    except OSError as error:
+        raise TopologyError(f"{name} {abridged(str(path))} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
+        raise TopologyError(f"{name} {abridged(str(path))} is not JSON: {abridged(str(error))}") from error
+
+
 def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     """Return the ``topology`` section of a DeepSpeed config, given as a path or mapping: a spec in any form."""
     if not isinstance(config, (str, PathLike, Mapping)):
@@ -311,13 +321,7 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     if isinstance(config, Mapping):
         source, content = "the config", config
     else:
-        source = str(config)
-        try:
-            content = json.loads(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
-        except OSError as error:
-            raise TopologyError(f"config {abridged(source)} cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
-            raise TopologyError(f"config {abridged(source)} is not JSON: {abridged(str(error))}") from error
+        source, content = str(config), read_json(config, "config")
     if not isinstance(content, Mapping) or "topology" not in content:
         raise TopologyError(
             f'{source:.200} has no "topology" section; add one, such as '
