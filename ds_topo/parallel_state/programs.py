@@ -28,7 +28,7 @@ _FIXED = {"world_size": "a grid's degrees do not change", "rank": "a rank's plac
 _NO_PARTS = "a grid has no such parts of its groups"
 _EXPERTS, _EXPERT_SLICES = "experts of this rank", "slices of this rank's experts"
 _SAMPLES, _REPLICAS = "ranks with other samples", "replicas of this rank's parameters"
-"""These stand among axes for what depends on the grid: the ranks that share this rank's experts, and some axes."""
+"""Names that may stand among axes: for the ranks that share this rank's experts, and for axes that a grid decides."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _State = TypeVar("_State", bound="ParallelState")

@@ -1,4 +1,4 @@
-"""Predict the seconds of one training step: the slowest stage's work, its waits, and what nothing hides.
+"""Predict the seconds of one training step: the work and waits of the slowest stage, and messages that nothing hides.
 
 The first part finds the hosts that groups of ranks span in a layout, and times their collectives. A ring moves
 ``(n - 1) / n`` of a tensor over each of its edges in an all_gather or a reduce_scatter, twice that in an all_reduce

@@ -119,7 +119,7 @@ class Recorder:
         self._random_state: torch.Tensor | None = None
         """The state of the random generator before a forward pass that is recorded."""
         self._of_others: set[int] = set()
-        """The ids of parameters of a reference, of which another rank records the same weights."""
+        """The ids of parameters of a reference whose weights another rank records."""
         self._begin_step()
 
     # -- the calls of an engine --------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Recorder:
         self._random_state = torch.get_rng_state()
 
     def _end_forward(self, engine: weakref.ref[DeepSpeedEngine], module: nn.Module, *_: Any) -> None:
-        """End it."""
+        """End the record of a forward pass."""
         if self._random_state is None or engine() is not self.engine:
             return
         # a pipeline with seed_layers seeds before each layer

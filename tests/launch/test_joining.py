@@ -173,7 +173,7 @@ def test_ranks_end_with_their_launcher_and_say_which_it_was_unless_told_otherwis
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((2, 3), r"1 ranks have WORLD_SIZE=3, but rank 0 has 2 \(.* \(rank 1\)\): start every rank with the same WORLD_SIZE"),
+        ((2, 3), r"1 ranks have WORLD_SIZE=3, but rank 0 has 2 \(.* \(rank 1\)\): start every rank with the same"),
         ((2, 2, 3), r"rank 2 on .* has WORLD_SIZE=3, but rank 0 has 2: start every rank with the same WORLD_SIZE"),
         ((3, 2), r"1 of 3 ranks did not come .*: 2\. .* 1 ranks have WORLD_SIZE=2, but rank 0 has 3"),
     ],

@@ -10,13 +10,7 @@ from ds_topo.errors import LaunchError
 from ds_topo.launch.launchers import Launch, detect_launch
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-TORCHRUN = {
-    **TORCH,
-    "TORCHELASTIC_RUN_ID": "none",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-}
+TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 DEEPSPEED = {**TORCH, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -236,12 +236,7 @@ def test_slurms_hostfile_numbers_tasks(tmp_path: Path) -> None:
         st.sampled_from(
             [
                 *("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_TASKS_PER_NODE"),
-                *(
-                    "SLURM_STEP_TASKS_PER_NODE",
-                    "SLURM_DISTRIBUTION",
-                    "SLURM_DIST_PLANESIZE",
-                    "SLURM_HOSTFILE",
-                ),
+                *("SLURM_STEP_TASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_HOSTFILE"),
             ]
         ),
         st.sampled_from(

@@ -497,11 +497,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "reduces its gradients already",
     ),
-    "inside DDP": (
-        _reduce_inside_ddp,
-        ValueError,
-        "reduces its gradients already",
-    ),
+    "inside DDP": (_reduce_inside_ddp, ValueError, "reduces its gradients already"),
     "no module": (lambda: GradientReducer([nn.Linear(4, 4)]), TypeError, "give a torch.nn.Module"),
     "parameters": (lambda: GradientReducer(nn.Linear(4, 4).parameters()), TypeError, "give a torch.nn.Module"),
     "nothing to train": (

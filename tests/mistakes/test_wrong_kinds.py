@@ -134,11 +134,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "lacks DeepSpeed's methods; build PipelineParallelGrid('data=2,model=2')",
     ),
-    "a grid as model": (
-        lambda: _initialize(_grid(SPEC)),
-        TypeError,
-        "give a torch.nn.Module, or a PipelineModule",
-    ),
+    "a grid as model": (lambda: _initialize(_grid(SPEC)), TypeError, "give a torch.nn.Module, or a PipelineModule"),
     "an mpu of a pipeline": (_pipeline_with_mpu, EngineOptionError, "which has its own grid: omit mpu="),
     "a module in a LayerSpec": (
         lambda: LayerSpec(nn.Linear(4, 4)),  # type: ignore[arg-type]
@@ -289,11 +285,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "device_type='gpu': give a type of device",
     ),
-    "a number as axis": (
-        lambda: _grid(SPEC, ProcessGrid).get_group(0),
-        UnknownAxisError,
-        "axes=0: give the name",
-    ),
+    "a number as axis": (lambda: _grid(SPEC, ProcessGrid).get_group(0), UnknownAxisError, "axes=0: give the name"),
     "a name as extra axes": (lambda: ProcessGrid("rows=2,data=2", extra_axes="row"), TopologyError, "extra axis 'row'"),
     "a negative world size": (
         lambda: ProcessTopology.from_spec("data=-1", world_size=-4),

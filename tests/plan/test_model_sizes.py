@@ -74,10 +74,7 @@ TOTALS: dict[str, tuple[Config, int]] = {
     "mistral-7b": (llama(32, 4096, 32, 8, 14336, 32000, model_type="mistral"), 7_241_732_096),
     "mixtral-8x22b": (llama(56, 6144, 48, 8, 16384, 32768, **MIXTRAL), 140_630_071_296),
     "qwen2-7b": (llama(28, 3584, 28, 4, 18944, 152064, model_type="qwen2"), 7_615_616_512),
-    "qwen2.5-0.5b": (
-        llama(24, 896, 14, 2, 4864, 151936, model_type="qwen2", tie_word_embeddings=True),
-        494_032_768,
-    ),
+    "qwen2.5-0.5b": (llama(24, 896, 14, 2, 4864, 151936, model_type="qwen2", tie_word_embeddings=True), 494_032_768),
     "qwen1.5-moe-a2.7b": (
         llama(
             24,

@@ -104,10 +104,7 @@ def test_bubble_of_equal_stages_matches_narayanan_et_al() -> None:
         assert time.bubble / (time.compute + time.recompute) == pytest.approx(3 / (virtual * 32), rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("slow_across", "inner"),
-    [(True, "data"), (False, "model")],
-)
+@pytest.mark.parametrize(("slow_across", "inner"), [(True, "data"), (False, "model")])
 def test_best_order_keeps_the_largest_messages_inside_hosts(slow_across: bool, inner: str) -> None:
     # few tokens and many parameters: gradients outweigh activations; the other way round
     shape = {"batch": 4, "sequence": 16, "hidden": 1024} if slow_across else {"batch": 64, "sequence": 1024}
