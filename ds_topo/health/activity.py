@@ -156,12 +156,6 @@ class Activity:
         words += [f"handling {self.handling}{lasting(self.handled)}"] if self.handling else []
         return ", ".join(words)
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Activity:
-        """Invert ``dataclasses.asdict``."""
-        wait = fields.pop("wait")
-        return cls(wait=Wait(**{**wait, "ranks": tuple(wait["ranks"])}) if wait else None, **fields)
-
 
 class Observer:
     """Observes the main thread from other threads."""

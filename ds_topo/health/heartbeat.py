@@ -20,6 +20,8 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
+from pydantic import TypeAdapter
+
 from ds_topo.base.torch_names import Store, append, get_several
 from ds_topo.errors import listed, tell
 from ds_topo.health.activity import MAX_RANKS, Activity, Wait
@@ -117,12 +119,6 @@ class Beat:
     coordinate: str
     doing: Activity
 
-    @classmethod
-    def read(cls, text: bytes) -> Beat:
-        """Invert ``to_text``."""
-        fields = json.loads(text)
-        return cls(**{**fields, "doing": Activity.from_json(fields["doing"])})
-
     def to_text(self) -> str:
         """Return the beat as JSON."""
         return json.dumps(asdict(self))
@@ -130,6 +126,10 @@ class Beat:
     def named(self, rank: int) -> str:
         """Describe the rank whose beat this is."""
         return named(rank, self.host, self.coordinate)
+
+
+read_beat = TypeAdapter(Beat).validate_json
+"""Inverts ``Beat.to_text``."""
 
 
 class Verdict(NamedTuple):
@@ -224,7 +224,7 @@ class Heartbeat:
         if ring.rank == 0:
             for name in ("alarm", "verdict", "found"):
                 self._store.set(ring.key(name), "")
-        self.first_rank = Beat.read(self._store.get(ring.key("beat", 0)))
+        self.first_rank = read_beat(self._store.get(ring.key("beat", 0)))
         self.first_witness = Address(*json.loads(self._store.get(self._ring.key("witness", 0))))
 
     def start(self) -> None:
@@ -282,11 +282,11 @@ class Heartbeat:
             self._requests.get()()
         keys = [ring.key("beat", self._neighbor), ring.key("beat", 0), ring.key("alarm"), ring.key("verdict")]
         neighbor, first, alarm, verdict = get_several(self._store, keys)
-        self.first_rank = Beat.read(first)
+        self.first_rank = read_beat(first)
         if verdict and self.verdict is None:
             self.verdict = Verdict(*json.loads(verdict))
         if self.verdict is None:
-            self._consider_neighbor(Beat.read(neighbor), awake, is_alarm=bool(alarm))
+            self._consider_neighbor(read_beat(neighbor), awake, is_alarm=bool(alarm))
             self._consider_own_wait(doing)
             if alarm:
                 self._consider_alarm(awake)
@@ -458,4 +458,4 @@ class Heartbeat:
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         texts = get_several(self._store, [self._ring.key("beat", rank) for rank in ranks]) if ranks else []
-        return {rank: Beat.read(text) for rank, text in zip(ranks, texts, strict=True)}
+        return {rank: read_beat(text) for rank, text in zip(ranks, texts, strict=True)}

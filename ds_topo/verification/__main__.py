@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from ds_topo.base import patches
 from ds_topo.base.ledger import always, around, ledger
@@ -30,11 +31,9 @@ _IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 def main(words: list[str]) -> None:
     """Record a program's steps, then end this process at once, so that the program does not go on."""
-    options, program = json.loads(words[0]), words[1]
+    what, program = TypeAdapter(Recording).validate_json(words[0]), words[1]
     sys.argv = words[1:]
     sys.path[0] = str(Path(program).resolve().parent)
-    folders = {name: options[name] and Path(options[name]) for name in ("folder", "weights_from")}
-    what = Recording(**{**options, **folders})
     with ExitStack() as undo:
         if REFERENCE in os.environ:
             undo.callback(ledger.bind(patches.CONFIGURE, of_reference))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from ds_topo import GradientReducer, PipelineParallelGrid
 from ds_topo.base.torch_names import flight_record
 from ds_topo.health import activity
 from ds_topo.health.activity import _PHASES, _WAITS, Activity, Observer, _known_wait
+from ds_topo.health.heartbeat import RUNS, Beat, read_beat
 from ds_topo.reduction.exchange import exchange_of
 from tests.support.world import Worlds
 
@@ -88,7 +87,8 @@ def test_a_waiting_rank_reports_call_group_and_duration(world: Worlds) -> None:
     assert last.quiet == last.seconds, "no byte has moved"
     assert last.where.startswith("health/test_activity.py")
     assert seen[3][-1].wait is None, "it sleeps"
-    assert Activity.from_json(json.loads(json.dumps(asdict(last)))) == last
+    beat = Beat(1, RUNS, "node1", "", last)
+    assert read_beat(beat.to_text()) == beat
 
 
 def _trains() -> tuple[list[Activity], Activity]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -238,7 +239,7 @@ def test_a_long_exception_handler_is_named(stack: ExitStack) -> None:
 
 
 def test_an_internal_error_ends_no_job(stack: ExitStack, capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job(stack, looks={1: lambda: Activity.from_json({})})
+    job = Job(stack, looks={1: Mock(side_effect=KeyError)})
     job.start()
     job.assert_no_verdict()
     assert "it continues without rank 1" in capfd.readouterr().err
