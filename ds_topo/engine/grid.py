@@ -100,7 +100,8 @@ class PipelineParallelGrid(MpuGrid):
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
-            self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
+            if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
+                self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(current.forget, self))
@@ -180,7 +181,7 @@ def reading_configs(construct: Any, config: DeepSpeedConfig, *args: Any, **optio
     """Replace ``DeepSpeedConfig.__init__``: check what DeepSpeed refuses itself, but without naming axes or values."""
     given = inspect.signature(construct).bind(config, *args, **options).arguments
     content, mpu = given["config"], given.get("mpu")
-    if isinstance(mpu, MpuGrid) and isinstance(content, Mapping) and REFERENCE not in os.environ:
+    if isinstance(mpu, MpuGrid) and isinstance(content, Mapping):
         check_sections_and_sizes(content, mpu)
     construct(config, *args, **options)
 

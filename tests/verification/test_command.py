@@ -11,11 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_topo import ProcessTopology
+from ds_topo import PipelineParallelGrid, ProcessTopology
+from ds_topo.base import patches
+from ds_topo.base.ledger import ledger
 from ds_topo.cli import main
+from ds_topo.launch.launchers import REFERENCE
+from ds_topo.verification.__main__ import of_reference
 from ds_topo.verification.recorder import Recording
 from ds_topo.verification.runs import Ranks, fit_together
+from tests.support.fake_world import fake_world
 
 ROOT = Path(__file__).parents[2]
 GPT = ["examples/train_gpt.py", "--batch-size", "8", "--context", "16", "--width", "32", "--depth", "2", "--steps", "3"]
@@ -51,6 +57,13 @@ def test_references_run_together_if_they_fit(places: int, free: int, fit: bool, 
         torch.save({"memory": 1000}, wanted.recording.folder_of(rank) / "step_0.pt")
     assert fit_together(wanted, reference, places, free) == fit
     assert not fit_together(reference, reference, places, free), "no more processes than in the layout"
+
+
+def test_grid_of_a_reference_leaves_its_config_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REFERENCE, "1")
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    with ledger.bound(patches.CONFIGURE, of_reference), fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
+        assert DeepSpeedConfig(config, mpu=grid).zero_optimization_stage == 0
 
 
 @pytest.mark.exhaustive
