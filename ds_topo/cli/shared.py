@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_topo.errors import HostError, TopologyError, printable
+from ds_topo.errors import HostError, TopologyError, printable, tell
 from ds_topo.launch.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def progress_of(shown: bool, command: str = "check") -> Iterator[Callable[[str, 
         nonlocal current
         if shown and step != current:
             current = step
-            print(f"ds-topo {command}: {step}", file=sys.stderr, flush=True)
+            tell(f"ds-topo {command}: {step}")
 
     if not shown or not sys.stderr.isatty():
         yield write_step
