@@ -400,6 +400,16 @@ def _fork_server(path: bytes, arguments: Sequence[str], descriptors: Sequence[in
 _SPAWN = multiprocessing.util.spawnv_passfds
 
 
+def one_of_each_function(tests: Sequence[str], choice: random.Random) -> list[str]:
+    """Return the tests in random order, one case of each function first, then another of each."""
+    cases = Counter[str]()
+    turns = []
+    for test in choice.sample(tests, len(tests)):
+        turns.append((cases[test.partition("[")[0]], len(turns), test))
+        cases[test.partition("[")[0]] += 1
+    return [test for *_, test in sorted(turns)]
+
+
 def sources(paths: Iterable[Path]) -> list[Path]:
     """Return the files of these paths, of which some are folders."""
     given = [path.resolve() for path in paths]
@@ -435,7 +445,7 @@ def main() -> int:
             numbers[change.package, outcome if outcome in ("passed", "timeout") else "caught"] += 1
         tree.confirm(options.deadline * 3)
         for change, reaching in tree.reaching(missed).items() if missed and options.reaching else ():
-            tests = random.Random(options.seed).sample(reaching, min(options.reaching, len(reaching)))
+            tests = one_of_each_function(reaching, random.Random(options.seed))[: options.reaching]
             print(f"{len(reaching)} tests reach it, of which {len(tests)} run")
             if tests and tree.outcome_of(change, tests, options.deadline * 5) not in ("passed", "timeout"):
                 missed.remove(change)
