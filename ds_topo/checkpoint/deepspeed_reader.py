@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,22 +52,6 @@ from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridg
 _LARGEST_TABLE = 1 << 31
 
 
-def entry_of(content: Any, file: Path, *keys: Any) -> Any:
-    """Return an entry of a file, by its keys from the outside to the inside.
-
-    Raises:
-        DamagedCheckpointError: there is none.
-    """
-    for key in keys:
-        if not isinstance(content, Mapping) or key not in content:
-            raise DamagedCheckpointError(
-                f"{file} has no entry {abridged(list(keys))}, so it does not fit its manifest. Find changed files by "
-                f"{how_to_verify(file.parent)}"
-            )
-        content = content[key]
-    return content
-
-
 def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
     """Return the file of the module and the engine."""
     prefix = f"zero_pp_rank_{replica}_" if layout.zero_stage == 3 else ""
@@ -84,6 +68,12 @@ def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
     """Return the options of ZeRO that a checkpoint was saved with, from the config in its file of weights."""
     section = (states.get("ds_config") or {}).get("zero_optimization") or {}
     return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
+
+
+def names_of_vectors(partitions: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names in each vector of ``BF16_Optimizer``; each of its partitions lists the names of its own part."""
+    of_vectors = zip(*(one["param_slice_mappings"] for one in partitions), strict=True)
+    return [list(dict.fromkeys(chain.from_iterable(mappings))) for mappings in of_vectors]
 
 
 def opened(path: Path) -> dict[str, Any]:
@@ -120,7 +110,6 @@ class DeepSpeedFiles(Source):
         super().__init__(model, f"the checkpoint {folder.name!r} of {folder.parent}")
         self.layout, self.folder = model.layout, folder
         self._open: dict[str, dict[str, Any]] = {}
-        self._read: dict[str, Table] = {}
         self._rows: dict[tuple[str, str], list[Located]] = defaultdict(list)
         """The parts of each parameter and key, of the tables that were read."""
         self._known: set[str] = set()
@@ -133,11 +122,10 @@ class DeepSpeedFiles(Source):
         """The hyperparameters and states of vectors that were asked for, by their ids."""
         self._groups: dict[Any, dict[str, Any]] = {}
         """The hyperparameters of each group that was asked for: one object for all parameters of the group."""
-        self._buffers_of: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-        """The buffers of slices that were asked for."""
         self._of_groups: dict[tuple[int, int], dict[str, Any]] = {}
         """The hyperparameters of each group, by its stage and number."""
-        self._lock = threading.RLock()
+        self._buffers: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        """The buffers of slices that were asked for, by the number of the slice and of all slices."""
 
     def content(self, name: str) -> dict[str, Any]:
         """Return the content of a file, which is opened once.
@@ -145,10 +133,26 @@ class DeepSpeedFiles(Source):
         Raises:
             DamagedCheckpointError: the file cannot be read.
         """
-        with self._lock:
-            if name not in self._open:
-                self._open[name] = opened(self.folder / name)
-            return self._open[name]
+        if name not in self._open:
+            self._open[name] = opened(self.folder / name)
+        return self._open[name]
+
+    def entry(self, file: str, *keys: str | int) -> Any:
+        """Return an entry of a file, by its keys from the outside to the inside.
+
+        Raises:
+            DamagedCheckpointError: the file cannot be read, or has no such entry.
+        """
+        content: Any = self.content(file)
+        try:
+            for key in keys:
+                content = content[key]
+        except (KeyError, IndexError, TypeError):
+            raise DamagedCheckpointError(
+                f"{self.folder / file} has no entry {abridged(list(keys))}, so it does not fit its manifest. Find "
+                f"changed files by {how_to_verify(self.folder)}"
+            ) from None
+        return content
 
     def require(self, is_right: bool, what: str) -> None:
         """Raise DamagedCheckpointError unless the files hold what the manifest says."""
@@ -159,27 +163,22 @@ class DeepSpeedFiles(Source):
 
     # -- tables
 
-    @cached_property
-    def _of_files(self) -> list[Table]:
-        """The tables of a checkpoint that has none of its own."""
-        return list(tables_of_files(self))
-
     def _parts(self, name: str, key: str, wanted: Slice | None = None, start: int = 0, stop: int = 0) -> list[Located]:
         """Return the parts of a parameter's tensor in all tables that have some of the wanted elements, or any."""
-        with self._lock:
-            if not self.model.tables:
-                if not self._known:
-                    self._known.add("")
-                    for table in self._of_files:
-                        self._add(table)
-            elif name not in self._complete:
-                for path in self.model.tables_of(name, wanted, start, stop):
-                    if path not in self._known:
-                        self._known.add(path)
-                        self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
-                if wanted is None:
-                    self._complete.add(name)
-            return self._rows.get((name, key), [])
+        if not self.model.tables:
+            if not self._known:
+                tables = list(tables_of_files(self))
+                self._known.add("")
+                for table in tables:
+                    self._add(table)
+        elif name not in self._complete:
+            for path in self.model.tables_of(name, wanted, start, stop):
+                if path not in self._known:
+                    self._known.add(path)
+                    self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
+            if wanted is None:
+                self._complete.add(name)
+        return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
         self._slices.clear()
@@ -229,23 +228,11 @@ class DeepSpeedFiles(Source):
     def _flat(self, one: Located, key: str) -> torch.Tensor:
         """Return the elements of a part, flat."""
         path, _ = one.vector.tensors[key]
-        tensor = self._at(one.vector.file, path)
+        tensor = self.entry(one.vector.file, *path)
         flat: torch.Tensor = tensor.detach().reshape(-1) if torch.is_tensor(tensor) else torch.empty(0)
         stop = one.part.offset + one.part.stop - one.part.start
         self.require(stop <= flat.numel(), f"the size of {one.table.pieces[one.part.piece].name!r}")
         return flat[one.part.offset : stop]
-
-    def _at(self, file: str, path: Sequence[str | int]) -> Any:
-        content: Any = self.content(file)
-        try:
-            for key in path:
-                content = content[key]
-        except (KeyError, IndexError, TypeError):
-            raise DamagedCheckpointError(
-                f"{self.folder / file} has no entry {abridged(list(path))}, so it does not fit its manifest. Find "
-                f"changed files by {how_to_verify(self.folder)}"
-            ) from None
-        return content
 
     # -- values
 
@@ -265,15 +252,15 @@ class DeepSpeedFiles(Source):
         if key in (WEIGHT, MASTER):
             has_own = bool(self._parts(name, key, wanted, start, stop)) and (key == WEIGHT or one.is_trained)
             other = MASTER if key == WEIGHT else WEIGHT
-            found = self._assembled(name, key if has_own else other, wanted, start, stop, one.real)
+            found = self._assembled(name, key if has_own else other, wanted, start, stop)
             self.require(found is not None, f"parts of {name!r}")
             assert found is not None
             return found if has_own or key == MASTER else found.to(one.dtype)
-        found = self._assembled(name, key, wanted, start, stop, one.real)
+        found = self._assembled(name, key, wanted, start, stop)
         return torch.zeros(stop - start) if found is None else found
 
     def _assembled(
-        self, name: str, key: str, wanted: Slice, start: int, stop: int, real: int | None, model_rank: int | None = None
+        self, name: str, key: str, wanted: Slice, start: int, stop: int, model_rank: int | None = None
     ) -> torch.Tensor | None:
         """Return elements of a slice, from the saved slices; None if there are none.
 
@@ -283,12 +270,12 @@ class DeepSpeedFiles(Source):
             wanted: the slice.
             start: first element.
             stop: end of the elements, exclusive.
-            real: rows of the whole tensor that are no padding, if the padding changes.
             model_rank: the only rank whose copy is wanted.
         """
         saved = self._of_slice(name, key, model_rank, wanted, start, stop)
         if not saved:
             return None
+        real = self.model.parameters[name].real if name in self.model.parameters else None
         for parts in saved.values():
             piece = parts[0].table.pieces[parts[0].part.piece]
             if real is None and piece.slice == wanted:
@@ -345,7 +332,7 @@ class DeepSpeedFiles(Source):
             return known
         states: dict[str, Any] = {}
         for key, path in vector.values.items():
-            value = self._at(vector.file, path)
+            value = self.entry(vector.file, *path)
             if torch.is_tensor(value) and value.numel() > 1:
                 raise CheckpointLayoutError(
                     f"the optimizer's state {key!r} of {name!r} has the shape {list(value.shape)}. Only states of "
@@ -359,9 +346,7 @@ class DeepSpeedFiles(Source):
         group = states.pop(GROUP)
         path = vector.values[GROUP]
         own = {key: group[key] for key in group if key not in ("params", "param_names")}
-        with self._lock:
-            found = self._groups.setdefault((vector.file, path), own), states
-            self._of_vectors[id(vector)] = found
+        self._of_vectors[id(vector)] = found = self._groups.setdefault((vector.file, path), own), states
         return found
 
     def group_of(self, name: str) -> dict[str, Any]:
@@ -387,18 +372,18 @@ class DeepSpeedFiles(Source):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter and buffer."""
         found = {name: one.shape for name, one in self.model.parameters.items()}
-        return found | {name: tuple(one.shape) for name, one in self._buffers(0, 1).items()}
+        return found | {name: tuple(one.shape) for name, one in self.buffers().items()}
 
     def shape_of_buffer(self, name: str, place: int, slices: int) -> tuple[int, ...] | None:
         """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
-        found = self._buffers(place, slices).get(name)
+        found = self.buffers(place, slices).get(name)
         return None if found is None else tuple(found.shape)
 
     def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read elements. Nothing else is read."""
         for one in wanted:
             if one.key == BUFFER:
-                found = self._buffers(one.place, one.slices)[one.name]
+                found = self.buffers(one.place, one.slices)[one.name]
             else:
                 stop = one.start + one.into.numel()
                 found = self.elements(one.name, one.key, one.place, one.slices, one.start, stop)
@@ -418,6 +403,11 @@ class DeepSpeedFiles(Source):
     def model_states(self, model_rank: int) -> dict[str, Any]:
         """Return the file of the module and the engine."""
         return self.content(name_of_model_states(self.layout, model_rank))
+
+    def partition(self, place: SavedPlace) -> dict[str, Any]:
+        """Return the state of a rank's partition of the optimizer."""
+        found: dict[str, Any] = self.entry(name_of_partition(self.layout, place), "optimizer_state_dict")
+        return found
 
     def require_equal_copies(self, slices: int, *, has_states: bool) -> None:
         """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit.
@@ -441,8 +431,9 @@ class DeepSpeedFiles(Source):
             for key in keys:
                 copies = (self._copy(one, key, place) for place in range(saved))
                 self._require_equal(f"parameter {name!r}" if key == WEIGHT else f"{key} of {name!r}", copies)
-        for rows in zip(*map(self.buffers_of, range(saved)), strict=True):
-            name, values = rows[0][0], [value for _, value in rows]
+        of_slices = [self.buffers(place, saved) for place in range(saved)]
+        for name in of_slices[0]:
+            values = [buffers[name] for buffers in of_slices]
             if (split := self.model.structure.splits.get(name)) is None:
                 self._require_equal(f"buffer {name!r}", values)
             elif split.dim >= values[0].dim() or values[0].shape[split.dim] * saved % (split.stride * slices):
@@ -467,7 +458,7 @@ class DeepSpeedFiles(Source):
         """Return a slice's copy of what slices do not split."""
         rank = None if one.experts else one.stage * self.model.slices + place
         for own in (key, MASTER if key == WEIGHT else WEIGHT):
-            found = self._assembled(one.name, own, Slice(one.shape), 0, math.prod(one.shape), None, rank)
+            found = self._assembled(one.name, own, Slice(one.shape), 0, math.prod(one.shape), rank)
             if found is not None:
                 return found
         return torch.empty(0)
@@ -479,17 +470,18 @@ class DeepSpeedFiles(Source):
             elements = self.elements(name, WEIGHT, place, slices, 0, one.numel_of_slice(slices))
             found[name] = elements.view(one.shape_of_slice(slices))
         found.update({alias: found[name] for alias, name in self.model.structure.aliases.items()})
-        return {**found, **dict(self.buffers_of(place))}
+        return {**found, **self.buffers(place, slices)}
 
-    def _buffer_names(self) -> list[str]:
-        """Return the names of all buffers."""
-        self._parts("", BUFFER)
-        return [name for name, key in self._rows if key == BUFFER]
+    def buffers(self, place: int = 0, slices: int = 1) -> dict[str, torch.Tensor]:
+        """Return the buffers of one of ``slices`` slices, under the module's names."""
+        if (place, slices) not in self._buffers:
+            self._buffers[place, slices] = dict(self._cut_buffers(place, slices))
+        return self._buffers[place, slices]
 
-    def buffers(self, slices: int = 1, place: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers under the module's names, of one of ``slices`` slices."""
+    def _cut_buffers(self, place: int, slices: int) -> Iterator[tuple[str, torch.Tensor]]:
         is_same = slices == self.model.slices
-        for name in self._buffer_names():
+        self._parts("", BUFFER)  # reads the tables
+        for name in [name for name, key in self._rows if key == BUFFER]:
             parts = self._of_slice(name, BUFFER)
             located = next(iter(parts.values()))[0]
             saved = located.table.pieces[located.part.piece].slice
@@ -503,24 +495,15 @@ class DeepSpeedFiles(Source):
             split = self.model.structure.splits.get(name)
             whole = saved.whole_shape
             wanted = Slice(whole)
-            if split is not None and saved.dim is not None:
-                if whole[saved.dim] % (slices * saved.stride):
+            if split is not None:
+                if whole[split.dim] % (slices * split.stride):
                     yield name, torch.empty((0,))
                     continue
-                shape = tuple(size // slices if dim == saved.dim else size for dim, size in enumerate(whole))
-                wanted = Slice(shape, saved.dim, slices, place, saved.stride)
-            found = self._assembled(name, BUFFER, wanted, 0, math.prod(wanted.shape), None)
+                shape = [size // slices if dim == split.dim else size for dim, size in enumerate(whole)]
+                wanted = Slice.of(shape, split, place, slices)
+            found = self._assembled(name, BUFFER, wanted, 0, wanted.numel)
             assert found is not None
             yield name, found.view(wanted.shape)
-
-    def _buffers(self, place: int, slices: int) -> dict[str, torch.Tensor]:
-        if (place, slices) not in self._buffers_of:
-            self._buffers_of[place, slices] = dict(self.buffers(slices, place))
-        return self._buffers_of[place, slices]
-
-    def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers that a slice saved, under the module's names."""
-        return self.buffers(self.model.slices, place)
 
     def is_like(self, layout: SavedLayout) -> bool:
         """Return True if a layout has the same numbers of stages, slices and replicas."""
@@ -531,10 +514,7 @@ class DeepSpeedFiles(Source):
         """Return the state of the loss scale; empty if none was saved."""
         if not self.layout.has_partitions:
             return dict(self.model_states(0).get("optimizer") or {})
-        saved = entry_of(
-            self.content(name_of_partition(self.layout, SavedPlace(0, 0))), self.folder, "optimizer_state_dict"
-        )
-        scaler = saved.get("loss_scaler")
+        scaler = self.partition(SavedPlace(0, 0)).get("loss_scaler")
         return vars(scaler) if scaler is not None else {}
 
 
@@ -565,9 +545,7 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
             pieces[name] = Piece(name, Slice(one.shape, 0, model.structure.experts[name], part))
             stacked.append(name)
         elif not one.experts or expert:
-            split = one.split
-            own = Slice(one.shape) if split is None else Slice(one.shape, split.dim, model.slices, of, split.stride)
-            pieces[expert or name] = Piece(name, own)
+            pieces[expert or name] = Piece(name, one.slice_of(of, model.slices))
     states = source.content(name_of_model_states(layout, place.model_rank))
     files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
     buffers = dict[str, Piece]()
@@ -580,13 +558,10 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
         for key, value in module.items():
             whole = f"{prefix or ''}{key}"
             is_stack = whole.rpartition(".")[0] in stacked
-            is_listed = whole not in known and head_is_here(whole, pieces) if names is None else whole in names
+            is_listed = whole not in known and _is_here(whole, pieces) if names is None else whole in names
             if torch.is_tensor(value) and is_listed and not is_stack:
                 split = model.structure.splits.get(whole)
-                own = Slice(tuple(value.shape))
-                if split is not None and model.slices > 1:
-                    own = Slice(tuple(value.shape), split.dim, model.slices, of, split.stride)
-                buffers[whole] = Piece(whole, own)
+                buffers[whole] = Piece(whole, Slice.of(value.shape, split, of, model.slices))
     orders = _orders_of(source, place, states, {**pieces, **buffers})
     partitions = layout.partitions if layout.zero_stage == 3 else 1
     partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
@@ -598,7 +573,7 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
     return recorder.table()
 
 
-def head_is_here(name: str, pieces: Mapping[str, Piece]) -> bool:
+def _is_here(name: str, pieces: Mapping[str, Piece]) -> bool:
     """Return True unless a name is of an expert that another rank has."""
     head = re.match(r"(.*deepspeed_experts\.\d+)\.", name)
     return head is None or any(piece.name.startswith(f"{head[1]}.") for piece in pieces.values())
@@ -648,16 +623,11 @@ def _orders_of(
         for names in model.structure.groups[place.model_rank // model.slices]:
             found += [list(names)] if layout.optimizer == FLAT_OPTIMIZER else [[name] for name in names]
         return [_order(names, {}, numbers, pieces, (0, 1)) for names in found]
-    saved = entry_of(source.content(name_of_partition(layout, place)), source.folder, "optimizer_state_dict")
+    saved = source.partition(place)
     vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
     if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
         places = [SavedPlace(place.model_rank, replica) for replica in range(layout.files_of_partitions)]
-        of_all: list[Any] = [
-            entry_of(source.content(name_of_partition(layout, one)), source.folder, "optimizer_state_dict")
-            for one in places
-        ]
-        mappings = zip(*(one["param_slice_mappings"] for one in of_all), strict=True)
-        vectors = [list(dict.fromkeys(name for mapping in mappings_of for name in mapping)) for mappings_of in mappings]
+        vectors = names_of_vectors(source.partition(one) for one in places)
     paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
     result = []
     for vector, own in zip(vectors, paddings, strict=True):

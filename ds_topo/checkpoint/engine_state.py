@@ -408,14 +408,12 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
 
 
 def _slice(name: str, shape: tuple[int, ...], split: SavedSplit | None, slices: int, place: int) -> Slice:
-    if split is None or slices == 1:
-        return Slice(shape)
-    if split.dim >= len(shape) or shape[split.dim] % split.stride:
+    if split is not None and slices > 1 and (split.dim >= len(shape) or shape[split.dim] % split.stride):
         raise CheckpointLayoutError(
             f"{name!r} {list(shape)} declares partition_dim={split.dim}, partition_stride={split.stride}: there must "
             "be such a dimension, and its size must be a multiple of the stride"
         )
-    return Slice(shape, split.dim, slices, place, split.stride)
+    return Slice.of(shape, split, place, slices)
 
 
 def renaming(rename: Rename) -> Callable[[str], tuple[str, ...]]:

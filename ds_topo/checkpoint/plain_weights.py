@@ -137,14 +137,7 @@ class WeightFiles(DeepSpeedFiles):
         self._shapes = {name: tuple(one.shape) for name, one in tensors.items()}
         shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         super().__init__(model_of_whole(shapes, named, buffers), path)
-        splits = self.model.structure.splits
-        pieces = [
-            Piece(
-                name,
-                Slice(shape) if (split := splits.get(name)) is None else Slice(shape, split.dim, 1, 0, split.stride),
-            )
-            for name, shape in self._shapes.items()
-        ]
+        pieces = [Piece(name, Slice(shape)) for name, shape in self._shapes.items()]
         weights = [
             Weights("", BUFFER if name in buffers else WEIGHT, "", (), (name,), (at,))
             for at, name in enumerate(self._shapes)
@@ -249,7 +242,7 @@ def to_single_file(
     draft = path.with_name(f".{path.name}.part")
     parameters = source.model.parameters.values()
     rooms = {one.name: torch.empty(one.shape_of_slice(1), dtype=one.dtype) for one in parameters}  # never touched
-    buffers = {name: one.detach().contiguous() for name, one in source.buffers()}
+    buffers = {name: one.detach().contiguous() for name, one in source.buffers().items()}
     aliases = {alias: rooms[name] for alias, name in source.model.structure.aliases.items()}
     with _naming(path):
         with skip_data():
@@ -349,7 +342,7 @@ def _write_safetensors(
         largest: bytes of tensors in one file; a larger tensor has a file of its own.
         progress: called with ``"parameters"``, how many are read, and how many there are.
     """
-    parameters, buffers = source.model.parameters, dict(source.buffers())
+    parameters, buffers = source.model.parameters, source.buffers()
     sizes = {name: one.numel_of_slice(1) * one.dtype.itemsize for name, one in parameters.items()}
     sizes.update((name, one.nbytes) for name, one in buffers.items())
     new_names = {name: new for name in sizes for new in renaming(rename)(name)}

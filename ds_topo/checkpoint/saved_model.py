@@ -65,8 +65,7 @@ class Parameter:
 
     def slice_of(self, place: int, slices: int) -> Slice:
         """Return one of ``slices`` slices."""
-        shape = self.shape_of_slice(slices)
-        return Slice(shape) if self.split is None else Slice(shape, self.split.dim, slices, place, self.split.stride)
+        return Slice.of(self.shape_of_slice(slices), self.split, place, slices)
 
     @property
     def size(self) -> int:
@@ -243,9 +242,7 @@ class WholeModel:
         one = self.parameters[name]
         if boxes is None or one.is_stacked:
             return 0, math.prod(one.shape)
-        saved = Slice(one.shape)
-        if one.split is not None:
-            saved = Slice(one.shape, one.split.dim, self.slices, rank % self.slices, one.split.stride)
+        saved = Slice.of(one.shape, one.split, rank % self.slices, self.slices)
         found = [span for box in boxes if (span := saved.span_of(box)) is not None]
         return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.manifest import Number, Saved, SavedTable, Text, built_from, in_order
+from ds_topo.checkpoint.manifest import Number, Saved, SavedSplit, SavedTable, Text, built_from, in_order
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -103,6 +103,13 @@ class Slice(NamedTuple):
     slices: Number = 1
     place: Number = 0
     stride: Number = 1
+
+    @classmethod
+    def of(cls, shape: Sequence[int], split: SavedSplit | None, place: int, slices: int) -> Slice:
+        """Return the slice at ``place`` of a tensor that is split as a module or a manifest declares."""
+        if split is None or slices == 1:
+            return cls(tuple(shape))
+        return cls(tuple(shape), split.dim, slices, place, split.stride)
 
     @property
     def numel(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from ds_topo.checkpoint.deepspeed_reader import (
     name_of_model_states,
     name_of_partition,
+    names_of_vectors,
     opened,
     options_of_files,
 )
@@ -220,9 +221,8 @@ def groups_of_partitions(
     vectors = states["param_shapes"]
     if vectors is None:
         places = [SavedPlace(place.model_rank, replica) for replica in range(layout.partitions)]
-        parts = [opened(path / name_of_partition(layout, one))["optimizer_state_dict"] for one in places]
-        mappings = zip(*(part["param_slice_mappings"] for part in parts), strict=True)
-        vectors = [list(dict.fromkeys(name for mapping in of_vector for name in mapping)) for of_vector in mappings]
+        files = (opened(path / name_of_partition(layout, one)) for one in places)
+        vectors = names_of_vectors(file["optimizer_state_dict"] for file in files)
     numbers = [one["params"] for one in inner["param_groups"]] if isinstance(inner, dict) else [[*range(len(vectors))]]
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
