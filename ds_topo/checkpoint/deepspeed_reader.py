@@ -30,7 +30,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
 )
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel, prefix_of_layer
+from ds_topo.checkpoint.saved_model import Parameter, WholeModel
 from ds_topo.checkpoint.table import (
     BUFFER,
     GROUP,
@@ -586,8 +586,8 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
     if place.replica == 0 or layout.zero_stage == 3:
         yield name_of_model_states(layout, place.model_rank, place.replica), None
     own = model.names_on(place.model_rank)
-    for number in range(len(model.structure.layers)) if place.replica == 0 else ():
-        prefix = prefix_of_layer(model.structure, number)
+    for number, layer in enumerate(model.structure.layers) if place.replica == 0 else ():
+        prefix = layer.prefix(number)
         names = sorted(path.name for path in folder.glob(f"layer_{number:02d}-*model_states.pt"))
         if names and len(names) != model.slices:
             raise DamagedCheckpointError(
@@ -598,8 +598,8 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
             yield names[of], prefix
     if layout.has_partitions:
         yield name_of_partition(layout, place), None
-    for layer, heads in enumerate(model.experts_of_stages.get(stage, ())):
-        for path in sorted(folder.glob(f"layer_{layer}_expert_*_mp_rank_{place.model_rank:02d}_model_states.pt")):
+    for position, heads in enumerate(model.experts_of_stages.get(stage, ())):
+        for path in sorted(folder.glob(f"layer_{position}_expert_*_mp_rank_{place.model_rank:02d}_model_states.pt")):
             number, key = (
                 int(path.name.split("_")[3]),
                 next(one for one in model.experts if layer_of_experts(one) == heads),

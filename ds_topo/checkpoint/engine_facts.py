@@ -51,11 +51,7 @@ _KEEP_ORDER = "give the optimizer its parameters in the order in which they were
 
 
 def require_engine(engine: object) -> None:
-    """Raise TypeError unless the argument is an engine.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError unless the argument is an engine."""
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"engine: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns")
 
@@ -257,12 +253,12 @@ def _difference(kind: str, own: Mapping[str, tuple[int, ...]], saved: Mapping[st
     return f"it has a {kind} {extra!r} {list(saved[extra])} that the model does not have" if extra is not None else ""
 
 
-def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that checkpoints hold, except those of experts."""
+def saved_buffers(module: nn.Module, *, of_experts: bool = False) -> dict[str, torch.Tensor]:
+    """Return the buffers that checkpoints hold, with or without those of experts."""
     if next(module.buffers(), None) is None:
         return {}  # at once: a state dict of many parameters takes long
     saved = module.state_dict(keep_vars=True)
-    return {name: one for name, one in module.named_buffers() if name in saved and not head_of(name)}
+    return {name: one for name, one in module.named_buffers() if name in saved and (of_experts or not head_of(name))}
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------
@@ -324,7 +320,7 @@ def structure_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> mani
 def layers_of(module: nn.Module) -> list[str]:
     """Return the prefix of the names of each layer of a pipeline; empty for other modules."""
     found = map(_layer, module._layer_specs) if isinstance(module, DeepSpeedPipelineModule) else ()
-    return [f"tied_modules.{layer.tied}." if layer.tied else f"{number}." for number, layer in enumerate(found)]
+    return [layer.prefix(number) for number, layer in enumerate(found)]
 
 
 def _layer(layer: Any) -> manifests.SavedLayer:

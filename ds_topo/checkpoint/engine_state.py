@@ -445,17 +445,14 @@ class NamedBuffer(NamedTuple):
 
 def named_buffers(engine: DeepSpeedEngine, rename: Rename = None) -> dict[str, NamedBuffer]:
     """Return this rank's buffers that checkpoints hold, by their names in the whole model or in another program."""
-    if next(engine.module.buffers(), None) is None:
-        return {}  # at once: a state dict of many parameters takes long
     experts, new_names = facts.experts_of(engine.module), renaming(rename)
     _, place, slices = facts.stage_and_slice(engine)
-    saved, found = engine.module.state_dict(keep_vars=True), dict[str, NamedBuffer]()
-    for name, buffer in engine.module.named_buffers():
-        if name in saved:
-            is_expert = name in experts and head_of(name) != ""
-            whole = _numbered(name, experts[name]) if is_expert else name
-            own = _slice(name, tuple(buffer.shape), facts.split_of(buffer), slices, place)
-            found[new_names(whole)[0]] = NamedBuffer(buffer, own, is_expert)
+    found: dict[str, NamedBuffer] = {}
+    for name, buffer in facts.saved_buffers(engine.module, of_experts=True).items():
+        is_expert = name in experts and head_of(name) != ""
+        whole = _numbered(name, experts[name]) if is_expert else name
+        own = _slice(name, tuple(buffer.shape), facts.split_of(buffer), slices, place)
+        found[new_names(whole)[0]] = NamedBuffer(buffer, own, is_expert)
     return found
 
 

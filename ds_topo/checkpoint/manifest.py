@@ -93,6 +93,10 @@ class SavedLayer(Saved):
     tied: Text = ""
     """The key of the module that it shares with other layers; empty if it shares none."""
 
+    def prefix(self, number: int) -> str:
+        """Return the prefix of its parameters' names, if it has this number in the pipeline."""
+        return f"tied_modules.{self.tied}." if self.tied else f"{number}."
+
 
 @dataclass(frozen=True)
 class SavedOptions(Saved):

@@ -82,7 +82,7 @@ def allowed_types() -> Iterator[None]:
 
 
 @contextmanager
-def reading_checkpoint(folder: Path | None, *, trusted: bool = False) -> Iterator[None]:
+def reading_checkpoint(folder: Path, *, trusted: bool = False) -> Iterator[None]:
     """Let ``torch.load`` build only allowed types, and name a file that it cannot read.
 
     This holds for everything that this thread loads and, on all threads, for the files below ``folder``, whatever the
@@ -92,17 +92,17 @@ def reading_checkpoint(folder: Path | None, *, trusted: bool = False) -> Iterato
     returns what the first one has read.
 
     Args:
-        folder: the folder of the checkpoint; None if it is not in a folder.
+        folder: the folder of the checkpoint.
         trusted: build all types.
     """
-    thread, root = threading.get_ident(), os.path.join(os.path.realpath(folder), "") if folder is not None else None
+    thread, root = threading.get_ident(), os.path.join(os.path.realpath(folder), "")
     read: dict[Any, Any] = {}
     """The content that DeepSpeed's loader has read last, by file, until any other file is read."""
 
     def restricted(load: Any) -> Any:
         @wraps(load)
         def load_allowed(f: Any, *arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != thread and (root is None or not _path_of(f).startswith(root)):
+            if threading.get_ident() != thread and not _path_of(f).startswith(root):
                 return load(f, *arguments, **options)
             is_loader = getattr(options.get("map_location"), "__module__", "") == state_dict_factory.__name__
             if is_loader and f in read:
@@ -134,15 +134,14 @@ def _path_of(file: Any) -> str:
     return os.path.realpath(name) if isinstance(name, (str, os.PathLike)) else ""
 
 
-def damaged(file: object, error: Exception, folder: Path | None) -> DamagedCheckpointError:
+def damaged(file: object, error: Exception, folder: Path) -> DamagedCheckpointError:
     """Return the error of a file of a checkpoint that torch cannot read."""
     reason = str(error).partition("\n")[0][:200]
-    how_to_find = f", and find all such files by {how_to_verify(folder)}" if folder is not None else ""
-    name = file if isinstance(file, (str, os.PathLike)) else f"a file of {folder or 'the checkpoint'}"
+    name = file if isinstance(file, (str, os.PathLike)) else f"a file of {folder}"
     return DamagedCheckpointError(
         f"{name} cannot be read ({type(error).__name__}: {reason}): it is damaged, was changed after it was written, "
         "or another job with keep_last removed it. Give each job a folder of its own, or load another checkpoint, by "
-        f"its tag{how_to_find}"
+        f"its tag, and find all such files by {how_to_verify(folder)}"
     )
 
 

@@ -139,7 +139,7 @@ class WholeModel:
         """Return the prefixes of a stage's layers: those of tied layers come first, as DeepSpeed registers them."""
         layers = self.structure.layers_of(stage, self.layout.model_ranks // self.slices)
         tied_first = sorted(layers, key=lambda number: not self.structure.layers[number].tied)
-        return tuple(dict.fromkeys(prefix_of_layer(self.structure, number) for number in tied_first))
+        return tuple(dict.fromkeys(self.structure.layers[number].prefix(number) for number in tied_first))
 
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
@@ -469,9 +469,3 @@ def require_split(one: Parameter, slices: int) -> None:
             f"multiple of {pieces}{f' (stride {one.split.stride} x slices)' if one.split.stride > 1 else ''}. Choose "
             "another degree"
         )
-
-
-def prefix_of_layer(structure: SavedStructure, number: int) -> str:
-    """Return the prefix of the names of a layer's parameters in the whole pipeline."""
-    tied = structure.layers[number].tied
-    return f"tied_modules.{tied}." if tied else f"{number}."

@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -355,7 +354,6 @@ def load_torch(
     model: str | None = None,
     optimizer: str | None = None,
     load_optimizer_states: bool = True,
-    storage_reader: StorageReader | None = None,
     trusted: bool = False,
 ) -> None:
     """Load a checkpoint that any program has saved by ``torch.distributed.checkpoint``; collective over all ranks.
@@ -375,7 +373,6 @@ def load_torch(
         optimizer: the key of the optimizer; by default the first of ``"app.optim"``, ``"optim"``, ``"app.optimizer"``
             and ``"optimizer"``.
         load_optimizer_states: load optimizer states and hyperparameters, too, and not weights alone.
-        storage_reader: torch's reader, if the checkpoint is not in a folder. The metadata that it reads is trusted.
         trusted: also read types that may run code when they are built.
 
     Raises:
@@ -389,19 +386,17 @@ def load_torch(
             every rank.
     """
     options = f"{model=} {optimizer=} {load_optimizer_states=} {trusted=}"
-    root: Path | None = None
-    failure: Exception | None = None
+    root, failure = Path(), None
     try:
         facts.require_engine(engine)
-        root = check_folder(folder) if storage_reader is None else None
+        root = check_folder(folder)
     except (TypeError, ValueError) as error:
         failure = error
     meeting = Meeting.begin(f"loading {folder}", options, failure)
     inner = facts.inner_optimizer(engine) if load_optimizer_states else None
 
     def open_source(structure: SavedStructure, named: list[Named], buffers: dict[str, NamedBuffer]) -> TorchFiles:
-        stored = TorchFolder(storage_reader or FileSystemReader(folder), folder, root, trusted=trusted)
-        return TorchFiles(stored, Keys.of(stored.metadata, model, optimizer), named, buffers, inner)
+        return TorchFiles(root, named, buffers, inner, model=model, optimizer=optimizer, trusted=trusted)
 
     source, loader = load_into(engine, meeting, open_source, rename=rename, has_states=load_optimizer_states)
 
@@ -415,82 +410,45 @@ def load_torch(
     meeting.end()
 
 
-class TorchFolder:
-    """A checkpoint of torch on the disk: its metadata, and its values by key.
+class TorchFiles(Source):
+    """A checkpoint of torch in a folder, whose parameters are whole.
 
     Args:
-        reader: torch's reader.
-        folder: where it is, for messages.
-        root: the folder; None if it is not in a folder.
+        folder: the folder.
+        named: this rank's parameters, by their names in the checkpoint.
+        buffers: its buffers.
+        inner: its optimizer, whose initial states are created; None to read weights alone.
+        model: the key of weights; None for a usual one.
+        optimizer: the key of the optimizer; None for a usual one.
         trusted: also read types that may run code when they are built.
 
     Raises:
         CheckpointError: the metadata cannot be read; of the class that :func:`load_torch` documents.
     """
 
-    def __init__(self, reader: StorageReader, folder: str | PathLike[str], root: Path | None, *, trusted: bool) -> None:
-        self._reader, self.folder, self._root, self._is_trusted = reader, folder, root, trusted
-        try:
-            if root is not None:
-                check_metadata(root, trusted=trusted)
-            self.metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise MissingCheckpointError(
-                f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {dist.get_rank()} sees it: "
-                f"{_kind_of(Path(folder)) or error}"
-            ) from error
-        except UnsafeCheckpointError as error:
-            raise UnsafeCheckpointError(f"{folder}: {error}") from error
-        except Exception as error:  # of any class: the file may hold anything
-            raise DamagedCheckpointError(
-                f"the metadata in {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
-            ) from error
-
-    def read(self, values: dict[str, Any]) -> None:
-        """Read values into tensors, and into the places of what is no tensor. Not collective."""
-        try:
-            with reading_checkpoint(self._root, trusted=self._is_trusted), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank plans for itself
-                load(values, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:  # not an Exception
-            for failure, _ in error.failures.values():
-                if isinstance(failure, UnsafeCheckpointError):
-                    raise UnsafeCheckpointError(f"{self.folder}: {failure}") from error
-            raise CheckpointError(
-                f"torch could not read {self.folder}: {' '.join(str(error).split())[-500:]}"
-            ) from error
-
-
-class TorchFiles(Source):
-    """A checkpoint of torch, whose parameters are whole.
-
-    Args:
-        stored: the files.
-        keys: the keys in them.
-        named: this rank's parameters, by their names in the checkpoint.
-        buffers: its buffers.
-        inner: its optimizer, whose initial states are created; None to read weights alone.
-    """
-
     in_part = ""
 
     def __init__(
         self,
-        stored: TorchFolder,
-        keys: Keys,
+        folder: Path,
         named: Sequence[Named],
         buffers: Mapping[str, NamedBuffer],
         inner: torch.optim.Optimizer | None,
+        *,
+        model: str | None,
+        optimizer: str | None,
+        trusted: bool,
     ) -> None:
-        there = stored.metadata
-        self._stored, self._keys, self._buffers = stored, keys, buffers
+        self._folder, self._is_trusted, self._buffers = folder, trusted, buffers
+        self._there = there = _metadata_of(folder, trusted=trusted)
+        self._keys = keys = Keys.of(there, model, optimizer)
         self._shapes = {
             name: tuple(there[key].size)
             for name in (*(name for one in named for name in one.names), *buffers)
             if isinstance(there.get(key := keys.weights + name), TensorStorageMetadata)
         }
         shapes = {name: (size, there[keys.weights + name].properties.dtype) for name, size in self._shapes.items()}
-        super().__init__(model_of_whole(shapes, named, buffers), f"the checkpoint in {stored.folder}")
+        super().__init__(model_of_whole(shapes, named, buffers), f"the checkpoint in {folder}")
         self._first_names: dict[str, str] = {}
         """The name, of all names of a parameter, under which its states are kept."""
         self._states: dict[str, dict[str, torch.dtype | None]] = {}
@@ -510,7 +468,7 @@ class TorchFiles(Source):
         for key in (key for key in small if key in there):
             is_tensor = isinstance(there[key], TensorStorageMetadata)  # torch puts other values in the place of None
             self._values[key] = torch.zeros(there[key].size, dtype=there[key].properties.dtype) if is_tensor else None
-        stored.read(self._values)
+        self._read_values(self._values)
         self._groups: dict[str, dict[str, Any]] = {}
         """The hyperparameters of each parameter's group: one object for all parameters of the group."""
         for group in _grouped(self._values, keys.groups, is_by_group=keys.is_by_group):
@@ -518,8 +476,22 @@ class TorchFiles(Source):
         self.progress: dict[str, Any] = dict(self._values.get(keys.progress) or ())
         """Counters and options that an engine saved; empty if another program saved the checkpoint."""
 
+    def _read_values(self, values: dict[str, Any]) -> None:
+        """Read values into tensors, and into the places of what is no tensor. Not collective."""
+        try:
+            with reading_checkpoint(self._folder, trusted=self._is_trusted), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank plans for itself
+                load(values, storage_reader=FileSystemReader(self._folder), no_dist=True)
+        except CheckpointException as error:  # not an Exception
+            for failure, _ in error.failures.values():
+                if isinstance(failure, UnsafeCheckpointError):
+                    raise UnsafeCheckpointError(f"{self._folder}: {failure}") from error
+            raise CheckpointError(
+                f"torch could not read {self._folder}: {' '.join(str(error).split())[-500:]}"
+            ) from error
+
     def _expect_states(self, named: Iterable[Named], inner: torch.optim.Optimizer) -> None:
-        with_states = {key.removeprefix(self._keys.states).rpartition(".")[0] for key in self._stored.metadata}
+        with_states = {key.removeprefix(self._keys.states).rpartition(".")[0] for key in self._there}
         for one in named:
             if one.held.group is None:
                 continue
@@ -538,7 +510,7 @@ class TorchFiles(Source):
         prefix = self._keys.weights
         return {
             key.removeprefix(prefix): value.size
-            for key, value in self._stored.metadata.items()
+            for key, value in self._there.items()
             if prefix and key.startswith(prefix) and isinstance(value, TensorStorageMetadata)
         }
 
@@ -559,7 +531,7 @@ class TorchFiles(Source):
         Raises:
             CheckpointModelError: one of them is missing, or has another shape.
         """
-        states, first, there = dict[str, Any](), self._first_names[name], self._stored.metadata
+        states, first, there = dict[str, Any](), self._first_names[name], self._there
         for key, kind in self._states[name].items():
             place, prefix = self._keys.state(first, key), self._keys.state(first, "")
             if place not in there:
@@ -595,7 +567,7 @@ class TorchFiles(Source):
             if not is_weight:
                 key = self._keys.state(self._first_names[one.name], one.key)
             tensors[key] = PartOfTensor(shape, boxes, one.into)
-        self._stored.read(tensors)
+        self._read_values(tensors)
 
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
         """Check, on rank 0, that an optimizer of whole tensors would train alike in a layout.
@@ -654,6 +626,29 @@ class Keys:
         """Return the keys of all hyperparameters of these parameters."""
         every = (key for key in found if key.startswith(self.groups))
         return [key for key in every if self.is_by_group or key.removeprefix(self.groups).rpartition(".")[0] in names]
+
+
+def _metadata_of(folder: Path, *, trusted: bool) -> Mapping[str, Any]:
+    """Return what a folder of torch holds, by key.
+
+    Raises:
+        CheckpointError: it cannot be read; of the class that :func:`load_torch` documents.
+    """
+    try:
+        check_metadata(folder, trusted=trusted)
+        found: Mapping[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingCheckpointError(
+            f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {dist.get_rank()} sees it: "
+            f"{_kind_of(folder) or error}"
+        ) from error
+    except UnsafeCheckpointError as error:
+        raise UnsafeCheckpointError(f"{folder}: {error}") from error
+    except Exception as error:  # of any class: the file may hold anything
+        raise DamagedCheckpointError(
+            f"the metadata in {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        ) from error
+    return found
 
 
 def _kind_of(path: Path) -> str:

@@ -34,7 +34,6 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     merged,
 )
-from ds_topo.checkpoint.saved_model import prefix_of_layer
 from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS
 from ds_topo.errors import (
     CheckpointError,
@@ -182,8 +181,8 @@ def _tensors(
         for rank, states in enumerate(ranks):
             yield from ((rank, name, one) for name, one in states["module"].items() if torch.is_tensor(one))
         return
-    for number in range(len(structure.layers)):
-        prefix = prefix_of_layer(structure, number)
+    for number, layer in enumerate(structure.layers):
+        prefix = layer.prefix(number)
         for place, file in enumerate(sorted(path.glob(f"layer_{number:02d}-*model_states.pt"))):
             yield from ((place, f"{prefix}{key}", one) for key, one in opened(file).items() if torch.is_tensor(one))
 
@@ -265,7 +264,7 @@ def _fitted(
     saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure, group_of: Mapping[str, int]
 ) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], str]:
     """Return the names in each group by stage, and why they do not fill those in the files; empty if they do."""
-    prefixes = [prefix_of_layer(structure, number) for number in range(len(structure.layers))] or [""]
+    prefixes = [layer.prefix(number) for number, layer in enumerate(structure.layers)] or [""]
     found: list[tuple[tuple[str, ...], ...]] = []
     problem, start, stop = "", 0, 0
     for stage, own in enumerate(saved):
