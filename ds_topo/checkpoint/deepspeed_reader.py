@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from ds_topo.checkpoint.folder import text_of
 from ds_topo.checkpoint.loader import ReadRequest, Source, require_reachable
@@ -318,12 +319,9 @@ class DeepSpeedFiles(Source):
         self.require(position == stop, f"parts of {name!r}")
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
+    @override
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the hyperparameters of a parameter's group, and its states, from the rank that holds its beginning.
-
-        A state of every element is given by its data type. The states of a parameter without gradients are empty.
-        """
-        beginning = Slice(self.model.parameters[name].shape), 0, 1
+        beginning = Slice(self.model.parameters[name].shape), 0, 1  # the rank that holds it knows the states
         first = next(iter(self._of_slice(name, GROUP, None, *beginning).values()), [None])[0]
         if first is None:
             return {}, {}
@@ -349,8 +347,8 @@ class DeepSpeedFiles(Source):
         self._of_vectors[id(vector)] = found = self._groups.setdefault((vector.file, path), own), states
         return found
 
+    @override
     def group_of(self, name: str) -> dict[str, Any]:
-        """Return the hyperparameters of a parameter's group, read once for all parameters of the group."""
         number = self._numbers_of_groups.get(starred(name))
         if number is None or not self._of_groups.get(number):
             found, _ = self.of_parameter(name)
@@ -369,18 +367,18 @@ class DeepSpeedFiles(Source):
                     found[starred(name)].add((stage, number))
         return {name: min(places) for name, places in found.items() if len({of for _, of in places}) == 1}
 
+    @override
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter and buffer."""
         found = {name: one.shape for name, one in self.model.parameters.items()}
         return found | {name: tuple(one.shape) for name, one in self.buffers().items()}
 
+    @override
     def shape_of_buffer(self, name: str, place: int, slices: int) -> tuple[int, ...] | None:
-        """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
         found = self.buffers(place, slices).get(name)
         return None if found is None else tuple(found.shape)
 
+    @override
     def read(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read elements. Nothing else is read."""
         for one in wanted:
             if one.key == BUFFER:
                 found = self.buffers(one.place, one.slices)[one.name]
@@ -389,12 +387,8 @@ class DeepSpeedFiles(Source):
                 found = self.elements(one.name, one.key, one.place, one.slices, one.start, stop)
             one.into.copy_(found.view(one.into.shape))
 
+    @override
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-        """Check, on rank 0, that a layout can be reached.
-
-        Raises:
-            CheckpointLayoutError: the message says why not, and what to do.
-        """
         require_reachable(self.model, layout, structure, has_states=has_states)
         self.require_equal_copies(layout.degrees().get("model", 1), has_states=has_states)
 

@@ -106,6 +106,9 @@ class Source(ABC):
         """Return the hyperparameters of a parameter's group, and its states.
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
+
+        Raises:
+            CheckpointModelError, CheckpointLayoutError: a state is missing, or has a shape that cannot be loaded.
         """
 
     def group_of(self, name: str) -> dict[str, Any]:
@@ -496,17 +499,7 @@ def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
 
 
 def require_reachable(model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-    """Check that a layout can be reached.
-
-    Args:
-        model: model of the checkpoint.
-        layout: the new layout.
-        structure: structure of the model there.
-        has_states: whether the optimizer's states are converted, too.
-
-    Raises:
-        CheckpointLayoutError: the message says why not, and what to do.
-    """
+    """Check, as :meth:`Source.require_reachable`, that a layout can be reached from that of a checkpoint's model."""
     if problem := next(_problems(model, layout, structure, has_states), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
     require_splits(model, layout.degrees().get("model", 1))

@@ -165,7 +165,10 @@ def load(
     failure: Exception | None = None
     root, name = Path(), None
     try:
-        root, name = _checked(engine, folder, tag, verify)
+        facts.require_engine(engine)
+        root, name = check_folder(folder), None if tag is None else folders.text_of_tag(tag)
+        if verify not in (SIZES, DIGESTS):
+            raise ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
     except (TypeError, ValueError) as problem:
         failure = problem
     finish_what_is_unfinished()
@@ -286,15 +289,6 @@ def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]
         return read(folder, path.name, *arguments, **options)
 
     return weights
-
-
-def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[Path, str | None]:
-    """Check the arguments; return the folder and the tag."""
-    facts.require_engine(engine)
-    root, name = check_folder(folder), None if tag is None else folders.text_of_tag(tag)
-    if verify not in (SIZES, DIGESTS):
-        raise ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
-    return root, name
 
 
 class _Choice:
@@ -562,16 +556,9 @@ class _Choice:
 def load_as_a_whole(
     load_checkpoint: Any, engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any
 ) -> Any:
-    """Load an engine of a grid, with the arguments and results of ``DeepSpeedEngine.load_checkpoint``.
+    """Load an engine of a grid, with the arguments and results of ``load_checkpoint``, DeepSpeed's bound method.
 
-    Without a tag and without any checkpoint it warns and returns nothing, as DeepSpeed's own method does.
-
-    Args:
-        load_checkpoint: DeepSpeed's method, bound to the engine.
-        engine: the engine.
-        load_dir: the folder of checkpoints.
-        arguments: further arguments of the method.
-        options: more of them.
+    Without a tag and without any checkpoint it warns and returns nothing, as that method does.
     """
     given = options_of(load_checkpoint, load_dir, *arguments, **options)
     if not is_ours(engine) or engine.use_node_local_storage():

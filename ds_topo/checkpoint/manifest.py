@@ -21,7 +21,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
@@ -451,11 +450,6 @@ class Manifest(Saved):
                 copies = stacked.get(row.name, row.experts or 1)
                 counted.setdefault((row.name, place), math.prod(row.shape) * copies)
         return sum(counted.values())
-
-
-def time_now() -> str:
-    """Return the time that a new manifest records."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def to_text(manifest: Manifest) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
+from typing_extensions import override
 
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
 from ds_topo.checkpoint.engine_state import Named, NamedBuffer, renaming
@@ -145,10 +146,11 @@ class WeightFiles(DeepSpeedFiles):
         self._open[""], self._known = tensors, {""}
         self._add(Table(0, tuple(pieces), (), tuple(weights)))
 
+    @override
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of the files."""
         return self._shapes
 
+    @override
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
         """No-op: every layout has the parameters, and each of them is compared."""
 
@@ -159,21 +161,18 @@ Progress = Callable[[str, int, int], None]
 """A callback: called with the name of a step, the amount that is done, and the total amount."""
 
 
-def _checked(checkpoint: object) -> Checkpoint:
+def readable(checkpoint: Checkpoint) -> Manifest:
+    """Return the manifest of a complete checkpoint whose files are safe to read.
+
+    Raises:
+        TypeError: it is something else.
+        DamagedCheckpointError, CheckpointVersionError, CheckpointLayoutError, UnsafeCheckpointError: it cannot be read.
+    """
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
             f"checkpoint={abridged(checkpoint)} is not a checkpoint: give what ds_topo.checkpoint.look_at(folder, tag) "
             "returns"
         )
-    return checkpoint
-
-
-def readable(checkpoint: Checkpoint) -> Manifest:
-    """Return the manifest of a complete checkpoint whose files are safe to read.
-
-    Raises:
-        DamagedCheckpointError, CheckpointVersionError, CheckpointLayoutError, UnsafeCheckpointError: it cannot be read.
-    """
     if checkpoint.needs:
         raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
     if not os.path.lexists(checkpoint.path):
@@ -228,7 +227,7 @@ def to_single_file(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space, or
             safetensors is not installed.
     """
-    path, checkpoint = check_folder(path, "path"), _checked(checkpoint)
+    path = check_folder(path, "path")
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
     if kind not in ("torch", "safetensors"):
@@ -290,7 +289,7 @@ def to_hugging_face(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space,
             safetensors is not installed, or the folder has weights already.
     """
-    path, checkpoint = check_folder(folder), _checked(checkpoint)
+    path = check_folder(folder)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file: give a folder for the files of the model")
     if type(largest) is not int or largest < 1:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -241,10 +242,6 @@ class WrittenFiles:
         return finished(path, self._root, dist.get_rank())
 
 
-def _write_text(text: str, path: str) -> None:
-    Path(path).write_text(text)
-
-
 def finished(path: Path, root: Path, rank: int) -> SavedFile:
     """Flush a written file to the disk, and compute its digest meanwhile."""
     with ThreadPoolExecutor(1, "ds_topo flush") as flushing:
@@ -324,17 +321,8 @@ def save_in_background(
     """Save as :func:`save` does, but return when this rank's part is copied to host memory; threads write it.
 
     ``finish()`` of the result puts the checkpoint in place: some steps later, or at the end of the job. The next call
-    that saves or loads finishes it, too. If the program ends before, the earlier checkpoints remain.
-
-    Args:
-        engine: as in :func:`save`, like all following arguments.
-        folder: see there.
-        tag: see there.
-        client_state: see there.
-        keep_last: see there.
-        save_latest: see there.
-        exclude_frozen_parameters: see there.
-        keep_random_states: see there.
+    that saves or loads finishes it, too. If the program ends before, the earlier checkpoints remain. The arguments are
+    those of :func:`save`.
 
     Raises:
         CheckpointError: as in :func:`save`; ``finish()`` raises failures to write files.
@@ -483,7 +471,8 @@ class BackgroundSave:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
         recorder = self._recorder if self._files.failure is None else None
         if recorder is not None and not (table := recorder.table()).is_empty:
-            self._files.write(table.to_text(), self._draft / self._tag / self._name_of_table, _write_text)
+            path = self._draft / self._tag / self._name_of_table
+            self._files.write(table.to_text(), path, lambda text, _: path.write_text(text))
             self._files.start()
             self._described["table"] = table.described(self._name_of_table, self._names, recorder.partition)
         return {"files": self._files.finish(), **self._described}
@@ -522,7 +511,7 @@ class BackgroundSave:
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
         rows = merged(built_from(tuple[SavedParameter, ...], [row for one in posted for row in one["parameters"]]))
-        time, versions = manifests.time_now(), facts.versions()
+        time, versions = datetime.now(timezone.utc).isoformat(timespec="milliseconds"), facts.versions()
         tables = built_from(tuple[SavedTable, ...], [one["table"] for one in posted if one["table"] is not None])
         manifest = Manifest(
             self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure, tables
@@ -612,15 +601,7 @@ def options_of(method: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
 def save_as_a_whole(
     save_checkpoint: Any, engine: DeepSpeedEngine, save_dir: Any, *arguments: Any, **options: Any
 ) -> Any:
-    """Save an engine of a grid, with the arguments and the result of ``DeepSpeedEngine.save_checkpoint``.
-
-    Args:
-        save_checkpoint: DeepSpeed's method, bound to the engine.
-        engine: the engine.
-        save_dir: the folder of checkpoints.
-        arguments: further arguments of the method.
-        options: more of them.
-    """
+    """Save an engine of a grid, with the arguments and the result of ``save_checkpoint``, DeepSpeed's bound method."""
     given = options_of(save_checkpoint, save_dir, *arguments, **options)
     if given.get("client_state", {}) is None:
         del given["client_state"]

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from typing_extensions import override
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
@@ -505,32 +506,28 @@ class TorchFiles(Source):
                 first = next((name for name in (name, *one.names) if name in with_states), name)
                 self._first_names[name], self._states[name] = first, kinds
 
+    @override
     def tensors(self) -> dict[str, Sequence[int]]:
-        """Return the shape of each weight; empty if nothing tells weights from other tensors."""
-        prefix = self._keys.weights
+        prefix = self._keys.weights  # without one, nothing tells weights from other tensors
         return {
             key.removeprefix(prefix): value.size
             for key, value in self._there.items()
             if prefix and key.startswith(prefix) and isinstance(value, TensorStorageMetadata)
         }
 
+    @override
     def called(self, name: str) -> str:
-        """Return how messages call a parameter."""
         return repr(self._keys.weights + name)
 
+    @override
     def shape_of_buffer(self, name: str, place: int, slices: int) -> Sequence[int] | None:
-        """Return the shape of one of ``slices`` slices of a buffer; None if there is no such buffer."""
         own, shape = self._buffers[name].slice, self._shapes.get(name)
         if shape is None or own.dim is None:
             return shape
         return own.shape if shape == own.whole_shape else shape
 
+    @override
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the hyperparameters of a parameter's group, and its states: those that this optimizer keeps.
-
-        Raises:
-            CheckpointModelError: one of them is missing, or has another shape.
-        """
         states, first, there = dict[str, Any](), self._first_names[name], self._there
         for key, kind in self._states[name].items():
             place, prefix = self._keys.state(first, key), self._keys.state(first, "")
@@ -548,8 +545,8 @@ class TorchFiles(Source):
             states[key] = self._values[place] if kind is None else kind
         return self._groups.get(first, self._groups.get(name, {})), states
 
+    @override
     def read(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read elements. Nothing else is read."""
         tensors: dict[str, Any] = {}
         for one in wanted:
             if one.key == BUFFER:
@@ -569,12 +566,8 @@ class TorchFiles(Source):
             tensors[key] = PartOfTensor(shape, boxes, one.into)
         self._read_values(tensors)
 
+    @override
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-        """Check, on rank 0, that an optimizer of whole tensors would train alike in a layout.
-
-        Raises:
-            CheckpointLayoutError: it would not, or that is unknown.
-        """
         if has_states:
             _require_same_training(layout, structure, self.progress)
 
