@@ -37,6 +37,7 @@ from ds_topo.checkpoint.table import (
     GROUP,
     MASTER,
     WEIGHT,
+    Elements,
     FileRecorder,
     Order,
     Part,
@@ -78,11 +79,7 @@ def names_of_vectors(partitions: Iterable[Mapping[str, Any]]) -> list[list[str]]
 
 
 def opened(path: Path) -> dict[str, Any]:
-    """Return the content of a file; its tensors are read when they are used.
-
-    Raises:
-        DamagedCheckpointError: the file cannot be read.
-    """
+    """Return the content of a file, or raise DamagedCheckpointError; its tensors are read when they are used."""
     try:
         with allowed_types():
             content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -100,12 +97,7 @@ class Located(NamedTuple):
 
 
 class DeepSpeedFiles(Source):
-    """An open checkpoint, whose files are mapped into memory, each once.
-
-    Args:
-        model: the whole model, from the manifest.
-        folder: the checkpoint's own folder.
-    """
+    """An open checkpoint, in its own folder, whose files are mapped into memory, each once."""
 
     def __init__(self, model: WholeModel, folder: Path) -> None:
         super().__init__(model, f"the checkpoint {folder.name!r} of {folder.parent}")
@@ -129,21 +121,13 @@ class DeepSpeedFiles(Source):
         """The buffers of slices that were asked for, by the number of the slice and of all slices."""
 
     def content(self, name: str) -> dict[str, Any]:
-        """Return the content of a file, which is opened once.
-
-        Raises:
-            DamagedCheckpointError: the file cannot be read.
-        """
+        """Return the content of a file, which is opened once."""
         if name not in self._open:
             self._open[name] = opened(self.folder / name)
         return self._open[name]
 
     def entry(self, file: str, *keys: str | int) -> Any:
-        """Return an entry of a file, by its keys from the outside to the inside.
-
-        Raises:
-            DamagedCheckpointError: the file cannot be read, or has no such entry.
-        """
+        """Return an entry of a file, by its keys from the outside to the inside, or raise DamagedCheckpointError."""
         content: Any = self.content(file)
         try:
             for key in keys:
@@ -164,7 +148,7 @@ class DeepSpeedFiles(Source):
 
     # -- tables
 
-    def _parts(self, name: str, key: str, wanted: Slice | None = None, start: int = 0, stop: int = 0) -> list[Located]:
+    def _parts(self, name: str, key: str, wanted: Elements | None = None) -> list[Located]:
         """Return the parts of a parameter's tensor in all tables that have some of the wanted elements, or any."""
         if not self.model.tables:
             if not self._known:
@@ -173,7 +157,7 @@ class DeepSpeedFiles(Source):
                 for table in tables:
                     self._add(table)
         elif name not in self._complete:
-            for path in self.model.tables_of(name, wanted, start, stop):
+            for path in self.model.tables_of(name, wanted):
                 if path not in self._known:
                     self._known.add(path)
                     self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
@@ -190,25 +174,17 @@ class DeepSpeedFiles(Source):
                     self._rows[name, key].append(Located(table, vector, part))
 
     def _of_slice(
-        self,
-        name: str,
-        key: str,
-        model_rank: int | None = None,
-        wanted: Slice | None = None,
-        start: int = 0,
-        stop: int = 0,
+        self, name: str, key: str, model_rank: int | None = None, wanted: Elements | None = None
     ) -> dict[int, list[Located]]:
         """Return the parts of each saved slice, in the order of elements, each element once.
 
         Args:
-            name: name of the parameter in the whole model.
-            key: key of the tensor.
+            name: the parameter, or buffer.
+            key: the key of the tensor.
             model_rank: the only rank whose copy is wanted; by default the first one with each slice.
-            wanted: a slice of which elements are wanted; None for all elements.
-            start: its first element that is wanted.
-            stop: the end of its elements that are wanted, exclusive.
+            wanted: the elements that are wanted; None for all.
         """
-        found_parts = self._parts(name, key, wanted if model_rank is None else None, start, stop)
+        found_parts = self._parts(name, key, wanted if model_rank is None else None)
         if (known := self._slices.get((name, key, model_rank))) is not None:
             return known
         found: dict[int, dict[int, Located]] = {}
@@ -238,91 +214,66 @@ class DeepSpeedFiles(Source):
     # -- values
 
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements of a slice of a parameter's weight or state, flat. Nothing else is read.
+        """Return the elements ``start:stop`` of a slice of a parameter's weight or state, flat. Nothing else is read.
 
         Args:
-            name: name of the parameter in the whole model.
+            name: the name of the parameter in the whole model.
             key: :data:`WEIGHT`, :data:`MASTER` or the key of a state.
-            place: number of the slice; of the part of the experts, if AutoEP stacks them.
-            slices: number of slices, or parts, which may differ from the saved one.
-            start: first element.
-            stop: end of the elements, exclusive.
+            place: the number of the slice; of the part of the experts, if AutoEP stacks them.
+            slices: the number of slices, or parts, which may differ from the saved one.
+            start: the first element.
+            stop: the end of the elements, exclusive.
         """
         one = self.model.parameters[name]
-        wanted = one.slice_of(place, slices)
+        wanted = Elements(one.slice_of(place, slices), start, stop)
         if key in (WEIGHT, MASTER):
-            has_own = bool(self._parts(name, key, wanted, start, stop)) and (key == WEIGHT or one.is_trained)
+            has_own = bool(self._parts(name, key, wanted)) and (key == WEIGHT or one.is_trained)
             other = MASTER if key == WEIGHT else WEIGHT
-            found = self._assembled(name, key if has_own else other, wanted, start, stop)
+            found = self._assembled(name, key if has_own else other, wanted)
             self.require(found is not None, f"parts of {name!r}")
             assert found is not None
             return found if has_own or key == MASTER else found.to(one.dtype)
-        found = self._assembled(name, key, wanted, start, stop)
+        found = self._assembled(name, key, wanted)
         return torch.zeros(stop - start) if found is None else found
 
-    def _assembled(
-        self, name: str, key: str, wanted: Slice, start: int, stop: int, model_rank: int | None = None
-    ) -> torch.Tensor | None:
-        """Return elements of a slice, from the saved slices; None if there are none.
-
-        Args:
-            name: name of the parameter or buffer.
-            key: key of the tensor.
-            wanted: the slice.
-            start: first element.
-            stop: end of the elements, exclusive.
-            model_rank: the only rank whose copy is wanted.
-        """
-        saved = self._of_slice(name, key, model_rank, wanted, start, stop)
+    def _assembled(self, name: str, key: str, wanted: Elements, model_rank: int | None = None) -> torch.Tensor | None:
+        """Return elements of a parameter or buffer, from the saved slices, or from one rank's; None if it has none."""
+        saved, numel = self._of_slice(name, key, model_rank, wanted), wanted.stop - wanted.start
         if not saved:
             return None
         real = self.model.parameters[name].real if name in self.model.parameters else None
         for parts in saved.values():
             piece = parts[0].table.pieces[parts[0].part.piece]
-            if real is None and piece.slice == wanted:
-                return self._joined(parts, key, start, stop, name)
+            if real is None and piece.slice == wanted.slice:
+                return self._joined(parts, key, wanted, name)
         first = next(iter(saved.values()))[0]
-        found = self._flat(first, key).new_zeros(stop - start)
-        into, count = boxes_in(found, wanted, start, stop), 0
-        for one in (one for parts in saved.values() for one in parts):
+        found = self._flat(first, key).new_zeros(numel)
+        into, count = boxes_in(found, *wanted), 0
+        if real is not None:  # other rows are padding, which is new
+            into = {to: room[: real - to[0]] for to, room in into.items() if to[0] < real}
+        for one in chain.from_iterable(saved.values()):
             own = one.table.pieces[one.part.piece].slice
-            values = boxes_in(self._flat(one, key), own, one.part.start, one.part.stop)
-            for (at, memory), (to, room) in ((one, other) for one in values.items() for other in into.items()):
-                low = [max(*each) for each in zip(at, to, strict=True)]
-                ends = [
-                    min(one + size, other + wide)
-                    for one, size, other, wide in zip(at, memory.shape, to, room.shape, strict=True)
-                ]
-                if real is not None:
-                    ends[0] = min(ends[0], real)
-                if all(begin < end for begin, end in zip(low, ends, strict=True)):
-                    source = tuple(
-                        slice(begin - base, end - base) for begin, end, base in zip(low, ends, at, strict=True)
-                    )
-                    target = tuple(
-                        slice(begin - base, end - base) for begin, end, base in zip(low, ends, to, strict=True)
-                    )
-                    room[target].copy_(memory[source])
-                    count += math.prod(end - begin for begin, end in zip(low, ends, strict=True))
-        self.require(real is not None or count == stop - start, f"parts of {name!r}")
+            for at, memory in boxes_in(self._flat(one, key), own, one.part.start, one.part.stop).items():
+                count += sum(_copied(at, memory, to, room) for to, room in into.items())
+        self.require(real is not None or count == numel, f"parts of {name!r}")
         return found
 
-    def _joined(self, parts: Sequence[Located], key: str, start: int, stop: int, name: str) -> torch.Tensor:
+    def _joined(self, parts: Sequence[Located], key: str, wanted: Elements, name: str) -> torch.Tensor:
         """Return elements of a slice that was saved, from its parts."""
-        found, position = [], start
+        found, position = [], wanted.start
         for one in parts:
-            begin, end = max(start, one.part.start), min(stop, one.part.stop)
+            begin, end = max(wanted.start, one.part.start), min(wanted.stop, one.part.stop)
             if begin < end:
                 self.require(begin == position, f"parts of {name!r}")
                 found.append(self._flat(one, key)[begin - one.part.start : end - one.part.start])
                 position = end
-        self.require(position == stop, f"parts of {name!r}")
+        self.require(position == wanted.stop, f"parts of {name!r}")
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     @override
     def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        beginning = Slice(self.model.parameters[name].shape), 0, 1  # the rank that holds it knows the states
-        first = next(iter(self._of_slice(name, GROUP, None, *beginning).values()), [None])[0]
+        beginning = Elements(Slice(self.model.parameters[name].shape), 0, 1)  # the rank that holds it has the states
+        first = next(iter(self._of_slice(name, GROUP, None, beginning).values()), [None])[0]
         if first is None:
             return {}, {}
         vector = first.vector
@@ -452,7 +403,7 @@ class DeepSpeedFiles(Source):
         """Return a slice's copy of what slices do not split."""
         rank = None if one.experts else one.stage * self.model.slices + place
         for own in (key, MASTER if key == WEIGHT else WEIGHT):
-            found = self._assembled(one.name, own, Slice(one.shape), 0, math.prod(one.shape), rank)
+            found = self._assembled(one.name, own, Elements(Slice(one.shape), 0, math.prod(one.shape)), rank)
             if found is not None:
                 return found
         return torch.empty(0)
@@ -489,13 +440,13 @@ class DeepSpeedFiles(Source):
             split = self.model.structure.splits.get(name)
             whole = saved.whole_shape
             wanted = Slice(whole)
-            if split is not None:
+            if split is not None and split.dim < len(whole):
                 if whole[split.dim] % (slices * split.stride):
                     yield name, torch.empty((0,))
                     continue
                 shape = [size // slices if dim == split.dim else size for dim, size in enumerate(whole)]
                 wanted = Slice.of(shape, split, place, slices)
-            found = self._assembled(name, BUFFER, wanted, 0, wanted.numel)
+            found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel))
             assert found is not None
             yield name, found.view(wanted.shape)
 
@@ -510,6 +461,17 @@ class DeepSpeedFiles(Source):
             return dict(self.model_states(0).get("optimizer") or {})
         scaler = self.partition(SavedPlace(0, 0)).get("loss_scaler")
         return vars(scaler) if scaler is not None else {}
+
+
+def _copied(at: Sequence[int], memory: torch.Tensor, to: Sequence[int], room: torch.Tensor) -> int:
+    """Copy what two boxes of a tensor have in common, given their offsets in it; return the number of its elements."""
+    both = zip(at, memory.shape, to, room.shape, strict=True)
+    spans = [(max(first, begin), min(first + size, begin + width)) for first, size, begin, width in both]
+    if any(begin >= end for begin, end in spans):
+        return 0
+    values = memory[tuple(slice(begin - base, end - base) for (begin, end), base in zip(spans, at, strict=True))]
+    room[tuple(slice(begin - base, end - base) for (begin, end), base in zip(spans, to, strict=True))].copy_(values)
+    return values.numel()
 
 
 # -- checkpoints without tables ----------------------------------------------------------------------------------------

@@ -376,12 +376,7 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
 
 
 def difference_of_options(engine: DeepSpeedEngine, saved: manifests.SavedOptions) -> str:
-    """Say which option of ZeRO differs in a checkpoint and changes the order of parameters in its files; empty if none.
-
-    Args:
-        engine: the engine that loads.
-        saved: the options of the checkpoint.
-    """
+    """Say which option of ZeRO differs in a checkpoint and orders its files in another way; empty if none."""
     own, stage = asdict(zero_options_of(engine)), int(engine.zero_optimization_stage())
     keys = {3: ["sub_group_size"]}.get(stage, ["round_robin_gradients", "parameter_alignment"] if stage else [])
     for key in keys:

@@ -80,11 +80,7 @@ def held_by_module(parameter: Any) -> Held:
 
 
 def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
-    """Yield every parameter of this rank's optimizer, also those that other ranks hold completely.
-
-    Raises:
-        CheckpointError: it is unknown where this kind of optimizer keeps its states.
-    """
+    """Yield every parameter of this rank's optimizer, also those that other ranks hold completely."""
     optimizer, inner = engine.optimizer, facts.inner_optimizer(engine)
     if inner is None:
         return
@@ -300,12 +296,7 @@ class PartOfTensor(torch.Tensor):
 def part_of(memory: torch.Tensor, of: Slice, start: int, stop: int, is_written: bool = True) -> PartOfTensor:
     """Present the elements ``start:stop`` of a slice as a part of the whole tensor.
 
-    Args:
-        memory: the elements, ``[stop - start]``; or the whole slice, in its shape.
-        of: the slice.
-        start: first element of the flattened slice.
-        stop: end of the elements, exclusive.
-        is_written: whether this process saves them.
+    ``memory`` has these elements, or the whole slice, in its shape. This process saves them if ``is_written``.
     """
     return PartOfTensor(of.whole_shape, boxes_in(memory, of, start, stop), memory, is_written)
 
@@ -419,8 +410,7 @@ def _slice(name: str, shape: tuple[int, ...], split: SavedSplit | None, slices: 
 def renaming(rename: Rename) -> Callable[[str], tuple[str, ...]]:
     """Return a function from a name of the engine's module to the names in the other program.
 
-    Raises:
-        ValueError: by the function, if ``rename`` gives something else than names.
+    It raises ValueError if ``rename`` gives something else than names.
     """
     if rename is None:
         return lambda name: (name,)
@@ -471,10 +461,8 @@ def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
 def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
     """Return a description of the files that this rank is going to save, to which each file is added.
 
-    Files are in DeepSpeed's layout, also if our reducer keeps partitions in another one.
-
-    Raises:
-        CheckpointError: as :func:`named_parameters`.
+    Files are in DeepSpeed's layout, also if our reducer keeps partitions in another one. Errors are those of
+    :func:`named_parameters`.
     """
     named = named_parameters(engine)
     pieces = {one.local: Piece(one.names[0], one.slice) for one in named}

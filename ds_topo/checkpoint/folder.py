@@ -100,11 +100,7 @@ def check_folder(folder: object, name: str = "folder") -> Path:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file to read. Anything else is refused, since reading a pipe or a device could block.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
+    """Open a regular file to read; raise OSError for anything else, since reading a pipe or a device could block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -113,12 +109,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def text_of(path: Path, limit: int) -> str:
-    """Return the text of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is longer than ``limit`` bytes.
-        UnicodeDecodeError: it is not text.
-    """
+    """Return the text of a regular file of at most ``limit`` bytes, or raise OSError or UnicodeDecodeError."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -232,11 +223,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def require_space(folder: Path, what: str, needed: int) -> None:
-    """Check that the disk of a folder has space for what is going to be written.
-
-    Raises:
-        CheckpointSpaceError: it has too little.
-    """
+    """Raise CheckpointSpaceError unless the disk of a folder has space for what is going to be written."""
     if (free := free_bytes(folder)) < needed * MARGIN:
         raise CheckpointSpaceError(
             f"{what} takes about {needed:,} bytes, and the disk of {folder} has {free:,}: make room there, or write to "
@@ -261,10 +248,7 @@ def failure_to_write(path: Path, error: BaseException) -> CheckpointError:
 def hold(folder: Path) -> BinaryIO:
     """Mark a folder as in use by this process until the returned file is closed or the process ends, however it ends.
 
-    File systems without locks do not show the mark to others.
-
-    Raises:
-        BlockingIOError: another process holds it.
+    File systems without locks do not show the mark to others. BlockingIOError is raised if another process holds it.
     """
     file = (folder / _LOCK).open("wb")
     try:
@@ -320,12 +304,8 @@ def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
 def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) -> list[str]:
     """Find missing, empty and truncated files in a checkpoint that DeepSpeed alone saved.
 
-    Names, sizes and the checksums of archives are checked. A file is missing if another file's name, or ``expected``,
-    implies it. Changed bytes are not found.
-
-    Args:
-        folder: the checkpoint's folder.
-        expected: the layout that saved it, if it is known.
+    Names, sizes and the checksums of archives are checked. A file is missing if another file's name implies it, or
+    ``expected``, the layout that saved it. Changed bytes are not found.
     """
     found = entries_in(folder)
     names = [name for name in found if name.endswith(".pt")]
@@ -504,19 +484,14 @@ def problem_of_latest(folder: Path) -> str:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if a folder has a manifest or model states, complete or not.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return True if a folder has a manifest or model states, complete or not; raise OSError if it cannot be read."""
     return path.is_dir() and any(name == manifests.NAME or name.endswith("_states.pt") for name in os.listdir(path))
 
 
 def tags_in(folder: Path) -> list[str]:
     """List the tags of all checkpoints in a folder, complete or not. Folders that cannot be read are among them.
 
-    Raises:
-        CheckpointError: the folder itself cannot be read.
+    If the folder itself cannot be read, CheckpointError is raised.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -624,12 +599,9 @@ def candidates(folder: Path) -> Iterator[Checkpoint]:
 
 
 def why_passed_over(folder: Path, chosen: Checkpoint, damaged: Sequence[Checkpoint]) -> str:
-    """Return a warning if the loaded checkpoint is not the one that ``latest`` names; an empty string if it is.
+    """Return a warning if ``chosen``, the loaded checkpoint, is not the one that ``latest`` names; empty if it is.
 
-    Args:
-        folder: the folder of all checkpoints.
-        chosen: the newest complete one.
-        damaged: the checkpoints before it in :func:`candidates`.
+    ``damaged`` are those before it in :func:`candidates`.
     """
     if chosen.tag == named_latest(folder):
         return ""
@@ -647,11 +619,7 @@ def why_passed_over(folder: Path, chosen: Checkpoint, damaged: Sequence[Checkpoi
 
 
 def require_free(folder: Path, tag: str) -> None:
-    """Check that a new checkpoint would replace nothing but a checkpoint or an empty folder.
-
-    Raises:
-        CheckpointError: something else has the tag's name.
-    """
+    """Raise CheckpointError if a new checkpoint would replace something else than a checkpoint or an empty folder."""
     path = folder / tag
     is_empty_folder = path.is_dir() and not any(path.iterdir())
     if os.path.lexists(path) and not is_empty_folder and not is_checkpoint(path):

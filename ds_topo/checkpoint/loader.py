@@ -135,10 +135,8 @@ class Source(ABC):
     def states_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
 
-        A state of every element is given by its data type. Parameters without states count as any others.
-
-        Raises:
-            CheckpointLayoutError: they differ.
+        A state of every element is given by its data type. Parameters without states count as any others. If the states
+        differ, CheckpointLayoutError is raised.
         """
         found: dict[str, Any] = {}
         first = ""
@@ -163,7 +161,7 @@ def model_of_whole(
     """Return the model of a checkpoint that has whole parameters by name, as far as this rank needs them.
 
     Args:
-        shapes: the shape and the type of each tensor in it.
+        shapes: the shape and the type of each tensor in the checkpoint.
         named: this rank's parameters.
         buffers: this rank's buffers.
     """
@@ -467,11 +465,7 @@ def load_into(
 
 
 def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
-    """Judge the comparisons of all ranks on rank 0; return the differences that are tolerated.
-
-    Raises:
-        CheckpointModelError, CheckpointLayoutError: the checkpoint does not fit.
-    """
+    """Return the differences between the checkpoint and all ranks that are tolerated; raise on rank 0 for others."""
     known_names = {name for names, *_ in posted for name in names}
     differences = {name: text for _, added, *_ in posted for name, text in added.items()} | {
         name: f"it has {source.called(name).removeprefix('parameter ')} {list(shape)}, which the model does not have"

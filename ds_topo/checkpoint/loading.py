@@ -200,11 +200,7 @@ def load(
 
 
 def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custom_load_fn: Any) -> dict[str, Any]:
-    """Let DeepSpeed load the files of a checkpoint; return the ``client_state``.
-
-    Raises:
-        CheckpointError: in the place of whatever DeepSpeed raises.
-    """
+    """Let DeepSpeed load files; return the ``client_state``. Whatever it raises becomes a CheckpointError."""
     has_no_states = options.load_module_only and int(engine.zero_optimization_stage()) == 3
     try:
         with (
@@ -241,9 +237,7 @@ def _load_by_name(
 ) -> dict[str, Any]:
     """Copy the elements of a checkpoint of any layout, or plain weights, into the engine; return the ``client_state``.
 
-    Raises:
-        CheckpointLayoutError, CheckpointModelError: it cannot be converted; nothing was changed.
-        CheckpointError: a rank failed.
+    If it cannot be loaded, CheckpointLayoutError or CheckpointModelError is raised before anything changes.
     """
     has_states, new_names = options.has_states and not is_plain, rename if is_plain else None
 
@@ -294,11 +288,7 @@ def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]
 class _Choice:
     """The choice of a checkpoint: rank 0 proposes candidates one after the other, and all ranks check them.
 
-    Args:
-        engine: the engine that will load it.
-        root: the folder of all checkpoints.
-        tag: the requested checkpoint; None for any.
-        options: the options of the load.
+    Only one with the given tag is proposed, unless that is None.
     """
 
     def __init__(self, engine: DeepSpeedEngine, root: Path, tag: str | None, options: LoadOptions) -> None:
@@ -330,11 +320,8 @@ class _Choice:
     def next(self) -> tuple[str, str]:
         """Return, on rank 0, the tag of the next candidate that is complete by the sizes of its files.
 
-        The second text is why its files do not fit this layout, or empty. An empty tag stands for plain weights.
-
-        Raises:
-            MissingCheckpointError, DamagedCheckpointError: there is none.
-            CheckpointVersionError, CheckpointLayoutError: the next one cannot be read.
+        The second text is why its files do not fit this layout, or empty. An empty tag stands for plain weights. If
+        nothing can be loaded, the CheckpointError says why.
         """
         for checkpoint in self._left:
             if checkpoint.needs:
@@ -451,10 +438,7 @@ class _Choice:
     def accepts(self, posted: list[dict[str, Any]]) -> bool | None:
         """Decide on rank 0, from all ranks' problems, whether to load the files as they are.
 
-        False converts them, and None tries the next candidate.
-
-        Raises:
-            CheckpointModelError, CheckpointLayoutError, UnsafeCheckpointError: no other may replace it.
+        False loads them by name, and None tries the next candidate. An error is raised if no other one may replace it.
         """
         assert self.chosen is not None
         if damaged := [problem for share in posted for problem in share["damaged"]]:

@@ -473,11 +473,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str, where: str) -> Manifest:
-    """Parse the text of a manifest's file.
-
-    Args:
-        text: the file's content.
-        where: its path, for messages.
+    """Parse the text of a manifest's file; ``where`` is its path, for messages.
 
     Raises:
         DamagedCheckpointError: it is no manifest, or was changed after it was written.
@@ -676,10 +672,8 @@ class SavedPlace(NamedTuple):
 def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[int, tuple[SavedPlace, ...]]]:
     """Yield every part of the experts of one expert parallel size, with the ranks that hold it.
 
-    The ranks are those of one expert data parallel group, in its order.
-
-    Raises:
-        ExpertSizeError: the size does not divide the ranks that can share experts.
+    The ranks are those of one expert data parallel group, in its order. If the size does not divide the ranks that can
+    share experts, ExpertSizeError is raised.
     """
     topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
     plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)

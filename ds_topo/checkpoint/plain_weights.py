@@ -64,8 +64,7 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 def files_of_weights(path: Path) -> list[Path]:
     """Return the files of weights that a path means; an empty list if it is neither such a file nor a folder with them.
 
-    Raises:
-        DamagedCheckpointError: the index cannot be read, or names files that do not exist.
+    If the index cannot be read, or names files that do not exist, DamagedCheckpointError is raised.
     """
     if path.is_file():
         return [path] if path.suffix in _SUFFIXES else []
@@ -99,12 +98,7 @@ def require_safetensors() -> None:
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, whose bytes are read when they are used.
-
-    Raises:
-        DamagedCheckpointError, UnsafeCheckpointError: the file cannot be read, or must not be.
-        CheckpointError: safetensors is not installed, or the file holds something else than tensors by name.
-    """
+    """Return the tensors of a file, whose bytes are read when they are used, or raise CheckpointError."""
     if path.suffix != ".safetensors":
         if refused := refused_types([path]):
             raise UnsafeCheckpointError(f"{path}: {refused[0]}")
@@ -123,7 +117,7 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 class WeightFiles(DeepSpeedFiles):
-    """Plain files of weights as a checkpoint of whole parameters without an optimizer.
+    """A file or a folder of plain weights, as a checkpoint of whole parameters without an optimizer.
 
     Args:
         path: the file, or the folder.
@@ -162,12 +156,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def readable(checkpoint: Checkpoint) -> Manifest:
-    """Return the manifest of a complete checkpoint whose files are safe to read.
-
-    Raises:
-        TypeError: it is something else.
-        DamagedCheckpointError, CheckpointVersionError, CheckpointLayoutError, UnsafeCheckpointError: it cannot be read.
-    """
+    """Return the manifest of a complete checkpoint whose files are safe to read; raise CheckpointError for others."""
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
             f"checkpoint={abridged(checkpoint)} is not a checkpoint: give what ds_topo.checkpoint.look_at(folder, tag) "
@@ -305,12 +294,7 @@ def to_hugging_face(
 
 
 def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> DeepSpeedFiles:
-    """Open a checkpoint whose weights will be put together and written into a folder, which is made.
-
-    Raises:
-        CheckpointLayoutError: slices cannot be put together.
-        CheckpointSpaceError: there is too little space.
-    """
+    """Open a checkpoint whose weights will be put together and written into a folder, which is made."""
     manifest = readable(checkpoint)
     known = manifest.structure.splits if manifest.structure is not None and not has_padding else {}
     splits = {name: replace(split, padded=split.real) for name, split in known.items() if split.real is not None}
@@ -332,14 +316,9 @@ def _write_safetensors(
     largest: int | None,
     progress: Progress,
 ) -> None:
-    """Write one file, or a folder of several with an index, each under its name when it is complete.
+    """Write one file; or with ``largest`` a folder of several and an index, each under its name when it is complete.
 
-    Args:
-        source: checkpoint to read.
-        path: the file; with ``largest`` the folder.
-        rename: from the checkpoint's names to those of the files.
-        largest: bytes of tensors in one file; a larger tensor has a file of its own.
-        progress: called with ``"parameters"``, how many are read, and how many there are.
+    A tensor of more than ``largest`` bytes has a file of its own.
     """
     parameters, buffers = source.model.parameters, source.buffers()
     sizes = {name: one.numel_of_slice(1) * one.dtype.itemsize for name, one in parameters.items()}

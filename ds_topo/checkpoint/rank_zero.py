@@ -31,11 +31,9 @@ class Meeting(Council):
 
     @classmethod
     def begin(cls, subject: str, plan: str, failure: Exception | None = None) -> Meeting:
-        """Check that all ranks begin the same operation.
+        """Check that all ranks begin the same operation, or raise DisagreementError.
 
-        Raises:
-            DisagreementError: their plans differ, or a rank did not take part.
-            Exception: ``failure``, which the other ranks receive as part of their error.
+        A rank that cannot begin passes its ``failure``. It raises that error, and the other ranks name it.
         """
         if failure is not None and not dist.is_initialized():
             raise failure

@@ -83,17 +83,13 @@ def allowed_types() -> Iterator[None]:
 
 @contextmanager
 def reading_checkpoint(folder: Path, *, trusted: bool = False) -> Iterator[None]:
-    """Let ``torch.load`` build only allowed types, and name a file that it cannot read.
+    """Let ``torch.load`` build only allowed types, unless ``trusted``, and name a file that it cannot read.
 
     This holds for everything that this thread loads and, on all threads, for the files below ``folder``, whatever the
     caller and its arguments. Other threads load other files as they wish.
 
     DeepSpeed's loader of state dicts reads its first file twice, to count files and to load it. Here the second call
     returns what the first one has read.
-
-    Args:
-        folder: the folder of the checkpoint.
-        trusted: build all types.
     """
     thread, root = threading.get_ident(), os.path.join(os.path.realpath(folder), "")
     read: dict[Any, Any] = {}

@@ -28,7 +28,7 @@ from ds_topo.checkpoint.manifest import (
     expert_places,
     in_order,
 )
-from ds_topo.checkpoint.table import Box, Slice, boxes_of, expert_of, head_of, layer_of_experts, starred
+from ds_topo.checkpoint.table import Box, Elements, Slice, boxes_of, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 
 
@@ -152,11 +152,7 @@ class WholeModel:
 
     @cached_property
     def _expert_groups(self) -> dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]]:
-        """The part of the experts that each rank holds, and all ranks that hold it, by expert parallel size.
-
-        Raises:
-            ExpertSizeError: an expert parallel size does not divide the ranks that can share experts.
-        """
+        """The part of the experts that each rank holds, and all ranks that hold it, by expert parallel size."""
         found: dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]] = {}
         for experts in self.layout.experts:
             for part, places in expert_places(self.layout, experts):
@@ -210,14 +206,10 @@ class WholeModel:
                 cut.setdefault(table.partitions, {})[table.partition] = table
         return found
 
-    def tables_of(self, name: str, wanted: Slice | None = None, start: int = 0, stop: int = 0) -> Iterator[str]:
+    def tables_of(self, name: str, wanted: Elements | None = None) -> Iterator[str]:
         """Yield the files of the tables with elements of a parameter; of a buffer, of all that have buffers.
 
-        Args:
-            name: the parameter.
-            wanted: a slice, to leave out tables at ZeRO 3 that have none of its elements; None for all elements.
-            start: the first element of the flattened slice.
-            stop: the end of the elements, exclusive.
+        At ZeRO 3 tables are left out that have none of the wanted elements.
         """
         row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
         if row not in self._all_rows:  # each partition of ZeRO 3 has a copy
@@ -225,7 +217,7 @@ class WholeModel:
             return
         one = self.parameters.get(name)
         is_equal_on_slices = wanted is not None and one is not None and one.split is None and not one.experts
-        boxes = None if wanted is None else list(boxes_of(wanted, start, stop))
+        boxes = None if wanted is None else list(boxes_of(*wanted))
         for rank, positions in self._positions.items():
             if (at := positions.get(row)) is None or (is_equal_on_slices and rank % self.slices):
                 continue
@@ -252,11 +244,7 @@ class WholeModel:
 
 
 def slices_of(layout: SavedLayout) -> int:
-    """Return the degree of ``model``.
-
-    Raises:
-        CheckpointLayoutError: stages and slices cannot be told apart.
-    """
+    """Return the degree of ``model``, or raise CheckpointLayoutError if stages and slices cannot be told apart."""
     if layout.topology is None and layout.model_ranks > 1:
         raise CheckpointLayoutError(
             f"the checkpoint was saved over {layout.model_ranks} model ranks with an mpu that is not a grid of "
@@ -308,12 +296,7 @@ def _parameters_of(
     splits: Mapping[str, SavedSplit],
     padded: Mapping[str, SavedSplit],
 ) -> dict[str, Parameter]:
-    """Return the parameters of a manifest by name, each expert of a layer after the other.
-
-    Raises:
-        CheckpointLayoutError: slices of a parameter differ in shape, or its split is along no dimension of it.
-        DamagedCheckpointError: a data type is unknown.
-    """
+    """Return the parameters of a manifest by name, each expert of a layer after the other."""
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
         known = rows.setdefault(row.name, row)
@@ -384,11 +367,7 @@ def _is_stacked(row: SavedParameter) -> bool:
 
 
 def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
-    """Return the split of a parameter whose padding the new layout gives.
-
-    Raises:
-        CheckpointLayoutError: it is unknown what is padding, or the real size differs.
-    """
+    """Return the split of a parameter whose padding the new layout gives; refuse one whose real size is unknown."""
     real = saved.real if saved.real is not None else new.real
     if real is None:
         raise CheckpointLayoutError(
@@ -404,11 +383,7 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
 
 
 def _known_structure(manifest: Manifest) -> SavedStructure:
-    """Return the structure.
-
-    Raises:
-        CheckpointLayoutError: there is none, or it has experts of an unknown kind.
-    """
+    """Return the structure; refuse a manifest that has none, or experts of an unknown kind."""
     structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
     if structure is None:
         raise CheckpointLayoutError(
@@ -426,11 +401,7 @@ def _known_structure(manifest: Manifest) -> SavedStructure:
 
 
 def require_splits(model: WholeModel, slices: int) -> None:
-    """Check that every parameter can be cut into so many slices.
-
-    Raises:
-        CheckpointLayoutError: a parameter does not declare its split, or its size is not a multiple.
-    """
+    """Raise CheckpointLayoutError unless every parameter can be cut into so many slices."""
     undeclared = [name for name in model.structure.undeclared if model.parameters[name].split is None]
     if undeclared and slices != model.slices:
         raise CheckpointLayoutError(
@@ -445,11 +416,7 @@ def require_splits(model: WholeModel, slices: int) -> None:
 
 
 def require_split(one: Parameter, slices: int) -> None:
-    """Check that a parameter can be cut into so many slices.
-
-    Raises:
-        CheckpointLayoutError: its size is not a multiple, or its padding cannot change.
-    """
+    """Raise CheckpointLayoutError unless a parameter can be cut into so many slices, with the new padding."""
     if one.split is None or (slices == one.slices and one.padded is None):
         return
     full, pieces = one.size if one.padded is None else one.padded, one.split.stride * slices

@@ -97,9 +97,7 @@ class HostCopies:
     def of(self, value: Any, known: dict[int, Any] | None = None) -> Any:
         """Copy the content of a file: one copy of each object, however often it occurs.
 
-        Args:
-            value: the content.
-            known: copies by the ids of their originals.
+        ``known`` are copies by the ids of their originals.
         """
         known = {} if known is None else known
         if id(value) not in known:
@@ -183,10 +181,9 @@ class WrittenFiles:
         self._later.clear()
 
     def finish(self) -> list[SavedFile]:
-        """Wait until every file of this rank is on the disk; return them, sorted by path.
+        """Wait until every file of this rank is on the disk; return them, sorted by path, or raise the first failure.
 
-        Raises:
-            Exception: the first failure. A failure to write names the path and the free space of its disk.
+        A failure to write names the path and the free space of its disk.
         """
         for path, future in self._started.items():
             if (error := future.exception()) is not None:
@@ -499,11 +496,7 @@ class BackgroundSave:
                 warn(f"an older checkpoint in {root} could not be removed: {error}")
 
     def _manifest(self, posted: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Return the manifest of all ranks' files; on rank 0.
-
-        Raises:
-            CheckpointError: rank 0 does not see all of them, because the folder is not the same on all hosts.
-        """
+        """Return the manifest of all ranks' files, on rank 0, which must see all of them."""
         path = self._draft / self._tag
         files = built_from(list[SavedFile], [row for one in posted for row in one["files"]])
         known = {file.path for file in files}
@@ -623,10 +616,7 @@ def save_as_a_whole(
 def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
     """Tidy the folder up, and check that a checkpoint can be written there; on rank 0.
 
-    Raises:
-        CheckpointError: the folder or the tag cannot be used.
-        CheckpointSpaceError: the disk has too little free space. Nothing has changed, except that drafts of killed
-            saves are removed.
+    If it cannot, nothing has changed, except that drafts of killed saves are removed.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)

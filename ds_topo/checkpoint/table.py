@@ -167,6 +167,14 @@ class Slice(NamedTuple):
         return begin, end + 1
 
 
+class Elements(NamedTuple):
+    """The elements ``start:stop`` of a flattened slice."""
+
+    slice: Slice
+    start: int
+    stop: int
+
+
 def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
     """Yield the elements ``start:stop`` of a flattened slice as boxes of the whole tensor, in the order of storage.
 
@@ -199,11 +207,7 @@ def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
 def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tuple[int, ...], torch.Tensor]:
     """Return views of the elements ``start:stop`` of a slice, by their offsets in the whole tensor.
 
-    Args:
-        memory: the elements, ``[stop - start]``; or the whole slice, in its shape.
-        of: the slice.
-        start: first element of the flattened slice.
-        stop: end of the elements, exclusive.
+    ``memory`` has these elements, or the whole slice, in its shape.
     """
     boxes: dict[tuple[int, ...], torch.Tensor] = {}
     begin = 0
@@ -405,11 +409,7 @@ class Table(Saved):
 
     @classmethod
     def from_text(cls, text: str, where: str) -> Table:
-        """Parse the text of a table's file.
-
-        Raises:
-            DamagedCheckpointError: it is no table.
-        """
+        """Parse the text of a table's file, or raise DamagedCheckpointError."""
         try:
             found: Table = built_from(cls, json.loads(text))
             sizes = []

@@ -210,10 +210,8 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
 class EngineState:
     """The weights and optimizer states of an engine on this rank, under names that do not depend on its layout.
 
-    Optimizer states that do not exist yet are created.
-
-    Raises:
-        CheckpointError: a state, or the memory of this kind of optimizer, cannot be described.
+    Optimizer states that do not exist yet are created. If a state, or the memory of this kind of optimizer, cannot be
+    described, CheckpointError is raised.
     """
 
     def __init__(self, engine: DeepSpeedEngine, rename: Rename) -> None:
@@ -290,10 +288,8 @@ def begin_states(inner: torch.optim.Optimizer, found: Iterable[Held]) -> None:
     """Create the initial states of every tensor that the optimizer steps on, where it has none yet.
 
     torch does that by a step without gradients at a learning rate of zero. Such a step counts, and turns a weight of
-    -0.0 into 0.0. Here another optimizer of the same class takes it, with a parameter of one element.
-
-    Raises:
-        CheckpointError: an optimizer of its class cannot be created from its groups alone.
+    -0.0 into 0.0. Here another optimizer of the same class takes it, with a parameter of one element. If none can be
+    created from the groups alone, CheckpointError is raised.
     """
     for one in {id(one.master): one for one in found if one.parameter.requires_grad}.values():
         if one.group is None or inner.state.get(one.master):
@@ -322,8 +318,7 @@ def _like(value: Any, master: torch.Tensor) -> Any:
 def _is_by_element(value: Any, master: torch.Tensor) -> bool:
     """Return True if a state has a value for each element, and False if it is one number, such as the step.
 
-    Raises:
-        CheckpointError: the state is neither.
+    If it is neither, CheckpointError is raised.
     """
     if torch.is_tensor(value) and value.shape == master.shape and master.dim():
         return True
@@ -419,12 +414,9 @@ class TorchFiles(Source):
         named: this rank's parameters, by their names in the checkpoint.
         buffers: its buffers.
         inner: its optimizer, whose initial states are created; None to read weights alone.
-        model: the key of weights; None for a usual one.
-        optimizer: the key of the optimizer; None for a usual one.
-        trusted: also read types that may run code when they are built.
-
-    Raises:
-        CheckpointError: the metadata cannot be read; of the class that :func:`load_torch` documents.
+        model: as of :func:`load_torch`, like all following arguments and errors.
+        optimizer: see there.
+        trusted: see there.
     """
 
     in_part = ""
@@ -622,11 +614,7 @@ class Keys:
 
 
 def _metadata_of(folder: Path, *, trusted: bool) -> Mapping[str, Any]:
-    """Return what a folder of torch holds, by key.
-
-    Raises:
-        CheckpointError: it cannot be read; of the class that :func:`load_torch` documents.
-    """
+    """Return what a folder of torch holds, by key; errors are of the classes that :func:`load_torch` documents."""
     try:
         check_metadata(folder, trusted=trusted)
         found: Mapping[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -662,8 +650,7 @@ _Numbers = dict[tuple[torch.Tensor, str], float]
 def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbers:
     """Return the new values of the optimizer's numbers, such as steps. Those not in ``saved`` stay.
 
-    Raises:
-        CheckpointModelError: parameters that share one number here have different ones there.
+    If parameters that share one number here have different ones there, CheckpointModelError is raised.
     """
     result = _Numbers()
     names: dict[tuple[torch.Tensor, str], str] = {}
@@ -685,15 +672,10 @@ def _order_of(structure: SavedStructure) -> str:
 
 
 def _require_same_training(layout: SavedLayout, structure: SavedStructure, progress: Mapping[str, Any]) -> None:
-    """Refuse states of an optimizer that would train differently in a layout.
+    """Refuse states of an optimizer that depends on the layout, unless they were saved in the same one.
 
-    Args:
-        layout: the layout.
-        structure: structure of the model there.
-        progress: what an engine saved of itself; empty if another program saved the checkpoint, with whole parameters.
-
-    Raises:
-        CheckpointLayoutError: the optimizer depends on the layout, which differs or is unknown.
+    ``progress`` is what an engine saved of itself. It is empty if another program saved the checkpoint, with whole
+    parameters.
     """
     saved = progress.get(_LAYOUT)
     was = built_from(SavedLayout, saved) if saved else SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")

@@ -46,12 +46,7 @@ _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     """Return the layout of the job that saved a checkpoint; None if its files do not say it.
 
-    Args:
-        path: the checkpoint's own folder.
-        optimizer: the class of the program's optimizer, which files without ZeRO do not name.
-
-    Raises:
-        DamagedCheckpointError: a file cannot be read.
+    ``optimizer`` is the class of the program's optimizer, which files without ZeRO do not name.
     """
     names = sorted(os.listdir(path))
     first = next((name for name in names if name.endswith("mp_rank_00_model_states.pt") and "layer" not in name), None)
@@ -94,11 +89,7 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
 
 
 def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
-    """Return the layout of a checkpoint, and what its config says of the structure, where no job says more.
-
-    Raises:
-        DamagedCheckpointError: a file cannot be read.
-    """
+    """Return the layout of a checkpoint, and what its config says of the structure, where no job says more."""
     if (layout := layout_of_files(path, None)) is None:
         return None, SavedStructure(None, ())
     config = opened(path / name_of_model_states(layout, 0)).get("ds_config") or {}
@@ -110,16 +101,9 @@ def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
 
 
 def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedStructure) -> Manifest:
-    """Describe a checkpoint.
+    """Describe a checkpoint of a known layout; ``structure`` is that of the job that loads it.
 
-    Args:
-        path: the checkpoint's own folder.
-        layout: its layout, from :func:`layout_of_files`.
-        structure: structure of the job that loads it.
-
-    Raises:
-        CheckpointLayoutError: its files do not say enough.
-        DamagedCheckpointError: a file cannot be read.
+    If its files do not say enough, CheckpointLayoutError is raised.
     """
     if layout is None or (layout.is_pipeline and not structure.layers):
         cause, remedy = "a model with experts, or of an early DeepSpeed, do not describe the model", "Load"
@@ -204,11 +188,8 @@ def groups_of_partitions(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names in each group of an optimizer with partitions: a group has one vector, or at stage 3 several.
 
-    Args:
-        path: the checkpoint's own folder.
-        layout: its layout.
-        place: a rank that saved a partition.
-        states: its file of weights. That of ``BF16_Optimizer`` without ZeRO names no parameters, but its partitions do.
+    ``place`` is a rank that saved a partition, and ``states`` its file of weights. That of ``BF16_Optimizer`` without
+    ZeRO names no parameters, but its partitions do.
     """
     if "param_shapes" not in states:
         raise CheckpointError(
@@ -239,9 +220,6 @@ def _groups_by_position(
         saved: the optimizer's state of each stage.
         shapes: the shapes of all parameters, on one slice.
         structure: the structure of the job that loads.
-
-    Raises:
-        CheckpointLayoutError: the job's groups do not fill those in the files.
     """
     tied_first = sorted(shapes, key=lambda name: not (structure.layers and name.startswith("tied_modules.")))
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}

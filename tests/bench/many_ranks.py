@@ -39,7 +39,7 @@ from ds_topo.checkpoint.manifest import (
     to_text,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.table import Part, Piece, Slice, Table, Vector, partition_of
+from ds_topo.checkpoint.table import Elements, Part, Piece, Slice, Table, Vector, partition_of
 
 WIDTH = 1024
 
@@ -103,23 +103,23 @@ def main() -> None:
         folder = Path(name)
         write(folder, given.replicas, given.slices, given.parameters)
         numel, rank = WIDTH * WIDTH, given.into // 3
-        wanted = Slice((WIDTH, WIDTH)), *partition_of(numel, rank, given.into)
+        wanted = Elements(Slice((WIDTH, WIDTH)), *partition_of(numel, rank, given.into))
         before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
         manifest = manifest_of(folder)
         assert manifest is not None
         model = model_of(manifest)
         read = time.perf_counter()
-        paths = {path for one in model.parameters for path in model.tables_of(one, *wanted)}
+        paths = {path for one in model.parameters for path in model.tables_of(one, wanted)}
         found = time.perf_counter()
         for path in paths:
             write_table(folder / path, given.replicas, given.slices, given.parameters)
         source, opened = DeepSpeedFiles(model, folder), time.perf_counter()
         elements = 0
         for one in model.parameters:
-            parts = source._of_slice(one, "exp_avg", None, *wanted)
+            parts = source._of_slice(one, "exp_avg", None, wanted)
             elements += sum(each.part.stop - each.part.start for own in parts.values() for each in own)
         ended, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert elements >= (wanted[2] - wanted[1]) * given.parameters
+        assert elements >= (wanted.stop - wanted.start) * given.parameters
         size, ranks = (folder / NAME).stat().st_size, given.replicas * given.slices
         print(f"{ranks:,} ranks, {given.parameters:,} parameters; rank {rank:,} of {given.into:,} opens", end=" ")
         print(f"{len(paths):,} of {ranks:,} tables. Manifest of {size / 1e6:.1f} MB: {read - begun:.2f} s;", end=" ")
