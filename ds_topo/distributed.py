@@ -112,11 +112,7 @@ def destroy_process_group() -> None:
 
 
 def get_group() -> ProcessGroup:
-    """Return this process's model-parallel group, for ``torch.distributed`` and ``ds_topo.collectives``.
-
-    Raises:
-        RuntimeError: not initialised.
-    """
+    """Return this process's model-parallel group, for ``torch.distributed`` and ``ds_topo.collectives``."""
     group = None
     if _model_parallel.grid is not None:
         group = _model_parallel.grid.get_group(MODEL)
@@ -130,20 +126,12 @@ def get_group() -> ProcessGroup:
 
 
 def get_rank() -> int:
-    """Return this process's rank in its model-parallel group. (``torch.distributed.get_rank()`` is its global rank.)
-
-    Raises:
-        RuntimeError: not initialised.
-    """
+    """Return this process's rank in its model-parallel group. (``torch.distributed.get_rank()`` is its global rank.)"""
     return dist.get_rank(get_group())
 
 
 def get_world_size() -> int:
-    """Return the number of processes in this process's model-parallel group.
-
-    Raises:
-        RuntimeError: not initialised.
-    """
+    """Return the number of processes in this process's model-parallel group."""
     return dist.get_world_size(get_group())
 
 
@@ -164,7 +152,6 @@ def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
         dim: 0 (rows), 1 or -1 (columns). With ``None`` the tensor is not sharded but returned as it is.
 
     Raises:
-        RuntimeError: not initialised.
         ValueError: ``dim`` is none of these, or the group's size does not divide that dimension.
     """
     return _along(collectives.scatter, tensor, dim)
@@ -179,17 +166,11 @@ def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
 
 
 def reduce(tensor: Tensor) -> Tensor:
-    """Sum over ranks, in place: ``[...] -> [...]``. The gradient passes unchanged.
+    """Sum over ranks, in place: ``[...] -> [...]``. The gradient passes unchanged. Return ``tensor`` itself.
 
     As with any operation in place, torch refuses a backward pass that needs the former value; ``collectives.reduce``
-    works out of place. If ``tensor`` is a leaf that requires a gradient, its data are replaced, and only the returned
-    tensor has the history.
-
-    Returns:
-        ``tensor`` itself (unless it is such a leaf).
-
-    Raises:
-        RuntimeError: not initialised.
+    works out of place. If ``tensor`` is a leaf that requires a gradient, its data are replaced, and another tensor is
+    returned, which has the history.
     """
     total = collectives.reduce(tensor, get_group())
     if total is tensor:
@@ -202,11 +183,7 @@ def reduce(tensor: Tensor) -> Tensor:
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """Use a replicated tensor on every rank: forward identity, backward the sum of all ranks' gradients.
-
-    Raises:
-        RuntimeError: not initialised.
-    """
+    """Use a replicated tensor on every rank: forward identity, backward the sum of all ranks' gradients."""
     return collectives.copy(tensor, get_group())
 
 

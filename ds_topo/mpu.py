@@ -331,12 +331,7 @@ _OWN = frozenset({"correct_norms", "get_copy_group", "get_copy_rank", "get_parti
 
 
 def require_grid(value: Any) -> None:
-    """Refuse a layout, or a pipeline that has a grid, in place of a grid, and a grid that was destroyed.
-
-    Raises:
-        TypeError: the message says what to pass.
-        RuntimeError: the grid was destroyed.
-    """
+    """Refuse a layout, or a pipeline that has a grid, in place of a grid, and a grid that was destroyed."""
     if isinstance(value, MpuGrid):
         if not value.is_alive:
             raise RuntimeError(f"grid={value.topology().spec!r}: the grid was destroyed; create another one")

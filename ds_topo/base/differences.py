@@ -36,11 +36,7 @@ def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
 
 
 def check_release(config: Any) -> None:
-    """Refuse an engine, or options for it, that the installed release cannot train with.
-
-    Raises:
-        RuntimeError: the message has the option, both releases, the reason and what to do.
-    """
+    """Raise RuntimeError for an engine, or options for it, that the installed release cannot train with."""
     require(ENGINES)
     if config is None or get_accelerator().device_name() != "cpu":  # DeepSpeed refuses an engine without a config
         return

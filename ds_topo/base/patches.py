@@ -9,10 +9,11 @@ prints all rows and overridden methods, and shows what another release of DeepSp
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds_topo.base.ledger import Patch, Reliance, find, read_table
 
 USE = "ds_topo.use(grid) is active"
-_ASKED_FOR = "ds_topo.use(grid) asks for it: programs call these names before any object exists."
 
 
 # -- engines of a grid -------------------------------------------------------------------------------------------------
@@ -143,101 +144,62 @@ PIPELINE_GROUPS = Patch(
 
 # -- ds_topo.use(grid) -------------------------------------------------------------------------------------------------
 
-INITIALIZE = Patch(
-    find("deepspeed"),
+
+def _in_use(owner: str, name: str, instead: str, why: str) -> Patch:
+    asked_for = "ds_topo.use(grid) asks for it: programs call these names before any object exists."
+    return Patch(find(owner), name, instead, why, during=USE, process_wide=asked_for)
+
+
+def _renamed(name: str) -> Patch:
+    """Return the row of a class of DeepSpeed for which ds_topo has one of the same name."""
+    return _in_use("deepspeed.runtime.pipe.topology", name, f"ds_topo.{name}.", "Programs import them from there.")
+
+
+INITIALIZE = _in_use(
+    "deepspeed",
     "initialize",
-    instead="ds_topo.initialize, with the grid in use as mpu.",
-    why="Trainer, accelerate and other programs call it themselves, without an mpu or with their own.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+    "ds_topo.initialize, with the grid in use as mpu.",
+    "Trainer, accelerate and other programs call it themselves, without an mpu or with their own.",
 )
-CONSTRUCT_PIPELINE = Patch(
-    find("deepspeed.runtime.pipe.module.PipelineModule"),
+CONSTRUCT_PIPELINE = _in_use(
+    "deepspeed.runtime.pipe.module.PipelineModule",
     "__init__",
-    instead="The same on the grid in use, after a comparison of the topologies.",
-    why="Programs derive from PipelineModule before a grid exists.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+    "The same on the grid in use, after a comparison of the topologies.",
+    "Programs derive from PipelineModule before a grid exists.",
 )
-PROCESS_TOPOLOGY = Patch(
-    find("deepspeed.runtime.pipe.topology"),
-    "ProcessTopology",
-    instead="ds_topo.ProcessTopology.",
-    why="Programs import them from there.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-PIPE_DATA_TOPOLOGY = Patch(
-    find("deepspeed.runtime.pipe.topology"),
-    "PipeDataParallelTopology",
-    instead="ds_topo.PipeDataParallelTopology.",
-    why="Programs import them from there.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-PIPE_MODEL_DATA_TOPOLOGY = Patch(
-    find("deepspeed.runtime.pipe.topology"),
-    "PipeModelDataParallelTopology",
-    instead="ds_topo.PipeModelDataParallelTopology.",
-    why="Programs import them from there.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-GRID = Patch(
-    find("deepspeed.runtime.pipe.topology"),
-    "PipelineParallelGrid",
-    instead="ds_topo.PipelineParallelGrid.",
-    why="Programs import them from there.",
-    during=USE,
-    process_wide=_ASKED_FOR,
-)
-ZERO_INIT = Patch(
-    find("deepspeed.runtime.zero.partition_parameters.Init"),
+PROCESS_TOPOLOGY = _renamed("ProcessTopology")
+PIPE_DATA_TOPOLOGY = _renamed("PipeDataParallelTopology")
+PIPE_MODEL_DATA_TOPOLOGY = _renamed("PipeModelDataParallelTopology")
+GRID = _renamed("PipelineParallelGrid")
+ZERO_INIT = _in_use(
+    "deepspeed.runtime.zero.partition_parameters.Init",
     "__init__",
-    instead="The same over the data parallel group of the grid in use.",
-    why="Without a group, as from_pretrained() calls it, it partitions over all ranks of the world.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+    "The same over the data parallel group of the grid in use.",
+    "Without a group, as from_pretrained() calls it, it partitions over all ranks of the world.",
 )
-MODIFIED_BY_ONE = Patch(
-    find("deepspeed.runtime.zero.partition_parameters.GatheredParameters"),
+MODIFIED_BY_ONE = _in_use(
+    "deepspeed.runtime.zero.partition_parameters.GatheredParameters",
     "__exit__",
-    instead="The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.",
-    why="from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+    "The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.",
+    "from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.",
 )
-INFERENCE_GROUP = Patch(
-    find("deepspeed.inference.engine.InferenceEngine"),
+INFERENCE_GROUP = _in_use(
+    "deepspeed.inference.engine.InferenceEngine",
     "_create_model_parallel_group",
-    instead="A method that sets the group along model of the grid in use.",
-    why="DeepSpeed joins the first ranks of the job; other ranks are in no group.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+    "A method that sets the group along model of the grid in use.",
+    "DeepSpeed joins the first ranks of the job; other ranks are in no group.",
 )
-SEQUENCE_GROUP = Patch(
-    find("deepspeed.runtime.sequence_parallel.parallel_state_sp"),
+SEQUENCE_GROUP = _in_use(
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
     "_SEQUENCE_PARALLEL_GROUP",
-    instead="The group of the grid along seq.",
-    why="DeepSpeed joins neighboring ranks of the world.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+    "The group of the grid along seq.",
+    "DeepSpeed joins neighboring ranks of the world.",
 )
-SEQUENCE_DATA_GROUP = Patch(
-    find("deepspeed.runtime.sequence_parallel.parallel_state_sp"),
-    "_SEQUENCE_DATA_PARALLEL_GROUP",
-    instead="The data parallel group of the grid.",
-    why="DeepSpeed joins neighboring ranks of the world.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+SEQUENCE_DATA_GROUP = replace(
+    SEQUENCE_GROUP, name="_SEQUENCE_DATA_PARALLEL_GROUP", instead="The data parallel group of the grid."
 )
-INITIALIZE_SEQUENCES = Patch(
-    find("deepspeed.runtime.sequence_parallel.parallel_state_sp"),
-    "initialize_sequence_parallel",
-    instead="A function that finds the groups already there.",
-    why="DeepSpeed joins neighboring ranks of the world.",
-    during=USE,
-    process_wide=_ASKED_FOR,
+INITIALIZE_SEQUENCES = replace(
+    SEQUENCE_GROUP, name="initialize_sequence_parallel", instead="A function that finds the groups already there."
 )
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -261,13 +223,8 @@ DROPOUT = Patch(
     during="ds-topo verify --no-dropout runs a program",
     process_wide="Modules and programs call it by name.",
 )
-ATTENTION_DROPOUT = Patch(
-    find("torch.nn.functional"),
-    "scaled_dot_product_attention",
-    instead="The same function without dropout of attention weights.",
-    why="Ranks of another layout draw other random numbers, so results with dropout differ.",
-    during="ds-topo verify --no-dropout runs a program",
-    process_wide="Modules and programs call it by name.",
+ATTENTION_DROPOUT = replace(
+    DROPOUT, name="scaled_dot_product_attention", instead="The same function without dropout of attention weights."
 )
 CONFIGURE = Patch(
     find("deepspeed.runtime.config.DeepSpeedConfig"),
@@ -277,13 +234,10 @@ CONFIGURE = Patch(
     during="ds-topo verify runs a reference",
     process_wide="DeepSpeed reads the config before the engine exists, and programs create layers by this name.",
 )
-LOCAL_EXPERTS = Patch(
-    find("deepspeed.moe.layer.MoE"),
-    "__init__",
+LOCAL_EXPERTS = replace(
+    CONFIGURE,
+    owner=find("deepspeed.moe.layer.MoE"),
     instead="The same with ep_size 1, so that each process has all experts.",
-    why="A reference must not depend on the slices, partitions and groups that it checks.",
-    during="ds-topo verify runs a reference",
-    process_wide="DeepSpeed reads the config before the engine exists, and programs create layers by this name.",
 )
 
 # -- private names ---------------------------------------------------------------------------------------------------

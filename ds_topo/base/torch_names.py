@@ -94,11 +94,7 @@ def served_at(store: Store) -> tuple[str, int] | None:
 
 
 def _world_of_job() -> dist.ProcessGroup:
-    """Return the group of all ranks of the job.
-
-    Raises:
-        ValueError: ``torch.distributed`` is not initialised.
-    """
+    """Return the group of all ranks of the job, or raise ValueError if ``torch.distributed`` is not initialised."""
     if (world := dist.group.WORLD) is None:
         raise ValueError("torch.distributed is not initialised: call ds_topo.init_distributed() first")
     return world

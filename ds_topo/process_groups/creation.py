@@ -87,11 +87,7 @@ class ProcessGroups:
         return self._by_axes.get(axes)
 
     def extend(self, group: RankGroup) -> ProcessGroup:
-        """Create one more group; collective over its ranks.
-
-        Raises:
-            DisagreementError: ranks of the group did not call this within the timeout.
-        """
+        """Create one more group; collective over its ranks."""
         self.check_alive()
         if group.ranks not in self._by_ranks:
             agree(f"group {group.name}", group.ranks, self.timeout)

@@ -59,11 +59,7 @@ def axis_in_spec(name: str) -> str:
 
 
 def checked_name(name: object) -> str:
-    """Check a name and return its canonical form, after NFKC normalisation, as Python normalises identifiers.
-
-    Raises:
-        TopologyError: the name is not an identifier, or Python reserves it.
-    """
+    """Check that a name is an identifier; return its canonical form, after NFKC normalisation, as Python does it."""
     normal = unicodedata.normalize("NFKC", name) if isinstance(name, str) else ""
     if not normal.isidentifier() or keyword.iskeyword(normal) or normal[0] == "_" or len(normal) > MAX_NAME:
         raise TopologyError(
