@@ -68,26 +68,33 @@ def values_in(folder: Path) -> dict[str, object]:
 
 @contextmanager
 def engine_with_slices(
-    topology: str, build: Callable[[PipelineParallelGrid], nn.Module], zero: int, precision: str = "fp32"
+    topology: str,
+    build: Callable[[PipelineParallelGrid], nn.Module],
+    zero: int | dict[str, Any],
+    precision: str = "fp32",
+    *,
+    micro_batch: int = 2,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Iterator[Any]:
-    """Yield an engine with AdamW that trains a model, which may be a slice, on a grid."""
+    """Yield an engine that trains a model, which may be a slice, on a grid, at a stage of ZeRO or with its options."""
     start()
     with PipelineParallelGrid(topology) as grid:
         module = build(grid)
         half = {} if precision == "fp32" else {precision: {"enabled": True}}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = engine_config(2, zero_optimization={"stage": zero}, **half)
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            engine, *_ = initialize(model=module, config=config, optimizer=optimizer, mpu=grid)
+            options = {"stage": zero} if isinstance(zero, int) else zero
+            config = engine_config(micro_batch, zero_optimization=options, **half)
+            trained = [one for one in module.parameters() if one.requires_grad]
+            engine, *_ = initialize(model=module, config=config, optimizer=optimizer(trained, lr=0.01), mpu=grid)
         yield engine
         destroy_engine(engine)
 
 
 def train_pipeline(engine: Any, steps: range) -> list[float]:
     """Train a pipeline with four inputs on two micro-batches in each step; return the losses."""
-    found = []
+    found, dtype = [], next(engine.module.parameters()).dtype
     for step in steps:
-        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
         found.append(float(engine.train_batch(iter([(half, half.sin()) for half in inputs.chunk(2)]))))
     return found

@@ -1,7 +1,7 @@
 """Train without DeepSpeed and without ds_topo: FSDP2 on any number of processes, or one process alone.
 
 The program reads and writes by ``torch.distributed.checkpoint`` as torch's guides do, and prints its losses as JSON.
-Tests import its model, too. It is started by ``python plain_torch.py load|save FOLDER FORM FIRST LAST`` with the
+Tests import its model, too. It is started by ``python plain_torch.py FOLDER FORM FIRST LAST`` with the
 variables of ``torchrun``, or without them.
 """
 
@@ -147,17 +147,13 @@ class Program:
         dcp.save(self.state(form), checkpoint_id=folder)
 
 
-def main(task: str, folder: str, form: str, first: str, last: str) -> None:
-    """Load and train, or train and save and train on; print the losses."""
+def main(folder: str, form: str, first: str, last: str) -> None:
+    """Load and train; print the losses."""
     warnings.simplefilter("ignore")
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     program = Program()
-    if task == "load":
-        program.load(folder, form)
-    else:
-        program.train(range(int(first)))
-        program.save(folder, form)
+    program.load(folder, form)
     losses = program.train(range(int(first), int(last)))
     others = [name for name in ("deepspeed", "ds_topo") if name in sys.modules]
     if int(os.environ.get("RANK", "0")) == 0:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,13 @@ import torch.nn.functional as F
 from deepspeed.ops.lamb import FusedLamb
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo import checkpoint, cli
 from ds_topo.base.ledger import find, is_absent
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
 from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
-from tests.support.small_engines import start
-from tests.support.training import destroy_engine, engine_config
+from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -42,23 +38,8 @@ class Layers(nn.Module):
         return result
 
 
-@contextmanager
-def _engine(
-    topology: str, module: nn.Module, zero: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
-) -> Iterator[Any]:
-    start()
-    grid = PipelineParallelGrid(topology)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine, *_ = initialize(
-            model=module,
-            config=engine_config(2, zero_optimization=zero),
-            optimizer=optimizer or torch.optim.AdamW(module.parameters(), lr=0.01),
-            mpu=grid,
-        )
-    yield engine
-    destroy_engine(engine)
-    grid.destroy()
+def _engine(topology: str, module: nn.Module, zero: dict[str, Any], kind: Any = torch.optim.AdamW) -> Any:
+    return engine_with_slices(topology, lambda grid: module, zero, optimizer=kind)
 
 
 def _train(engine: Any, steps: range) -> list[float]:
@@ -96,9 +77,7 @@ OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adafactor": torch.opt
 
 
 def _save(folder: Path, topology: str, zero: dict[str, Any], kind: str) -> None:
-    module = Layers()
-    optimizer = OPTIMIZERS[kind](module.parameters(), lr=0.01)
-    with _engine(topology, module, zero, optimizer) as engine:
+    with _engine(topology, Layers(), zero, OPTIMIZERS[kind]) as engine:
         _train(engine, range(2))
         checkpoint.save(engine, folder, "saved")
 
@@ -265,8 +244,7 @@ def test_load_refuses_one_value_for_buffers_of_several_slices(world: Worlds, sli
 
 
 def _load_kind(folder: Path, topology: str, zero: int, kind: str, to: Path) -> str:
-    module = Layers()
-    with _engine(topology, module, {"stage": zero}, OPTIMIZERS[kind](module.parameters(), lr=0.01)) as engine:
+    with _engine(topology, Layers(), {"stage": zero}, OPTIMIZERS[kind]) as engine:
         try:
             checkpoint.load(engine, folder, "saved")
         except CheckpointLayoutError as error:
@@ -305,8 +283,7 @@ def test_optimizer_of_whole_tensors_is_refused(
 
 
 def _save_by_torch(folder: Path, topology: str, zero: int) -> None:
-    module = Layers()
-    with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
+    with _engine(topology, Layers(), {"stage": zero}, torch.optim.Adafactor) as engine:
         _train(engine, range(2))
         dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder)
 
@@ -321,8 +298,7 @@ def _said_by(way: Any) -> str:
 
 def _load_by_torch(folder: Path, topology: str, zero: int) -> list[str]:
     """Return the errors of both ways to load, and "" where there is none."""
-    module = Layers()
-    with _engine(topology, module, {"stage": zero}, torch.optim.Adafactor(module.parameters(), lr=0.01)) as engine:
+    with _engine(topology, Layers(), {"stage": zero}, torch.optim.Adafactor) as engine:
         ways: list[Any] = [
             lambda: checkpoint.load_torch(engine, folder),
             lambda: dcp.load({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder),
@@ -423,13 +399,12 @@ class Three(nn.Module):
 
 def _load_three(folder: Path) -> tuple[list[Any], str]:
     module, said = Three(), ""
-    with _engine("data=2", module, {"stage": 0}, torch.optim.Adam(module.parameters())) as engine:
+    with _engine("data=2", module, {"stage": 0}, torch.optim.Adam) as engine:
         for number, one in enumerate(module.parameters()):
             engine.optimizer.state[one]["exp_avg"] = torch.full((2,), float(number))
         checkpoint.load(engine, folder, "saved")
         kept = [dict(engine.optimizer.state.get(one, {})) for one in module.parameters()]
-    module = Three()
-    with _engine("data=2", module, {"stage": 1}, torch.optim.Adam(module.parameters())) as engine:
+    with _engine("data=2", Three(), {"stage": 1}, torch.optim.Adam) as engine:
         try:
             checkpoint.load(engine, folder, "saved")
         except CheckpointLayoutError as error:
@@ -474,6 +449,7 @@ def _load_others(folder: Path) -> list[str]:
             (load, "model"),
             (load, "pytorch_model.bin"),
             (load, "empty"),
+            (load, "ours/step1"),
             (load_torch, "ours"),
             (load_torch, "ours/step1"),
             (load_torch, "pytorch_model.bin"),
@@ -505,6 +481,7 @@ def test_checkpoints_of_other_programs_are_named_with_the_function_that_loads_th
             "or into the engine, by load(engine,",
             "by from_pretrained() or load_state_dict()",
             "no checkpoint in",
+            "and tag='step1'",
             "it has checkpoints of DeepSpeed, ['step1']: load one with load(engine,",
             "it is one of DeepSpeed: load it with load(engine,",
             "pytorch_model.bin seems to hold weights alone",

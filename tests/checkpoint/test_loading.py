@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import warnings
@@ -20,7 +19,6 @@ from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
     CheckpointModelError,
-    CheckpointVersionError,
     DamagedCheckpointError,
     MissingCheckpointError,
     UnsafeCheckpointError,
@@ -147,10 +145,6 @@ def _raised(
     return errors[0]
 
 
-def test_empty_folder_is_an_error(world: Worlds, tmp_path: Path) -> None:
-    assert _raised(world, tmp_path) == (MissingCheckpointError, f"no checkpoint in {tmp_path}")
-
-
 def test_unknown_tag_is_refused_with_known_tags(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     error, text = _raised(world, folder, options={"tag": "step9"})
@@ -175,15 +169,6 @@ def test_error_names_all_damaged_checkpoints(world: Worlds, saved: Saved) -> Non
     error, text = _raised(world, folder)
     assert error is DamagedCheckpointError
     assert text.count(f"{MODEL} is missing") == 3
-
-
-def test_later_version_is_refused(world: Worlds, saved: Saved) -> None:
-    folder, _ = saved("zero1")
-    file = folder / "step3/manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 5}))
-    error, text = _raised(world, folder)
-    assert error is CheckpointVersionError
-    assert "version 5 of the manifest, but this ds_topo reads versions up to 4" in text
 
 
 def test_other_model_is_refused_with_first_parameter(world: Worlds, saved: Saved) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, DamagedCheckpointError
+from tests.checkpoint.continued_jobs import train_pipeline
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -223,22 +224,13 @@ def _engine_of_pipeline(kind: str, grid: PipelineParallelGrid | None, method: st
         return make(model=module, config=config, optimizer=_optimizer(module, has_groups))[0]
 
 
-def _train_pipeline(engine: Any, steps: range) -> list[float]:
-    dtype = next(engine.module.parameters()).dtype
-    found = []
-    for step in steps:
-        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
-        found.append(float(engine.train_batch(iter([(half, half.sin()) for half in inputs.chunk(2)]))))
-    return found
-
-
 def _save_pipelines(folder: Path) -> dict[str, list[float]]:
     found = {}
     for kind in PIPELINES:
         engine = _engine_of_pipeline(kind, None, "uniform")
-        _train_pipeline(engine, range(2))
+        train_pipeline(engine, range(2))
         engine.save_checkpoint(str(folder / kind), "stock")
-        found[kind] = _train_pipeline(engine, range(2, 4))
+        found[kind] = train_pipeline(engine, range(2, 4))
         engine.destroy()
     return found
 
@@ -250,13 +242,13 @@ def _load_pipelines(folder: Path, topology: str, method: str) -> dict[str, tuple
             start()
             grid = PipelineParallelGrid(topology)
             engine, said = _engine_of_pipeline(kind, grid, method, zero), ""
-            _train_pipeline(engine, range(7, 8))
+            train_pipeline(engine, range(7, 8))
             try:
                 checkpoint.load(engine, folder / kind, convert=False)
             except CheckpointLayoutError as error:
                 said = str(error)
                 checkpoint.load(engine, folder / kind)
-            found[f"{kind} to {zero}"] = said, _train_pipeline(engine, range(2, 4))
+            found[f"{kind} to {zero}"] = said, train_pipeline(engine, range(2, 4))
             destroy_engine(engine)
             grid.destroy()
     return found

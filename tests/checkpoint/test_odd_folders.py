@@ -28,7 +28,6 @@ from ds_topo.checkpoint.folder import (
     is_held,
     look_at,
     named_latest,
-    open_file,
     other_kind,
     problem_of_latest,
     remove_old,
@@ -95,12 +94,6 @@ def test_anything_in_the_place_of_a_file_neither_blocks_nor_hides_others(
     tidy(folder)
     make(folder, "step5", 5)
     assert "step1" in remove_old(folder, 1, "step5")
-
-
-def test_pipe_is_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file"):
-        open_file(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("name", ["stat", "scandir", "listdir"])
@@ -183,8 +176,10 @@ def test_impossible_number_in_a_name_is_damage(folder: Path) -> None:
         ("\x1b[31mstep2", r"'latest' names no checkpoint ('\x1b[31mstep2')"),
         (b"\xff\xfe", "'latest' names no checkpoint (no text)"),
         ("x" * 5000, "'latest' names no checkpoint (longer than 4,096 bytes)"),
+        ("..", "'latest' names no checkpoint ('..')"),
+        ("", "'latest' names no checkpoint ('')"),
     ],
-    ids=["absent", "missing", "nonsense", "escape", "bytes", "long"],
+    ids=["absent", "missing", "nonsense", "escape", "bytes", "long", "dots", "empty"],
 )
 def test_latest_without_a_checkpoint_is_explained(
     folder: Path, content: str | bytes | None, said: str, capsys: pytest.CaptureFixture[str]
@@ -283,11 +278,6 @@ def test_empty_tag_and_absent_checkpoint_are_refused(folder: Path) -> None:
         look_at(folder, "")
     with pytest.raises(MissingCheckpointError, match=r"no checkpoint 'step9' in .*: there are \['step1', 'step2'\]"):
         checkpoint.to_single_file(look_at(folder, "step9"), folder / "new")
-
-
-def test_texts_are_paths(folder: Path) -> None:
-    assert [one.tag for one in checkpoints_in(str(folder))] == ["step2", "step1"]
-    assert look_at(str(folder), "step1").is_whole
 
 
 @pytest.mark.parametrize("tag", ["a" * 300, "a/b", "..", "a\0"])

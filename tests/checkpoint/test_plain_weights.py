@@ -267,6 +267,10 @@ def test_command_writes_files_of_hugging_face(
     with mock.patch.object(folders, "free_bytes", return_value=300):
         assert cli.main([*export, str(tmp_path / "full")]) == 2
     assert "takes about 400 bytes, and the disk of" in capsys.readouterr().err, "4 bytes for each of 100 elements"
+    assert cli.main([*export, str(tmp_path / "all.pt")]) == 0
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert whole.keys() == Model().state_dict().keys(), "both names of the tied weight"
+    assert all(map(torch.equal, whole.values(), [Model().state_dict()[name] for name in whole]))
     for options, said in (
         ([str(tmp_path / "to")], "has files of weights already"),
         ([str(tmp_path / "to.pt"), "--rename", str(names)], "has no effect: it needs a folder as TO"),

@@ -32,6 +32,7 @@ def test_every_order_of_axes_reads_every_other(before: str, after: str) -> None:
         ({"zero_stage": 0, "optimizer": "Adam"}, "DeepSpeedZeroOptimizer at ZeRO 1 became Adam at ZeRO 0"),
         ({"zero_stage": 3, "optimizer": "DeepSpeedZeroOptimizer_Stage3"}, "at ZeRO 3"),
         ({"is_pipeline": False}, "a PipelineModule became a plain engine"),
+        ({"precision": "bf16"}, "fp32 became bf16: weights must be rounded anew"),
         ({"experts": (SavedExperts(2),)}, r"became \[\(2, False\)\]"),
     ],
     ids=str,

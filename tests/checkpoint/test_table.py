@@ -18,7 +18,7 @@ from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.table import Box, Part, Piece, Slice, Stored, Table, Vector, Weights, boxes_of
 from ds_topo.errors import DamagedCheckpointError
 from tests.checkpoint.continued_jobs import TAG, save_experts
-from tests.checkpoint.conversions.layouts import Layout, save
+from tests.checkpoint.gpt_jobs import Layout, save
 from tests.checkpoint.matrix.pairs import SPECIAL, Side, draw_pair, save_all
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import Case

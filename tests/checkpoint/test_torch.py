@@ -70,11 +70,6 @@ FP32 = [
     *_layouts((0, 1), "pipe=2", "data=2,pipe=2", "pipe=2,model=2", "model=2,data=1,pipe=2", is_pipeline=True),
 ]
 OVER_SHARD = _layouts((1, 2, 3), "data=3,shard=2", "shard=2,data=3")
-IN_BF16 = [
-    *_layouts((0, 1, 2, 3), "data=2", "data=2,model=2", settings=BF16),
-    *_layouts((1,), "data=2,pipe=2", is_pipeline=True, settings=BF16),
-    Layout("data=2", 0, settings={**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
-]
 SLICED = Layout("data=2,model=2", 1, reduced=True)
 PIPELINE = Layout("data=2,pipe=2", 1, is_pipeline=True, reduced=True)
 ZERO_3 = Layout("data=2", 3)
@@ -182,15 +177,6 @@ def assert_same_content(one: Path, other: Path, without: Sequence[str] = (".deep
 # -- other layouts ---------------------------------------------------------------------------------------------------
 
 
-def _assert_continues(
-    world: Worlds, saved: Saved, source: Layout, target: Layout, folder: Path, tolerance: float = TOLERANCE
-) -> None:
-    path, expected = saved(source)
-    losses = world(target.ranks).run(_load, target, path, folder / "again")[0]
-    assert losses == pytest.approx(expected, rel=tolerance)
-    assert_same_content(folder / "again", path)
-
-
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -200,35 +186,17 @@ def _assert_continues(
         (ZERO_3, ROUND_ROBIN),
         pytest.param(PIPELINE, Layout("model=2", 0), marks=pytest.mark.exhaustive),
         pytest.param(ZERO_3, Layout("data=2", 2, reduced=True), marks=pytest.mark.exhaustive),
+        (Layout("data=2", 2, reduced=True, settings=BF16), Layout("data=2", 3, settings=BF16)),
     ],
     ids=str,
 )
 def test_engine_continues_in_other_layout(
     world: Worlds, saved: Saved, tmp_path: Path, source: Layout, target: Layout
 ) -> None:
-    _assert_continues(world, saved, source, target, tmp_path)
-
-
-def test_bf16_continues_from_master_weights(world: Worlds, saved: Saved, tmp_path: Path) -> None:
-    _assert_continues(world, saved, IN_BF16[5], IN_BF16[6], tmp_path, tolerance=2e-2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("target", FP32, ids=str)
-@pytest.mark.parametrize("source", [FP32[0], FP32[4], FP32[6], FP32[18], FP32[-1], FP32[-3]], ids=str)
-def test_every_layout_continues_in_every_other(
-    world: Worlds, saved: Saved, tmp_path: Path, source: Layout, target: Layout
-) -> None:
-    _assert_continues(world, saved, source, target, tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("target", IN_BF16, ids=str)
-@pytest.mark.parametrize("source", [IN_BF16[0], IN_BF16[2], IN_BF16[6], IN_BF16[-1], IN_BF16[-2]], ids=str)
-def test_every_layout_in_bf16_continues(
-    world: Worlds, saved: Saved, tmp_path: Path, source: Layout, target: Layout
-) -> None:
-    _assert_continues(world, saved, source, target, tmp_path, tolerance=2e-2)
+    path, expected = saved(source)
+    losses = world(target.ranks).run(_load, target, path, tmp_path / "again")[0]
+    assert losses == pytest.approx(expected, rel=2e-2 if source.settings == BF16 else TOLERANCE)
+    assert_same_content(tmp_path / "again", path)
 
 
 def _stage_that_writes(layout: Layout, name: str) -> tuple[int, bool]:
@@ -340,7 +308,7 @@ def _program(ranks: int, *arguments: object) -> list[float]:
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_program_without_deepspeed_and_ds_topo_continues(saved: Saved, ranks: int) -> None:
     folder, expected = saved(SLICED)
-    assert _program(ranks, "load", folder, "app", 3, 6) == pytest.approx(expected, rel=TOLERANCE)
+    assert _program(ranks, folder, "app", 3, 6) == pytest.approx(expected, rel=TOLERANCE)
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------
@@ -390,41 +358,13 @@ def _load_experts(case: Case, folder: Path, again: Path) -> list[float]:
         return rank.train(range(2, 4)).losses
 
 
-def _cases(specs: list[tuple[str, tuple[int, ...]]], zeros: tuple[int, ...], **more: Any) -> list[Case]:
-    return [Case(*spec, zero, reduced=reduced, **more) for spec in specs for zero in zeros for reduced in (False, True)]
-
-
-PLAIN_EXPERTS = [
-    *_cases([("data=2", (2, 0, 1)), ("data=4", (4, 0, 2)), ("model=2,data=2", (1, 0, 4))], (0, 1, 2), pipeline=False),
-    *_cases([("data=2,model=2", (2, 0, 1))], (0, 1, 2), pipeline=False, tensor_parallel=True),
-]
-PIPELINES_OF_EXPERTS = _cases([("pipe=2,data=2", (2, 0, 1, 0)), ("data=2,pipe=2", (1, 0, 2, 0))], (0, 1))
-
-
-def _assert_experts_continue(world: Worlds, source: Case, targets: list[Case], folder: Path) -> None:
-    expected = world(source.world_size).run(_save_experts, source, folder / "saved")[0]
-    for number, target in enumerate(targets):
-        again = folder / f"{number}"
-        losses = world(target.world_size).run(_load_experts, target, folder / "saved", again)[0]
-        assert losses == pytest.approx(expected, rel=TOLERANCE), str(target)
-        assert_same_content(again, folder / "saved", without=("param_groups", ".deepspeed"))
-
-
 def test_experts_continue_on_other_ranks(world: Worlds, tmp_path: Path) -> None:
     source = Case("data=2,model=2", (2, 0, 1), 1, tensor_parallel=True, pipeline=False)
-    _assert_experts_continue(world, source, [Case("data=2", (1, 0, 2), 2, pipeline=False, reduced=True)], tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("source", [PLAIN_EXPERTS[0], PLAIN_EXPERTS[9], PLAIN_EXPERTS[20]], ids=str)
-def test_every_layout_of_experts_continues(world: Worlds, tmp_path: Path, source: Case) -> None:
-    _assert_experts_continue(world, source, PLAIN_EXPERTS, tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("source", [PIPELINES_OF_EXPERTS[0], PIPELINES_OF_EXPERTS[7]], ids=str)
-def test_every_layout_of_pipelines_with_experts_continues(world: Worlds, tmp_path: Path, source: Case) -> None:
-    _assert_experts_continue(world, source, PIPELINES_OF_EXPERTS, tmp_path)
+    target = Case("data=2", (1, 0, 2), 2, pipeline=False, reduced=True)
+    expected = world(4).run(_save_experts, source, tmp_path / "saved")[0]
+    losses = world(2).run(_load_experts, target, tmp_path / "saved", tmp_path / "again")[0]
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert_same_content(tmp_path / "again", tmp_path / "saved", without=("param_groups", ".deepspeed"))
 
 
 # -- one engine ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import nn
 from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.base.supported import number
 from tests.checkpoint.continued_jobs import engine_with_slices
-from tests.checkpoint.conversions.layouts import (
+from tests.checkpoint.gpt_jobs import (
     AFTER,
     BEFORE,
     TAG,

@@ -1,14 +1,13 @@
 """Run jobs that save in one layout and continue in another: the example's GPT, as a pipeline and as a plain module.
 
 Its embedding is tied and split over the vocabulary. Every job trains three steps, saves, and trains three more. The
-other job loads the converted checkpoint and trains the same three.
+other job loads the checkpoint and trains the same three.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
@@ -49,36 +48,6 @@ def orders() -> list[str]:
     return [",".join(f"{axis}=2" for axis in axes) for axes in permutations(("pipe", "data", "model"))]
 
 
-PIPELINES: dict[str, list[Layout]] = {
-    "orders": [Layout(spec) for spec in orders()],
-    "degrees": [
-        Layout("pipe=4,data=2"),
-        Layout("data=8"),
-        Layout("model=4,data=2"),
-        Layout("pipe=1"),
-        Layout("pipe=3,data=2", 0),
-        Layout("data=2,pipe=2", 0),
-        Layout("model=2", 0),
-        Layout("pipe=2,data=1,model=4", 0),
-    ],
-}
-PLAIN: dict[str, list[Layout]] = {
-    "stages": [
-        Layout(spec, zero, is_pipeline=False)
-        for spec, zero in (
-            ("data=2,model=2", 0),
-            ("data=2,model=2", 2),
-            ("data=4", 3),
-            ("model=2,data=4", 3),
-            ("data=4,model=2", 1),
-            ("data=1", 2),
-            ("model=4", 0),
-            ("data=2", 2),
-        )
-    ],
-}
-
-
 def save(layout: Layout, folder: Path) -> list[float]:
     """Train, save and continue on one rank. Return the losses after the save."""
     with job(layout) as (engine, grid):
@@ -109,24 +78,3 @@ def job(layout: Layout) -> Any:
 def greatest_difference(found: list[float], expected: list[float]) -> float:
     """Return the greatest relative difference of two series of losses."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
-
-
-def pairs(kinds: list[str], targets: list[str]) -> Iterator[tuple[Layout, list[Layout]]]:
-    """Yield each layout with the layouts to which it is converted.
-
-    In bf16 both have equal numbers of slices and replicas and the same ZeRO stage, so that they round alike. Other
-    pairs agree for one step, and then differ as much as jobs that had these layouts from the beginning.
-    """
-    if "pipeline" in kinds and "orders" in targets:
-        for source in PIPELINES["orders"]:
-            yield source, [target for target in PIPELINES["orders"] if target != source]
-    if "pipeline" in kinds and "degrees" in targets:
-        yield Layout("pipe=2,data=2,model=2"), PIPELINES["degrees"]
-        yield Layout("data=4", 0), [Layout("pipe=2,data=2"), Layout("model=2,pipe=2")]
-        bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-        yield Layout("pipe=2,data=2", 1, settings=bf16), [Layout("pipe=3,data=2", 1, settings=bf16)]
-        fp32_sums = {**bf16, "data_types": {"grad_accum_dtype": "fp32"}}
-        yield Layout("pipe=2,data=2", 1, settings=fp32_sums), [Layout("pipe=3,data=2", 1, settings=fp32_sums)]
-    if "plain" in kinds and "stages" in targets:
-        yield Layout("data=4", 1, is_pipeline=False), PLAIN["stages"]
-        yield Layout("data=2,model=2", 3, is_pipeline=False), PLAIN["stages"]

@@ -1,1 +1,0 @@
-"""Load checkpoints into other layouts: ``python -m tests.checkpoint.conversions``."""
