@@ -521,11 +521,12 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
     orders = _orders_of(source, place, states, {**pieces, **buffers})
     partitions = layout.partitions if layout.zero_stage == 3 else 1
     partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
+    layers = [layer.prefix(number) for number, layer in enumerate(model.structure.layers)]
     recorder = FileRecorder(
-        place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, partition=partition
+        place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, layers=layers, partition=partition
     )
-    for name, prefix, content in files:
-        recorder.describe(content, name, prefix)
+    for name, _, content in files:
+        recorder.describe(content, name)
     return recorder.table()
 
 

@@ -262,10 +262,12 @@ class SavedTable(Saved):
             raise ValueError(f"partition {self.partition} of {self.partitions} is impossible")
 
     @classmethod
-    def of(cls, path: str, model_rank: int, positions: Iterable[int], *, has_buffers: bool) -> SavedTable:
+    def of(
+        cls, path: str, model_rank: int, positions: Iterable[int], has_buffers: bool, partition: tuple[int, int]
+    ) -> SavedTable:
         """Return the description of a table that has rows at positions.
 
-        >>> SavedTable.of("table.json", 0, {0, 1, 2, 5}, has_buffers=False).rows
+        >>> SavedTable.of("table.json", 0, {0, 1, 2, 5}, False, (0, 1)).rows
         (0, 3, 5, 6)
         """
         runs: list[int] = []
@@ -274,7 +276,7 @@ class SavedTable(Saved):
                 runs[-1] = at + 1
             else:
                 runs += [at, at + 1]
-        return cls(path, model_rank, tuple(runs), has_buffers)
+        return cls(path, model_rank, tuple(runs), has_buffers, *partition)
 
     def holds_row(self, position: int) -> bool:
         """Return True if it has a part of the parameter at a position."""

@@ -28,7 +28,7 @@ from ds_topo.checkpoint.manifest import (
     expert_places,
     in_order,
 )
-from ds_topo.checkpoint.table import Box, Elements, Slice, boxes_of, expert_of, head_of, layer_of_experts, starred
+from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 
 
@@ -217,7 +217,7 @@ class WholeModel:
             return
         one = self.parameters.get(name)
         is_equal_on_slices = wanted is not None and one is not None and one.split is None and not one.experts
-        boxes = None if wanted is None else list(boxes_of(*wanted))
+        boxes = None if wanted is None else list(wanted.boxes())
         for rank, positions in self._positions.items():
             if (at := positions.get(row)) is None or (is_equal_on_slices and rank % self.slices):
                 continue

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -367,7 +366,6 @@ class BackgroundSave:
         _warn_of_partial_step(engine)
         self._recorder: FileRecorder | None = None
         """The description of this rank's files, if the optimizer's memory can be described."""
-        self._layers = facts.layers_of(engine.module)
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)
         self._described: dict[str, Any] = {}
         """This rank's parameters."""
@@ -445,9 +443,8 @@ class BackgroundSave:
 
     def _describe(self, content: Any, file: str) -> None:
         """Record where the parameters are in a file that is written now."""
-        layer = re.fullmatch(r"layer_(\d+)-.*model_states\.pt", file)
         if self._recorder is not None:
-            self._recorder.describe(content, file, self._layers[int(layer[1])] if layer else None)
+            self._recorder.describe(content, file)
 
     def _put_in_place(self) -> Path:
         """Put the checkpoint in place when all ranks have written their files."""

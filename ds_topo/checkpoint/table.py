@@ -1,17 +1,14 @@
 """Record where every element of a model is in the files of a checkpoint.
 
 Each rank that writes files describes them while it saves (:class:`FileRecorder`), and writes the description beside
-them. A :class:`Table` is such a description: for each tensor of each parameter the file, the path inside the file, and
-the boxes of the whole tensor that are there, in the order of storage. Loading needs no knowledge of how DeepSpeed lays
-out partitions.
+them. A :class:`Table` is such a description. It lists the *pieces* of the model that the rank has: parameters, with
+their names in the whole model, and the slices of them. For each tensor of each file it has the path inside the file,
+and the elements of which pieces are where in the tensor. Loading needs no knowledge of how DeepSpeed lays out
+partitions.
 
 A flat vector of ZeRO holds parts of many parameters, and the file has one for each state. So a table is written as
 vectors, each with its tensors by key and the parts that all of them hold; and as lists of weights, each of which is
-whole in a tensor of its own. :meth:`Table.rows` spells them out::
-
-    Stored(name='0.weight', key='exp_avg', dtype='float32', whole=(8, 8), boxes=(Box((0, 0), (4, 8)),),
-           file='zero_pp_rank_0_mp_rank_00_optim_states.pt',
-           path=('optimizer_state_dict', 'base_optimizer_state', 'state', 0, 'exp_avg'), offset=0)
+whole in a tensor of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -174,34 +171,10 @@ class Elements(NamedTuple):
     start: int
     stop: int
 
-
-def boxes_of(own: Slice, start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements ``start:stop`` of a flattened slice as boxes of the whole tensor, in the order of storage.
-
-    A box of the slice that is several boxes of the whole one is cut along the dimensions before it, so that the
-    elements of each of them are adjacent.
-
-    >>> for box in boxes_of(Slice((2, 4), dim=1, slices=2, place=1, stride=2), 0, 8):
-    ...     print(box)
-    Box(offsets=(0, 2), sizes=(1, 2))
-    Box(offsets=(0, 6), sizes=(1, 2))
-    Box(offsets=(1, 2), sizes=(1, 2))
-    Box(offsets=(1, 6), sizes=(1, 2))
-    """
-    for box in boxes_of_span(own.shape, start, stop):
-        found = [one for one, _ in own.in_whole(box)]
-        if len(found) == 1 or own.dim in (None, 0):
-            yield from found
-            continue
-        outer = box.sizes[: own.dim]
-        for number in range(math.prod(outer)):
-            digits = []
-            for size in reversed(outer):
-                number, digit = divmod(number, size)
-                digits.append(digit)
-            for one in found:
-                first = [start + digit for start, digit in zip(box.offsets, reversed(digits), strict=False)]
-                yield Box((*first, *one.offsets[len(outer) :]), (*(1 for _ in outer), *one.sizes[len(outer) :]))
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes of the whole tensor that have them."""
+        for box in boxes_of_span(self.slice.shape, self.start, self.stop):
+            yield from (one for one, _ in self.slice.in_whole(box))
 
 
 def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tuple[int, ...], torch.Tensor]:
@@ -273,23 +246,6 @@ def layer_of_experts(head: str) -> str:
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of one parameter in one file; or a single value, such as a step, without boxes."""
-
-    name: str
-    """The name in the whole model."""
-    key: str
-    dtype: str
-    whole: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    """Places in the whole tensor, in the order of storage."""
-    file: str
-    path: Path
-    offset: int
-    """The position of the first element in the flattened tensor of the file."""
 
 
 class Piece(NamedTuple):
@@ -365,24 +321,13 @@ class Table(Saved):
                 part = Part(number, 0, self.pieces[number].slice.numel, 0)
                 yield Vector(one.file, {one.key: ((*one.path, name), one.dtype)}, {}, (part,))
 
-    def rows(self) -> Iterator[Stored]:
-        """Spell out every tensor of every parameter."""
-        for vector in self.vectors():
-            for part in vector.parts:
-                piece = self.pieces[part.piece]
-                whole, boxes = piece.slice.whole_shape, tuple(boxes_of(piece.slice, part.start, part.stop))
-                for key, (path, dtype) in vector.tensors.items():
-                    yield Stored(piece.name, key, dtype, whole, boxes, vector.file, path, part.offset)
-                for key, path in vector.values.items():
-                    yield Stored(piece.name, key, "", (), (), vector.file, path, 0)
-
     def described(self, path: str, names: Iterable[str], partition: tuple[int, int] = (0, 1)) -> SavedTable:
-        """Return what the manifest says of the table.
+        """Return what the manifest says of the table in the file ``path``.
 
         Args:
-            path: its file.
+            path: the file.
             names: the names of the model rank's parameters, of which one stands for all experts of a layer.
-            partition: the number of the rank's partition of each parameter, and of all partitions: ZeRO 3.
+            partition: at ZeRO 3, the number of the rank's partition of each parameter, and of all partitions.
         """
         held = {number for one in self.weights for number in one.pieces}
         held |= {part.piece for vector in self.flat for part in vector.parts}
@@ -394,14 +339,13 @@ class Table(Saved):
         else:
             rows = [at for at, name in enumerate(in_order(wanted)) if name in known]
         has_buffers = any(one.key == BUFFER for one in self.weights)
-        found = SavedTable.of(path, self.model_rank, rows, has_buffers=has_buffers)
-        is_right = partition[1] > 1 and all(
+        is_cut = partition[1] > 1 and all(
             start <= part.start and part.stop <= stop
             for vector in self.vectors()
             for part in (vector.parts if BUFFER not in vector.tensors else ())
             for start, stop in (partition_of(self.pieces[part.piece].slice.numel, *partition),)
         )
-        return replace(found, partition=partition[0], partitions=partition[1]) if is_right else found
+        return SavedTable.of(path, self.model_rank, rows, has_buffers, partition if is_cut else (0, 1))
 
     def to_text(self) -> str:
         """Return the text of the table's file: names once, numbers in lists."""
@@ -482,9 +426,11 @@ class FileRecorder:
     Args:
         model_rank: the rank's stage and slice.
         pieces: its parameters and buffers, by their names in the module.
-        stacked: the pieces in which AutoEP stacks experts, by name.
         orders: the order of parameters in each tensor of the optimizer that it saves.
         buffers: the names, in the module, of what is a buffer.
+        stacked: the pieces in which AutoEP stacks experts, by name.
+        layers: the prefix of the names of each layer of a pipeline.
+        partition: at ZeRO 3, the number of the rank's partition of each parameter, and of all partitions.
     """
 
     def __init__(
@@ -495,9 +441,10 @@ class FileRecorder:
         buffers: Iterable[str] = (),
         *,
         stacked: Iterable[str] = (),
+        layers: Sequence[str] = (),
         partition: tuple[int, int] = (0, 1),
     ) -> None:
-        self._model_rank = model_rank
+        self._model_rank, self._layers = model_rank, layers
         self.pieces = list(pieces.values())
         self._numbers = {name: number for number, name in enumerate(pieces)}
         self._by_whole_name = {piece.name: number for number, piece in enumerate(self.pieces)}
@@ -525,18 +472,12 @@ class FileRecorder:
         ]
         return Table(self._model_rank, tuple([self.pieces[number] for number in used]), tuple(vectors), tuple(weights))
 
-    def describe(self, content: Any, file: str, prefix: str | None = None) -> None:
-        """Add a file.
-
-        Args:
-            content: what is saved.
-            file: its path in the checkpoint's folder.
-            prefix: of the names of a layer of a pipeline, whose file this is.
-        """
+    def describe(self, content: Any, file: str) -> None:
+        """Add a file with its content; ``file`` is its path in the checkpoint's folder."""
         if not isinstance(content, Mapping):
             return
-        if prefix is not None:
-            self._add_state_dict(content, file, (), prefix)
+        if layer := re.fullmatch(r"layer_(\d+)-.*model_states\.pt", file):
+            self._add_state_dict(content, file, (), self._layers[int(layer[1])])
         elif file.startswith("layer_") and "_expert_" in file:
             self._add_experts(content, file)
         else:
