@@ -5,7 +5,8 @@ Use it on top of ``torch.distributed``, or on a grid, whose ``model`` group it t
 
 It differs from torchshard where torchshard's documentation and code disagree. ``get_rank`` and ``get_world_size`` refer
 to this process's model-parallel group. (torchshard compares the size of the world before it reduces over a group.) The
-collectives return tensors, and no backward pass changes a caller's tensor.
+collectives return tensors, and no backward pass changes a caller's tensor. Functions that need the group raise
+RuntimeError before ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ds_topo.base.torch_names import job_timeout
 from ds_topo.launch.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.topology.axes import MODEL
+from ds_topo.topology.axes import MODEL, divisors
 from ds_topo.topology.rank_tables import RankGroup
 
 __all__ = [
@@ -135,13 +136,8 @@ def get_world_size() -> int:
     return dist.get_world_size(get_group())
 
 
-def get_group_size() -> int:
-    """Return the number of processes per model-parallel group, as ``get_world_size()`` does.
-
-    Raises:
-        RuntimeError: not initialised.
-    """
-    return dist.get_world_size(get_group())
+get_group_size = get_world_size
+"""Return the number of processes per model-parallel group, under torchshard's second name for it."""
 
 
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
@@ -201,10 +197,9 @@ def _adjacent_groups(group_size: int) -> ProcessGroups:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     size = world_size if group_size == -1 else group_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         error = ValueError(
             f"group_size={group_size!r} does not divide the {world_size} processes of the job; valid are -1 (all) and "
-            f"{', '.join(map(str, divisors))}"
+            f"{', '.join(map(str, divisors(world_size)))}"
         )
         agree("", range(world_size), job_timeout(), failure=error)
     first = rank - rank % size

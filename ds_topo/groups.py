@@ -16,10 +16,11 @@ from ds_topo.engine.autoparallel import get_tensor_model_parallel_src_rank
 from ds_topo.engine.config_options import different_parameters
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.errors import EngineOptionError
+from ds_topo.errors import EngineOptionError, ExpertSizeError
 from ds_topo.mpu import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.rank_tables import expert_parallel_ranks
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.rank_tables import ExpertPlan
 
 __all__ = [
     "ExpertGroups",
@@ -60,9 +61,22 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return DeepSpeed's tables for its own order, pipe x data x model; ``ExpertPlan`` has them for any order."""
-    sizes = (tensor_parallel_size_, expert_parallel_size_, pipeline_parallel_size_)
-    return expert_parallel_ranks(world_size, *sizes, use_data_before_expert_parallel_)
+    """Return the tables of tensor-parallel experts in DeepSpeed's order, pipe x data x model.
+
+    ``ExpertPlan`` has them for any order.
+
+    >>> _get_expert_parallel_ranks(world_size=8, tensor_parallel_size_=2, expert_parallel_size_=2)
+    ([[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]])
+    """
+    model_parallel_size = tensor_parallel_size_ * pipeline_parallel_size_
+    if min(world_size, model_parallel_size) < 1 or world_size % model_parallel_size:
+        raise ExpertSizeError(
+            f"{tensor_parallel_size_} slices x {pipeline_parallel_size_} stages do not divide {world_size} ranks"
+        )
+    degrees = [pipeline_parallel_size_, world_size // model_parallel_size, tensor_parallel_size_]
+    topology = ProcessTopology(["pipe", "data", "model"], degrees)
+    plan = ExpertPlan(topology, expert_parallel_size_, True, use_data_before_expert_parallel_)
+    return plan.expert_tables(), plan.expert_data_tables()
 
 
 def _get_max_expert_size() -> int | None:

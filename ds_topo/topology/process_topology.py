@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(_merged(factors) for factors in self.axes))
         covered = 1
-        for size, stride in sorted((factor for factors in self.axes for factor in factors), key=_by_stride):
+        for size, stride in sorted((factor for factors in self.axes for factor in factors), key=itemgetter(1)):
             if stride != covered or size < 1:
                 raise TopologyError(
                     f"layout {self.axes}: a factor has size {size} and stride {stride}, but the smaller factors cover "
@@ -128,7 +129,7 @@ class Layout:
         (((2, 12), (4, 1)), ((12, 1),))
         """
         factors = (factor for axis in axes for factor in self.axes[axis])
-        return _merged(sorted(factors, key=_by_stride, reverse=True))
+        return _merged(sorted(factors, key=itemgetter(1), reverse=True))
 
     def fold(self, groups: Sequence[Sequence[int]]) -> Layout:
         """Fold each group of axes into one axis; within a group the first axis is the slowest."""
@@ -168,10 +169,6 @@ def offsets_of(factors: Iterable[tuple[int, int]]) -> list[int]:
     for size, stride in factors:
         offsets = [base + step for base in offsets for step in range(0, size * stride, stride)]
     return offsets
-
-
-def _by_stride(factor: tuple[int, int]) -> int:
-    return factor[1]
 
 
 def _merged(factors: Iterable[tuple[int, int]]) -> Factors:

@@ -377,34 +377,6 @@ def name_of_size(expert_parallel_size: int) -> str:
     return f"ep_size_{expert_parallel_size}"
 
 
-def expert_parallel_ranks(
-    world_size: int,
-    tensor_parallel_size: int,
-    expert_parallel_size: int,
-    pipeline_parallel_size: int = 1,
-    use_data_before_expert: bool = False,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return expert parallel and expert data parallel tables in DeepSpeed's order, pipe x data x model.
-
-    Drop-in for ``deepspeed.utils.groups._get_expert_parallel_ranks`` (experts are tensor parallel there).
-
-    >>> expert_parallel_ranks(world_size=8, tensor_parallel_size=2, expert_parallel_size=2)
-    ([[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]])
-
-    Raises:
-        ExpertSizeError: a size does not divide the number of ranks.
-    """
-    model_parallel_size = tensor_parallel_size * pipeline_parallel_size
-    if min(world_size, model_parallel_size) < 1 or world_size % model_parallel_size:
-        raise ExpertSizeError(
-            f"{tensor_parallel_size} slices x {pipeline_parallel_size} stages do not divide {world_size} ranks"
-        )
-    data = world_size // model_parallel_size
-    topology = ProcessTopology([PIPE, DATA, MODEL], [pipeline_parallel_size, data, tensor_parallel_size])
-    plan = ExpertPlan(topology, expert_parallel_size, True, use_data_before_expert)
-    return plan.expert_tables(), plan.expert_data_tables()
-
-
 def zero_partition_ranks(topology: ProcessTopology, size: int, rank: int) -> list[int]:
     """Return the ranks, ascending, that share a second partition of the parameters (ZeRO++ hpZ).
 

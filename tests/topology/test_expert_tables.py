@@ -11,12 +11,11 @@ from deepspeed.utils import groups as deepspeed_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo import ProcessTopology
+from ds_topo import ProcessTopology, groups
 from ds_topo.errors import ExpertSizeError, TopologyError
 from ds_topo.topology.axes import divisors
 from ds_topo.topology.rank_tables import (
     ExpertPlan,
-    expert_parallel_ranks,
     gradient_axes,
     two_level_ranks,
     zero_partition_ranks,
@@ -135,7 +134,7 @@ def _file_of(plan: ExpertPlan, rank: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(("world", "tensor", "pipe"), [(8, 1, 1), (16, 2, 1), (16, 2, 2), (24, 3, 2)])
 def test_tensor_parallel_tables_equal_deepspeeds(world: int, tensor: int, pipe: int, data_first: bool) -> None:
     for size in divisors(world // tensor // pipe):
-        ours = expert_parallel_ranks(world, tensor, size, pipe, data_first)
+        ours = groups._get_expert_parallel_ranks(world, tensor, size, pipe, data_first)
         assert ours == deepspeed_groups._get_expert_parallel_ranks(world, tensor, size, pipe, data_first)
 
 
@@ -189,6 +188,6 @@ def test_errors_list_valid_sizes() -> None:
     with pytest.raises(ExpertSizeError, match="zero_hpz_partition_size 0 must divide"):
         zero_partition_ranks(topology, 0, 0)
     with pytest.raises(ExpertSizeError, match="3 slices x 1 stages do not divide 8 ranks"):
-        expert_parallel_ranks(8, 3, 1)
+        groups._get_expert_parallel_ranks(8, 3, 1)
     with pytest.raises(TopologyError, match="unequal numbers"):
         two_level_ranks([0, 1, 2], {0: "a", 1: "a", 2: "b"}, 0)
