@@ -119,37 +119,22 @@ def test_object_keeps_its_attributes_and_other_objects_their_class() -> None:
     assert target.name == "mine"
 
 
-def test_objects_of_equal_class_and_mixins_share_a_class() -> None:
-    first, second = Stock(), Stock()
-    for target, order in ((first, ORDER), (second, reversed(ORDER))):
-        for mixin in order:
-            adopt(target, mixin)
-    assert type(first) is type(second)
-
-
 @pytest.mark.parametrize("kind", [Stock, Derived])
 def test_stock_class_is_that_before_all_mixins(kind: type[Stock]) -> None:
     target = kind()
     assert (stock_class(target), mixins_of(target)) == (kind, ())
     releases = [adopt(target, mixin) for mixin in ORDER]
     assert stock_class(target) is kind
+    assert (type(target).__module__, type(target).__doc__) == (kind.__module__, kind.__doc__)
+    assert target.step() == ["outer", "middle", "inner", *kind().step()]
+    other = kind()
+    for mixin in reversed(ORDER):
+        adopt(other, mixin)
+    assert type(target) is type(other), "objects of equal class and mixins share a class"
     assert all(isinstance(target, each) for each in (kind, Stock, *ORDER))
     for release in releases:
         release()
     assert (type(target), isinstance(target, Mixin)) == (kind, False)
-
-
-def test_mixin_runs_around_methods_of_a_subclass() -> None:
-    target = Derived()
-    adopt(target, Outer)
-    assert target.step() == ["outer", "derived", "step"]
-    assert type(target).__name__ == "DerivedOnGrid"
-
-
-def test_class_looks_like_that_of_the_library() -> None:
-    target = Stock()
-    adopt(target, Outer)
-    assert (type(target).__module__, type(target).__doc__) == (Stock.__module__, Stock.__doc__)
 
 
 def test_release_keeps_no_object_alive_and_works_without_it() -> None:

@@ -31,7 +31,7 @@ from ds_topo.checkpoint.table import FileRecorder, Piece, Slice
 from ds_topo.errors import CheckpointLayoutError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.moe_training import BATCH, EXPERTS, Case
+from tests.support.moe_training import EXPERTS, Case
 from tests.support.small_engines import settings
 from tests.support.world import Worlds
 
@@ -145,7 +145,3 @@ def test_stacked_experts_in_partitions_name_the_ways_that_work() -> None:
     unstacked = replace(_saved_by_auto_ep(1), structure=replace(model.structure, experts={}))
     with pytest.raises(CheckpointLayoutError, match=r"has experts that are not of deepspeed\.moe.* or AutoEP"):
         model_of(unstacked)
-
-
-def test_batch_is_a_multiple_of_every_world_size() -> None:
-    assert all(BATCH % case.world_size == 0 for pair in PAIRS for case in pair)

@@ -319,6 +319,13 @@ def _wrong_arguments(folder: Path) -> None:
             for call in (checkpoint.save, checkpoint.load):
                 with pytest.raises(TypeError, match=r"tag=.* is neither a text nor a number"):
                     call(here.engine, folder, given)
+        for options, said in (
+            ({"tag": "a/b"}, "a tag is the name of a folder"),
+            ({"keep_last": 0}, "keep_last=0: give a number of checkpoints >= 1"),
+            ({"keep_last": True}, "keep_last=True"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                checkpoint.save(here.engine, folder, **options)
         for path in (folder / "latest", folder / "latest/below"):
             with pytest.raises(CheckpointError, match="is a file, or below one: give a folder of checkpoints"):
                 checkpoint.save(here.engine, path)

@@ -110,12 +110,6 @@ def test_load_falls_back_to_newest_complete(
     )
 
 
-def test_draft_of_killed_save_is_ignored(world: Worlds, saved: Saved) -> None:
-    folder, _ = saved("zero1")
-    shutil.copytree(folder / "step3", folder / ".step4.saving" / "step4")
-    assert [step for _, _, step, _ in world(2).run(_load, KIND, folder, {})] == [3, 3]
-
-
 def test_checkpoint_that_was_being_replaced_is_found(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     (folder / "step3").rename(folder / ".step3.former")

@@ -26,18 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.base.classes import mixins_of
+from ds_topo import checkpoint
 from ds_topo.checkpoint import engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
-from ds_topo.checkpoint.manifest import SavedStructure
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saving import HostCopies
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.fake_world import fake_world
 from tests.support.ranks import RankFailure, Ranks, run_ranks
 from tests.support.served_store import serve_a_store
 from tests.support.small_engines import start
@@ -351,15 +348,6 @@ def test_copies_of_large_tensors_reuse_memory() -> None:
     assert all(map(torch.equal, (first, second), values))
 
 
-@pytest.mark.parametrize("spec", ["model=2", "data=2"])
-def test_undeclared_slices_are_named_to_deepspeeds_converter(spec: str) -> None:
-    structure = SavedStructure(None, ((("weight",),),), undeclared=("weight",))
-    with fake_world(0, 2), PipelineParallelGrid(spec) as grid:
-        engine: Any = SimpleNamespace(mpu=grid, checkpoint_mp_rank=0, module=nn.Linear(2, 2))
-        found = engine_facts.universal_info_of(engine, structure, {})["autotp_unsupported_parameter_patterns"]
-    assert list(found) == (["^weight$"] if spec == "model=2" else [])
-
-
 def _several(folder: Path) -> list[str]:
     with job(KINDS["zero1"]) as here:
         (folder / ".left.saving" / "left").mkdir(parents=True, exist_ok=True)
@@ -394,41 +382,6 @@ def test_error_names_ranks_with_different_tags(world: Worlds, tmp_path: Path) ->
     assert "'of rank 1'" in first
     assert "tag 'of rank 0'" in second
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"tag": "a/b"}, ValueError, "a tag is the name of a folder"),
-        ({"keep_last": 0}, ValueError, "keep_last=0: give a number of checkpoints >= 1"),
-        ({"keep_last": True}, ValueError, "keep_last=True"),
-    ],
-    ids=str,
-)
-def test_invalid_arguments_are_refused(
-    world: Worlds, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    world(2).run(_refused, options, error, message, tmp_path)
-
-
-def _refused(options: dict[str, Any], error: type[Exception], message: str, folder: Path) -> None:
-    with job(KINDS["zero1"]) as here, pytest.raises(error, match=message):
-        checkpoint.save(here.engine, folder, **options)
-
-
-def test_methods_are_restored_without_grid(world: Worlds) -> None:
-    world(2).run(_restored)
-
-
-def _restored() -> None:
-    before = torch.load
-    with job(KINDS["zero1"]) as here:
-        assert mixins_of(here.engine)
-        engine = here.engine
-        engine.destroy()
-        here.grid.destroy()
-    assert not mixins_of(engine)
-    assert torch.load is before
 
 
 def _interrupted(folder: Path) -> str:

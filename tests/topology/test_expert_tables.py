@@ -52,15 +52,17 @@ def _plans(topology: ProcessTopology) -> Iterator[ExpertPlan]:
 
 
 @every_order
-def test_groups_partition_the_pools_and_are_orthogonal(spec: str) -> None:
+def test_groups_partition_the_pools_and_each_slice_has_one_checkpoint_writer(spec: str) -> None:
     for plan in _plans(ProcessTopology.from_spec(spec)):
         _check_groups(plan)
+        _check_writers(plan)
 
 
 @settings(deadline=None)
 @given(plans())
-def test_groups_of_any_plan_partition_the_pools_and_are_orthogonal(plan: ExpertPlan) -> None:
+def test_groups_of_any_plan_partition_the_pools_and_each_slice_has_one_writer(plan: ExpertPlan) -> None:
     _check_groups(plan)
+    _check_writers(plan)
 
 
 def _check_groups(plan: ExpertPlan) -> None:
@@ -83,18 +85,6 @@ def _check_groups(plan: ExpertPlan) -> None:
             assert len({coordinate.get(axis) for coordinate in coordinates}) == 1
         # together the groups reach all of the pool, and nothing else
         assert {peer for member in mine for peer in plan.expert_data_ranks(member)} == set(plan.pool(rank))
-
-
-@every_order
-def test_every_slice_of_every_expert_has_one_checkpoint_writer(spec: str) -> None:
-    for plan in _plans(ProcessTopology.from_spec(spec)):
-        _check_writers(plan)
-
-
-@settings(deadline=None)
-@given(plans())
-def test_every_slice_of_any_plan_has_one_checkpoint_writer(plan: ExpertPlan) -> None:
-    _check_writers(plan)
 
 
 def _check_writers(plan: ExpertPlan) -> None:

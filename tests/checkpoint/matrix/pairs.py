@@ -692,29 +692,16 @@ def run(worlds: Worlds, pairs: Sequence[Pair], folder: Path, at_once: int = 12, 
     found: dict[int, tuple[str, str]] = {}
     for ranks in sorted({pair.source.ranks for pair in pairs}):
         own = [pair for pair in pairs if pair.source.ranks == ranks]
-        _each(
-            worlds,
-            ranks,
-            own,
-            save_all,
-            [(one.source, folder / str(one.number), one.route) for one in own],
-            at_once,
-            saved,
-            found,
-        )
-    to_load: dict[int, Path] = {}
-    for pair in pairs:
-        if pair.number in found:
-            continue
-        if saved[pair.number][0][0] != "done":
-            found[pair.number] = judge(pair, saved[pair.number], saved[pair.number])
-            continue
-        to_load[pair.number] = folder / str(pair.number)
+        cases = [(one.source, folder / str(one.number), one.route) for one in own]
+        _each(worlds, ranks, own, save_all, cases, at_once, saved, found)
+    for number, results in saved.items():
+        if results[0][0] != "done":
+            found[number] = judge(next(pair for pair in pairs if pair.number == number), results, results)
     loaded: dict[int, list[Result]] = {}
     left = [pair for pair in pairs if pair.number not in found]
     for ranks in sorted({pair.target.ranks for pair in left}):
         own = [pair for pair in left if pair.target.ranks == ranks]
-        cases = [(one.target, to_load[one.number], one.route) for one in own]
+        cases = [(one.target, folder / str(one.number), one.route) for one in own]
         _each(worlds, ranks, own, load_all, cases, at_once, loaded, found)
     for pair in pairs:
         kind, reason = found.get(pair.number) or judge(pair, loaded[pair.number], saved[pair.number])
