@@ -214,10 +214,13 @@ def test_declared_buffers_are_put_together_and_cut(world: Worlds, sliced: Path, 
     pieces = [torch.load(there / f"saved/mp_rank_0{place}_model_states.pt", weights_only=False) for place in range(3)]
     assert torch.equal(torch.cat([piece["module"]["start"] for piece in pieces], 1), whole)
     assert world(2).run(_load_sliced, there, "data=1,model=2", 3, back) == [""] * 2
+    alone, again = tmp_path / "declared alone", tmp_path / "declared again"
+    assert world(1).run(_load_sliced, sliced / "declared", "data=1", 6, alone) == [""]
+    assert world(2).run(_load_sliced, alone, "data=1,model=2", 3, again) == [""] * 2
     for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
-        paths = (found.path, back / "saved")
-        one, other = (torch.load(path / name, weights_only=False)["module"]["start"] for path in paths)
-        assert torch.equal(one, other)
+        for path in (back / "saved", again / "saved"):
+            one, other = (torch.load(at / name, weights_only=False)["module"]["start"] for at in (found.path, path))
+            assert torch.equal(one, other)
     for said in world(4).run(_load_sliced, sliced / "declared", "data=1,model=4", 1):
         assert "buffer 'start'" in said
 

@@ -33,12 +33,10 @@ from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saving import HostCopies
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
-from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
+from tests.checkpoint.jobs import KINDS, Kind, Own, job
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import RankFailure, Ranks, run_ranks
 from tests.support.served_store import serve_a_store
-from tests.support.small_engines import start
-from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -123,49 +121,6 @@ def test_states_of_the_program_are_loaded_again_or_named_at_once(world: Worlds, 
 
 
 # -- DeepSpeed alone ---------------------------------------------------------------------------------------------------
-
-
-def _alone(kind: Kind) -> Any:
-    """Return DeepSpeed's own engine of the same model, without a grid."""
-    start()
-    module = torch.nn.Sequential(*(Layer(kind.width) for _ in range(3)))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": kind.zero},
-        "zero_allow_untested_optimizer": True,
-        "optimizer": ADAM,
-    }
-    engine, *_ = deepspeed.initialize(model=module, config=config)
-    return engine
-
-
-def _state_alone(kind: Kind, folder: Path) -> dict[str, str]:
-    """Load our checkpoint with DeepSpeed alone, and save another one with it."""
-    engine = _alone(kind)
-    assert type(engine).load_checkpoint.__module__ == "deepspeed.runtime.engine"
-    assert engine.load_checkpoint(folder)[0] is not None
-    loaded = state_of(engine)
-    engine.save_checkpoint(folder / "theirs", tag="own")
-    destroy_engine(engine)
-    return loaded
-
-
-def _load_theirs(kind: Kind, folder: Path) -> dict[str, str]:
-    with job(kind) as here:
-        path, _ = checkpoint.load(here.engine, folder / "theirs")
-        assert path.endswith("/own")
-        return state_of(here.engine)
-
-
-@pytest.mark.parametrize("kind", [KINDS["zero1"], KINDS["zero3"]], ids=str)
-def test_deepspeed_alone_reads_ours_and_we_read_deepspeeds(
-    world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path
-) -> None:
-    saved = [state for state, *_ in world(2).run(_save, kind, tmp_path)]
-    wanted = [{key: value for key, value in state.items() if key != "random"} for state in saved]
-    assert other_world(2).run(_state_alone, kind, tmp_path) == wanted
-    assert world(2).run(_load_theirs, kind, tmp_path) == wanted
 
 
 def _weights(kind: Kind, folder: Path) -> dict[str, torch.Tensor]:

@@ -172,39 +172,6 @@ def test_agreement_ends_at_once_and_leaves_one_key() -> None:
     assert time.monotonic() - started < 10
 
 
-def _left_after(outcomes: Mapping[int, str], absent: Sequence[int] = ()) -> list[str]:
-    """Return the keys that a first round left in the store and that a second one with these outcomes keeps."""
-    store, members = dist.HashStore(), [*outcomes, *absent]
-    _verdicts(dict.fromkeys(members, "plan: a"), store=store, number=1)
-    assert store.check(["ds_topo/x/1/verdict"])
-    _verdicts(outcomes, members, store=store, number=2, seconds=1.0 if absent else 20.0)
-    return [name for name in ("verdict", "came", "number") if store.check([f"ds_topo/x/1/{name}"])]
-
-
-def test_keys_of_a_round_go_once_all_its_ranks_come_to_another_even_if_they_disagree() -> None:
-    assert _left_after({0: "plan: a", 1: "plan: b"}) == []
-    assert _left_after({0: "plan: a", 1: "failed: x"}) == []
-
-
-def test_keys_are_due_once_when_all_their_readers_have_come() -> None:
-    store = dist.HashStore()
-    council.leave(store, 0, range(2), ["two"])
-    council.leave(store, 0, range(3), ["three", "more"])
-    council.leave(store, 1, range(2), ["of another rank"])
-    for came, due in (
-        (range(1), []),
-        (range(2), ["two"]),
-        (range(2), []),
-        (range(4), ["three", "more"]),
-        (range(4), []),
-    ):
-        assert council.take_due(store, 0, came) == due
-
-
-def test_keys_of_a_round_stay_for_a_rank_that_may_still_read_them() -> None:
-    assert _left_after({0: "plan: a", 1: "plan: a"}, absent=[2]) == ["verdict"]
-
-
 def _places(verdict: str, plan: str) -> list[str]:
     """Return the ranks and hosts that brought a plan, sorted, since hosts are listed in the order of arrival."""
     (where,) = re.findall(rf"\n  (ranks .*) -> plan: {plan}$", verdict, re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -370,3 +371,19 @@ def test_given_timeouts_must_agree_but_job_timeouts_need_not(world: Worlds) -> N
     """The job's timeout differs by milliseconds where a program joins with what is left of its time."""
     world(2).run(_timeouts_that_differ, False)
     world(2).run(_timeouts_that_differ, True)
+
+
+def _without_a_timeout() -> None:
+    untold = mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=object())
+    with (
+        untold,
+        pytest.warns(RuntimeWarning, match="the timeout of a gloo job is unknown.*pass timeout= to the grid"),
+    ):
+        assert torch_names.job_timeout() == dist.default_pg_timeout
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch_names.job_timeout() == timedelta(seconds=60)
+
+
+def test_a_torch_release_without_a_readable_timeout_is_warned_of() -> None:
+    run_ranks(1, _without_a_timeout)
