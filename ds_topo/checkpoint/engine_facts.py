@@ -354,7 +354,7 @@ def zero_options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
 
 
 def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
-    """Return why the optimizer of this stage has another order than a checkpoint, and what to do; empty if it has not.
+    """Return how the optimizer's order of this stage differs from a checkpoint's, and what to do; empty if it does not.
 
     DeepSpeed saves optimizer states by position, and would silently exchange the states of parameters of equal sizes.
     """

@@ -684,12 +684,11 @@ def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[
 
 
 def remove_old(folder: Path, keep: int, newest: str) -> list[str]:
-    """Remove complete checkpoints except the ``keep`` newest, and damaged ones older than all of those.
+    """Remove complete checkpoints except the ``keep`` newest, and damaged ones that are older than all of those.
 
-    As long as there are fewer complete ones nothing is removed: a disk may fail to read one for a moment only.
-
-    ``newest`` has just been saved and counts as the newest. The one that ``latest`` names is kept. Those without a
-    manifest are kept, too, because DeepSpeed or the user put them there.
+    ``newest`` has just been saved and counts as the newest. Three kinds stay: the one that ``latest`` names; those
+    without a manifest, because DeepSpeed or the user put them there; and all of them as long as fewer than ``keep``
+    are complete, because a disk may fail to read one for a moment only.
     """
     latest = named_latest(folder)
     found = [checkpoint for checkpoint in checkpoints_in(folder) if checkpoint.manifest is not None]

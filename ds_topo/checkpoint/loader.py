@@ -242,8 +242,8 @@ class Loader:
         """Compare this rank's parameters, buffers and states with the checkpoint.
 
         Returns:
-            The names that the model has, of those that no other rank returns; and what strict loading refuses, by name:
-            parameters and buffers without a value, or without states.
+            The names of the model that this rank reports (slices and replicas share this work); and what strict loading
+            refuses, by name: parameters and buffers that the checkpoint does not have, or that it has no states for.
 
         Raises:
             CheckpointModelError: something differs that cannot be loaded.

@@ -338,7 +338,7 @@ def has_placeholders(groups: Iterable[Iterable[str]]) -> bool:
 
 
 def _contradictions(model: WholeModel) -> Iterator[str]:
-    """Yield what later code relies on and a manifest does not hold, which no save of ours writes."""
+    """Yield contradictions in a manifest on which later code would fail. No save of ours writes any."""
     layout, structure, names = model.layout, model.structure, model.parameters
     stages, rest = divmod(layout.model_ranks, model.slices)
     if rest or stages != len(structure.groups) or layout.replicas * layout.model_ranks > layout.world_size:

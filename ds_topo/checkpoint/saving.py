@@ -367,11 +367,9 @@ class BackgroundSave:
         self._recorder: FileRecorder | None = None
         """The description of this rank's files, if the optimizer's memory can be described."""
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)
-        self._described: dict[str, Any] = {}
+        self._rows: list[SavedParameter] = []
         """This rank's parameters."""
-        self._name_of_table = ""
-        self._names: set[str] = set()
-        """The names of this rank's parameters."""
+        self._replica, self._model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
         self._left_early = False
         self._path: Path | None = None
         try:
@@ -432,13 +430,8 @@ class BackgroundSave:
                 save_latest=False,
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )
-        rows = [
-            row for row in facts.parameters_of(engine) if row.is_trained or not self._options.exclude_frozen_parameters
-        ]
-        replica, model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
-        self._described = {"parameters": rows if replica == 0 else [], "table": None}
-        self._name_of_table = f"table_replica_{replica}_mp_rank_{model_rank:02d}.json"
-        self._names = {row.name for row in rows}
+        has_frozen = not self._options.exclude_frozen_parameters
+        self._rows = [row for row in facts.parameters_of(engine) if row.is_trained or has_frozen]
         self._files.start()
 
     def _describe(self, content: Any, file: str) -> None:
@@ -463,13 +456,15 @@ class BackgroundSave:
 
     def _written(self) -> dict[str, Any]:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
-        recorder = self._recorder if self._files.failure is None else None
+        recorder, described = self._recorder if self._files.failure is None else None, None
         if recorder is not None and not (table := recorder.table()).is_empty:
-            path = self._draft / self._tag / self._name_of_table
+            name = f"table_replica_{self._replica}_mp_rank_{self._model_rank:02d}.json"
+            path = self._draft / self._tag / name
             self._files.write(table.to_text(), path, lambda text, _: path.write_text(text))
             self._files.start()
-            self._described["table"] = table.described(self._name_of_table, self._names, recorder.partition)
-        return {"files": self._files.finish(), **self._described}
+            described = table.described(name, (row.name for row in self._rows), recorder.partition)
+        rows = self._rows if self._replica == 0 else []
+        return {"files": self._files.finish(), "parameters": rows, "table": described}
 
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""

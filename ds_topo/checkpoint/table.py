@@ -517,10 +517,10 @@ class FileRecorder:
 
     def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
         number = self._numbers[name]
-        partition, partitions = self.partition
-        order = Order([(number, 0)], partition, partitions)
-        for part in order.parts(self.pieces, None, is_by_parameter=True):
-            self._vectors.append(Vector(file, {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}, {}, (part,)))
+        start, stop = partition_of(self.pieces[number].slice.numel, *self.partition)
+        if start < stop:
+            tensors = {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}
+            self._vectors.append(Vector(file, tensors, {}, (Part(number, start, stop, 0),)))
 
     def _add_partition(self, saved: Mapping[str, Any], file: str) -> None:
         is_stage_3 = _STAGE_3 in saved
