@@ -136,8 +136,9 @@ def get_world_size() -> int:
     return dist.get_world_size(get_group())
 
 
-get_group_size = get_world_size
-"""Return the number of processes per model-parallel group, under torchshard's second name for it."""
+def get_group_size() -> int:
+    """Return the number of processes per model-parallel group, as ``get_world_size()`` does."""
+    return get_world_size()
 
 
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ds_topo import checkpoint
 from ds_topo.errors import (
@@ -287,26 +286,3 @@ def _by_methods(folder: Path) -> None:
 
 def test_methods_of_engine_keep_deepspeeds_arguments(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_by_methods, tmp_path)
-
-
-def _without_states(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    kind = KINDS["zero3"]
-    with job(kind) as here:
-        here.train(range(2))
-        checkpoint.save(here.engine, folder, "first", {"step": 2})
-        saved = here.state()
-        here.train(range(2, 4))
-        checkpoint.save(here.engine, folder, "second", {"step": 4})
-    dist.barrier()
-    with job(kind) as here:
-        checkpoint.load(here.engine, folder, "first", load_optimizer_states=False)
-        return _parameters(saved), _parameters(here.state())
-
-
-def _parameters(state: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in state.items() if name.startswith("parameter")}
-
-
-def test_zero_3_without_optimizer_states_reads_requested_tag(world: Worlds, tmp_path: Path) -> None:
-    for saved, loaded in world(2).run(_without_states, tmp_path):
-        assert saved == loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,23 +18,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ds_topo.checkpoint.engine_state import PartOfTensor, part_of
 from ds_topo.checkpoint.manifest import SavedSplit
-from ds_topo.checkpoint.table import Slice, boxes_of_span
+from ds_topo.checkpoint.table import Slice
 from ds_topo.checkpoint.torch_format import Keys
 from tests.checkpoint.handmade import slice_of
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-
-
-@given(shapes, st.data())
-def test_boxes_hold_elements_of_span_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
-    numel = torch.Size(shape).numel()
-    start, stop = sorted((data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))))
-    numbers = torch.arange(numel).view(shape)
-    boxes = list(boxes_of_span(shape, start, stop))
-    found = [_in(numbers, box.offsets, box.sizes).flatten() for box in boxes]
-    assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    assert [math.prod(box.sizes) for box in boxes] == [len(part) for part in found]
 
 
 @st.composite

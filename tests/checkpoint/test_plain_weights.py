@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +12,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli
@@ -27,7 +27,6 @@ from tests.support.world import Worlds
 
 SPLITS = {"embedding.weight": (0, 1), "qkv.weight": (0, 3), "out.weight": (1, 1)}
 """The dimension along which slices split a weight, and the stride."""
-_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 class Model(nn.Module):
@@ -68,29 +67,7 @@ def _weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the format of safetensors: the length of a header, the header in JSON, and the bytes."""
-    header, data = {}, b""
-    for name, one in tensors.items():
-        content = one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        kind = next(code for code, dtype in _TYPES.items() if dtype == one.dtype)
-        header[name] = {"dtype": kind, "shape": [*one.shape], "data_offsets": [len(data), len(data) + len(content)]}
-        data += content
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Read the same format."""
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    found = {}
-    for name, one in json.loads(content[8 : 8 + length]).items():
-        if name != "__metadata__":
-            first, last = (8 + length + offset for offset in one["data_offsets"])
-            flat = torch.frombuffer(bytearray(content[first:last]), dtype=_TYPES[one["dtype"]])
-            found[name] = flat.view(one["shape"])
-    return found
+    save_file({name: one.clone() for name, one in tensors.items()}, path)
 
 
 def _write_files(folder: Path) -> None:
@@ -164,7 +141,7 @@ def test_engines_of_any_layout_read_and_write_plain_weights(
         to, dtype = tmp_path / f"of {saved.tag}", torch.bfloat16 if "bf16" in saved.tag else torch.float32
         checkpoint.to_hugging_face(saved, to, largest=100, rename=lambda name: f"model.{name}")
         index = json.loads((to / "model.safetensors.index.json").read_text())
-        files = {name: _read(to / name) for name in set(index["weight_map"].values())}
+        files = {name: load_file(to / name) for name in set(index["weight_map"].values())}
         assert len(files) > 2
         assert sorted(path.name for path in to.iterdir()) == sorted([*files, "model.safetensors.index.json"])
         expected = {f"model.{name}": one for name, one in _weights(dtype).items()}
@@ -261,7 +238,7 @@ def test_command_writes_files_of_hugging_face(
     names.write_text('{"out.weight": "o.w"}')
     export = ["export", str(tmp_path / "saved")]
     assert cli.main([*export, str(tmp_path / "to"), "--rename", str(names)]) == 0
-    found = _read(tmp_path / "to/model.safetensors")
+    found = load_file(tmp_path / "to/model.safetensors")
     assert sorted(found) == ["count", "embedding.weight", "o.w", "out.bias", "qkv.weight"]
     assert torch.equal(found["o.w"], Model().out.weight)
     with mock.patch.object(folders, "free_bytes", return_value=300):

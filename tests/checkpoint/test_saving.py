@@ -266,21 +266,6 @@ def test_second_save_flushes_each_file_once_and_reads_no_manifest(world: Worlds,
     world(1).run(_flushed, tmp_path)
 
 
-def _converted(folder: Path) -> None:
-    with job(Kind("data=1", zero=1)) as here:
-        checkpoint.save(here.engine, folder, "one")
-    with (
-        job(Kind("data=1")) as here,
-        mock.patch.object(folders, "manifest_of", wraps=folders.manifest_of) as read,
-    ):
-        checkpoint.load(here.engine, folder)
-    assert read.call_count == 2, "to choose the checkpoint, and to read it by name"
-
-
-def test_load_by_name_reads_the_manifest_twice(world: Worlds, tmp_path: Path) -> None:
-    world(1).run(_converted, tmp_path)
-
-
 @pytest.mark.parametrize("is_tensor", [True, False], ids=["now", "earlier release"])
 def test_random_states_are_restored(is_tensor: bool) -> None:
     engine: Any = SimpleNamespace(module=nn.Identity())

@@ -1,4 +1,4 @@
-"""Tables of ranks: DeepSpeed's default topology, extra axes folded into data, and groups of another project."""
+"""Tables of ranks: DeepSpeed's default topology, and extra axes folded into data."""
 
 from __future__ import annotations
 
@@ -56,23 +56,6 @@ def test_folding_keeps_stage_and_slice_and_counts_all_replicas(ours: ProcessTopo
         assert (new.pipe, getattr(new, "model", 0)) == (getattr(old, "pipe", 0), getattr(old, "model", 0))
         assert folded.get_rank(**new._asdict()) == rank
         assert folded.filter_match(**new._asdict()) == [rank]
-
-
-def test_groups_match_those_of_torchdistpackage_by_axis() -> None:
-    """Its README's placement and groups: pipeline across nodes, data inside, for 16 ranks (its order of printing aside,
-    which is not DeepSpeed's)."""
-    topology = ProcessTopology.from_spec([("pipe", 2), ("tensor", 2), ("data", 16 // (2 * 2))])
-    groups = {"pipe": "pipe", "tensor": "tensor", "data": "data", "model": ("pipe", "tensor")}
-    lines = [
-        f"group {name}, ranks: {ranks}" for name, axes in groups.items() for ranks in topology.get_axis_comm_lists(axes)
-    ]
-    assert len(lines) == len(set(lines))
-    assert set(lines) == {
-        *(f"group pipe, ranks: [{rank}, {rank + 8}]" for rank in range(8)),
-        *(f"group tensor, ranks: [{rank}, {rank + 4}]" for first in (0, 8) for rank in range(first, first + 4)),
-        *(f"group data, ranks: [{rank}, {rank + 1}, {rank + 2}, {rank + 3}]" for rank in (0, 4, 8, 12)),
-        *(f"group model, ranks: [{rank}, {rank + 4}, {rank + 8}, {rank + 12}]" for rank in range(4)),
-    }
 
 
 @settings(deadline=None)
