@@ -107,10 +107,6 @@ class DeepSpeedFiles(Source):
         """The parts of each parameter and key, of the tables that were read."""
         self._known: set[str] = set()
         """The tables whose rows are there."""
-        self._complete: set[str] = set()
-        """The names whose tables were all read."""
-        self._slices: dict[tuple[str, str, int | None], dict[int, list[Located]]] = {}
-        """The parts of slices that were asked for."""
         self._of_vectors: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """The hyperparameters and states of vectors that were asked for, by their ids."""
         self._groups: dict[Any, dict[str, Any]] = {}
@@ -156,17 +152,14 @@ class DeepSpeedFiles(Source):
                 self._known.add("")
                 for table in tables:
                     self._add(table)
-        elif name not in self._complete:
+        else:
             for path in self.model.tables_of(name, wanted):
                 if path not in self._known:
                     self._known.add(path)
                     self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
-            if wanted is None:
-                self._complete.add(name)
         return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
-        self._slices.clear()
         for vector in table.vectors():
             for part in vector.parts:
                 name = table.pieces[part.piece].name
@@ -185,8 +178,6 @@ class DeepSpeedFiles(Source):
             wanted: the elements that are wanted; None for all.
         """
         found_parts = self._parts(name, key, wanted if model_rank is None else None)
-        if (known := self._slices.get((name, key, model_rank))) is not None:
-            return known
         found: dict[int, dict[int, Located]] = {}
         of_rank: dict[int, int] = {}
         of_model = self.model.parameters.get(name)
@@ -198,9 +189,7 @@ class DeepSpeedFiles(Source):
             if of_rank.setdefault(place, own) != own and not is_expert:  # ranks of several slices share experts
                 continue
             found.setdefault(place, {}).setdefault(one.part.start, one)
-        in_order = {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
-        self._slices[name, key, model_rank] = in_order
-        return in_order
+        return {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
 
     def _flat(self, one: Located, key: str) -> torch.Tensor:
         """Return the elements of a part, flat."""
@@ -227,12 +216,11 @@ class DeepSpeedFiles(Source):
         one = self.model.parameters[name]
         wanted = Elements(one.slice_of(place, slices), start, stop)
         if key in (WEIGHT, MASTER):
-            has_own = bool(self._parts(name, key, wanted)) and (key == WEIGHT or one.is_trained)
-            other = MASTER if key == WEIGHT else WEIGHT
-            found = self._assembled(name, key if has_own else other, wanted)
+            own = self._assembled(name, key, wanted) if key == WEIGHT or one.is_trained else None
+            found = self._assembled(name, MASTER if key == WEIGHT else WEIGHT, wanted) if own is None else own
             self.require(found is not None, f"parts of {name!r}")
             assert found is not None
-            return found if has_own or key == MASTER else found.to(one.dtype)
+            return found if own is not None or key == MASTER else found.to(one.dtype)
         found = self._assembled(name, key, wanted)
         return torch.zeros(stop - start) if found is None else found
 
