@@ -94,13 +94,13 @@ TESTS = {
     "checkpoint/engine_facts": "engine/test_autotp.py::test_splits_of_automatic_layers_are_known "
     "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
-    "checkpoint/loader": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py "
+    "checkpoint/by_name": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py "
     "checkpoint/test_torch.py checkpoint/test_converting_experts.py",
     "checkpoint/folder": "checkpoint/test_folder.py checkpoint/test_odd_folders.py checkpoint/test_command.py",
     "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
     "checkpoint/plain_weights": "checkpoint/test_plain_weights.py checkpoint/test_command.py "
     "checkpoint/test_loading_stock_checkpoints.py",
-    "checkpoint/rank_zero": "checkpoint/test_saving.py checkpoint/test_loading.py checkpoint/test_background.py",
+    "checkpoint/meeting": "checkpoint/test_saving.py checkpoint/test_loading.py checkpoint/test_background.py",
     "checkpoint/safe_reading": "checkpoint/test_unusual_input.py checkpoint/test_damaged_files.py",
     "checkpoint/saved_model": "checkpoint/test_table.py checkpoint/test_converting.py "
     "checkpoint/test_converting_experts.py checkpoint/test_padded_vocabularies.py",

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from ds_topo.checkpoint.by_name import ReadRequest, Source, require_reachable
 from ds_topo.checkpoint.folder import text_of
-from ds_topo.checkpoint.loader import ReadRequest, Source, require_reachable
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     FLAT_OPTIMIZER,

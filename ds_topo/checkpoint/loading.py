@@ -6,7 +6,7 @@
     rank 0      finds the next candidate that is complete by the sizes of its files, and readable in this layout
     all ranks   check their share of the files (digests if requested, types to build), and their parameters
     rank 0      decides: load it as it is, load it by name, try the next one, or raise
-    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``loader``),
+    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``by_name``),
                 which it also does with plain weights
 """
 
@@ -31,13 +31,13 @@ from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.by_name import load_into
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, name_of_model_states, opened, options_of_files
 from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
-from ds_topo.checkpoint.loader import load_into
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
+from ds_topo.checkpoint.meeting import Meeting, shared_out
 from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights
-from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
     OF_DEEPSPEED,
     how_to_verify,

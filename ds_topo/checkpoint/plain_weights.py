@@ -24,6 +24,7 @@ import torch
 from torch.serialization import set_default_mmap_options, skip_data
 from typing_extensions import override
 
+from ds_topo.checkpoint.by_name import model_of_whole
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
 from ds_topo.checkpoint.engine_state import Named, NamedBuffer, renaming
 from ds_topo.checkpoint.folder import (
@@ -38,7 +39,6 @@ from ds_topo.checkpoint.folder import (
     unreadable,
     wrong_without_manifest,
 )
-from ds_topo.checkpoint.loader import model_of_whole
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits

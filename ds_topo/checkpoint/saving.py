@@ -48,7 +48,7 @@ from ds_topo.checkpoint.manifest import (
     built_from,
     merged,
 )
-from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.checkpoint.table import FileRecorder
 from ds_topo.errors import CheckpointError, abridged, warn

@@ -1,8 +1,8 @@
 """Save and load engines through ``torch.distributed.checkpoint``, to and from any program.
 
 Saving offers an engine in the shape of torch's ``get_state_dict``. For loading, :class:`TorchFiles` presents what any
-program has saved to the loader of all formats (``loader``); torch's reader reads what each rank needs into the engine's
-memory.
+program has saved to the loader of all formats (``by_name``). torch's reader reads what each rank needs into the memory
+of the engine.
 
 torch flattens nested dictionaries and joins their keys by dots. An optimizer has one of two forms:
 
@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 from ds_topo.checkpoint import engine_facts as facts
+from ds_topo.checkpoint.by_name import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.engine_state import (
     COUNTS,
     OF_LOSS_SCALE,
@@ -59,9 +60,8 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
 )
 from ds_topo.checkpoint.folder import check_folder, is_checkpoint, other_kind, tags_in
-from ds_topo.checkpoint.loader import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
-from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, boxes_in
 from ds_topo.errors import (

@@ -1,7 +1,7 @@
 """Decide together through the job's store: all ranks post, one decides, all read.
 
 :class:`Council` is this protocol. Ranks use it to join a job (:mod:`~ds_topo.launch.joining`), to save and load
-checkpoints (:mod:`ds_topo.checkpoint.rank_zero`) and to check a cluster (:mod:`ds_topo.health.session`). Collectives
+checkpoints (:mod:`ds_topo.checkpoint.meeting`) and to check a cluster (:mod:`ds_topo.health.session`). Collectives
 cannot do this: no group exists yet, or one has failed, and they would pad every rank's value to the longest one.
 
 **Patience.** The rank that decides waits ``GATHERING`` of the timeout for posts. The others wait the whole timeout for

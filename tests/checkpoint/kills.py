@@ -27,8 +27,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from ds_topo import checkpoint
 from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint.by_name import Loader
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
-from ds_topo.checkpoint.loader import Loader
 from ds_topo.errors import CheckpointError
 from tests.checkpoint.jobs import KINDS, Job, Kind, job
 from tests.support.ranks import RankFailure, Ranks

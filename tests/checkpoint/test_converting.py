@@ -17,7 +17,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from ds_topo import checkpoint, cli
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.loader import Loader
+from ds_topo.checkpoint.by_name import Loader
 from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.checkpoint.saved_model import Parameter, require_split
 from ds_topo.errors import CheckpointError, CheckpointLayoutError

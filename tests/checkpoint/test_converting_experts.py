@@ -13,9 +13,9 @@ from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, groups
+from ds_topo.checkpoint.by_name import require_reachable
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, DeepSpeedFiles
 from ds_topo.checkpoint.engine_facts import experts_of, structure_of
-from ds_topo.checkpoint.loader import require_reachable
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,

@@ -28,7 +28,7 @@ from ds_topo import checkpoint
 from ds_topo.base.torch_names import default_store
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
-from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint
 from ds_topo.errors import CheckpointError, UnsafeCheckpointError
 from tests.checkpoint.jobs import Job, Kind, Own, job

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
-from ds_topo.checkpoint.loader import require_reachable
+from ds_topo.checkpoint.by_name import require_reachable
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,

@@ -30,7 +30,7 @@ from ds_topo import checkpoint
 from ds_topo.checkpoint import engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
-from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.saving import HostCopies
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import KINDS, Kind, Own, job

@@ -38,7 +38,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     built_from,
 )
-from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, has_placeholders, require_split, require_splits
 from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, head_of, starred
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, abridged, listed, warn
