@@ -94,7 +94,7 @@ TESTS = {
     "checkpoint/engine_facts": "engine/test_autotp.py::test_splits_of_automatic_layers_are_known "
     "checkpoint/test_saving.py checkpoint/test_loading.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
-    "checkpoint/by_name": "checkpoint/test_loading_other_layouts.py checkpoint/test_converting_values.py "
+    "checkpoint/by_name": "checkpoint/test_matrix.py checkpoint/test_converting_values.py "
     "checkpoint/test_torch.py checkpoint/test_converting_experts.py",
     "checkpoint/folder": "checkpoint/test_folder.py checkpoint/test_odd_folders.py checkpoint/test_command.py",
     "checkpoint/manifest": "checkpoint/test_readable_layouts.py checkpoint/test_manifest.py",
