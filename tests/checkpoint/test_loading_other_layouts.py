@@ -112,6 +112,33 @@ def test_added_and_removed_parameters_are_named(world: Worlds, tmp_path: Path) -
         assert all("it has no parameter 'added.bias' [4]" in one for one in warned)
 
 
+def _decayed(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    wide, narrow = ([one for one in parameters if (one.dim() > 1) == is_wide] for is_wide in (True, False))
+    return torch.optim.AdamW([{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}], lr=lr)
+
+
+def _regroup(folder: Path) -> list[list[tuple[float, float]]]:
+    """Save with one group and with two, and load each into the other; return rates and decays."""
+    kinds: tuple[Any, ...] = (torch.optim.AdamW, _decayed)
+    for number, kind in enumerate(kinds):
+        with engine_with_slices("data=2", lambda grid: Adapted(), 1, optimizer=kind) as engine:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.5
+            _train(engine, range(1))
+            checkpoint.save(engine, folder, f"from {number}")
+    found = []
+    for number, kind in enumerate(reversed(kinds)):
+        with engine_with_slices("data=2", lambda grid: Adapted(), 1, optimizer=kind) as engine:
+            checkpoint.load(engine, folder, f"from {number}")
+            found.append([(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups])
+    return found
+
+
+def test_groups_keep_what_distinguishes_them(world: Worlds, tmp_path: Path) -> None:
+    for found in world(2).run(_regroup, tmp_path):
+        assert found == [[(0.5, 0.1), (0.5, 0.0)], [(0.5, 0.01)]]
+
+
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 
