@@ -579,10 +579,9 @@ def _orders_of(
         of_vector = list(vector)
         first = next((name for name in of_vector if name in pieces), "")
         whole = pieces[first].name if first else ""
-        sharers = model.sharers(whole, place)
-        partition = sharers.index(place) if place in sharers else layout.partitions_of_files[place.replica]
+        partition = model.partition_on(whole, place)
         gaps = dict(zip(of_vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
-        result.append(_order(of_vector, gaps, numbers, pieces, (partition, len(sharers)), layout.zero_stage == 3))
+        result.append(_order(of_vector, gaps, numbers, pieces, partition, layout.zero_stage == 3))
     return result
 
 

@@ -144,17 +144,6 @@ class SavedStructure(Saved):
         if any(size < 1 for size in self.experts.values()):
             raise ValueError(f"experts={abridged(dict(self.experts))}: sizes must be >= 1")
 
-    def layers_of(self, stage: int, stages: int) -> list[int]:
-        """Return the layers of a stage, which with DualPipeV holds two parts: ``stage``, and its mirror.
-
-        >>> structure = SavedStructure("AdamW", (), layers=(SavedLayer("Linear"),) * 5, bounds=(0, 1, 2, 4, 5))
-        >>> structure.layers_of(1, stages=4), structure.layers_of(1, stages=2)
-        ([1], [1, 2, 3])
-        """
-        parts = len(self.bounds) - 1
-        held = (stage,) if parts == stages else (stage, parts - 1 - stage)
-        return [layer for part in held for layer in range(self.bounds[part], self.bounds[part + 1])]
-
 
 def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
     """Merge the structures that the stages of a pipeline see, first to last, into that of the whole model.
@@ -359,26 +348,18 @@ class SavedLayout(Saved):
         return self.replicas if self.experts else self.partitions
 
     @property
-    def holders_of_partitions(self) -> tuple[int, ...]:
-        """The numbers of the files with the partitions of dense parameters.
+    def partitions_of_files(self) -> tuple[int, ...]:
+        """The partition of dense parameters that the writer of each file has. The first of several writers saves it.
 
         >>> layout = SavedLayout("shard=2,data=2", 4, 1, 4, 1, None, "fp32")
-        >>> layout.holders_of_partitions, replace(layout, experts=(SavedExperts(2),)).holders_of_partitions
-        ((0, 1), (0, 2))
+        >>> layout.partitions_of_files, replace(layout, experts=(SavedExperts(2),)).partitions_of_files
+        ((0, 1), (0, 0, 1, 1))
         """
-        holders: dict[int, int] = {}
-        for number, partition in enumerate(self.partitions_of_files):
-            holders.setdefault(partition, number)
-        return tuple(holders[partition] for partition in range(self.partitions))
-
-    @property
-    def partitions_of_files(self) -> Sequence[int]:
-        """The partition of dense parameters that the writer of each file has, whether or not it saves it there."""
         if self.files_of_partitions == self.partitions:
-            return range(self.partitions)
+            return tuple(range(self.partitions))
         topology = ProcessTopology.from_spec(self.topology or "")
         ranks = topology.get_axis_ranks(gradient_axes(topology), 0)
-        return [topology.get_axis_index(SHARD, rank) for rank in ranks]
+        return tuple(topology.get_axis_index(SHARD, rank) for rank in ranks)
 
     def degrees(self) -> dict[str, int]:
         """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
@@ -646,7 +627,7 @@ def _difference_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_state
             before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
         except ExpertSizeError as error:  # a manifest can say anything
             return str(error)
-        if before != after or (whole_places and saved.holders_of_partitions != now.holders_of_partitions):
+        if before != after or (whole_places and saved.partitions_of_files != now.partitions_of_files):
             return (
                 f"{now.topology} puts experts in other places than {saved.topology}: a replica would read files that "
                 "hold another replica's experts"

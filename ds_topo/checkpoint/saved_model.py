@@ -3,7 +3,7 @@
 :func:`model_of` returns every parameter once, whatever the layout that saved it, from the manifest alone. In names of
 the whole model an expert has its number among all experts of its layer. In optimizer files and in the groups of a
 structure names are *local*: an expert has its number among those of one rank. :class:`WholeModel` translates, and
-says which part of each parameter a rank of a layout holds, whether it is the saved layout or a new one.
+says which ranks have what.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A whole model in a layout: all its parameters, and what each rank of the layout holds of them.
+    """The whole model of a checkpoint: all its parameters, and what each rank that saved it held of them.
 
     The experts of a layer are divided into equal *parts*. Their number is the layer's expert parallel size, and the
     ranks of one expert data parallel group hold each part.
@@ -101,7 +101,7 @@ class WholeModel:
     parameters: Mapping[str, Parameter]
     """Parameters by name, in the order of the module that saved them, stage after stage."""
     structure: SavedStructure
-    """The model's structure in this layout."""
+    """The model's structure in the layout that saved it."""
     layout: SavedLayout
     tables: tuple[SavedTable, ...] = ()
     """The tables of the checkpoint; empty if it has none."""
@@ -124,31 +124,14 @@ class WholeModel:
         return {head: count // self.structure.experts[head] for head, count in self.experts.items()}
 
     @cached_property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """Names of each stage's parameters, in its module's order."""
-        stages = range(self.layout.model_ranks // self.slices)
-        if not self.structure.layers:
-            rows = self.parameters.items()
-            return tuple(tuple(name for name, one in rows if len(stages) == 1 or one.stage == of) for of in stages)
-        return tuple(
-            tuple(name for prefix in self.prefixes(stage) for name in self.parameters if name.startswith(prefix))
-            for stage in stages
-        )
-
-    def prefixes(self, stage: int) -> tuple[str, ...]:
-        """Return the prefixes of a stage's layers: those of tied layers come first, as DeepSpeed registers them."""
-        layers = self.structure.layers_of(stage, self.layout.model_ranks // self.slices)
-        tied_first = sorted(layers, key=lambda number: not self.structure.layers[number].tied)
-        return tuple(dict.fromkeys(self.structure.layers[number].prefix(number) for number in tied_first))
-
-    @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
         """The layers of experts of each stage that has some, in the order in which DeepSpeed numbers them."""
-        found: dict[int, dict[str, None]] = {}
-        for stage, names in enumerate(self.names if self.experts else ()):
-            for one in (self.parameters[name] for name in names if self.parameters[name].experts):
-                found.setdefault(stage, {})[layer_of_experts(one.head)] = None
-        return {stage: list(layers) for stage, layers in found.items()}
+        found: dict[int, list[str]] = {}
+        for first in range(0, self.layout.model_ranks, self.slices) if self.experts else ():
+            own = [self.parameters[name] for name in self.names_on(first)]
+            if layers := dict.fromkeys(layer_of_experts(one.head) for one in own if one.experts):
+                found[first // self.slices] = list(layers)
+        return found
 
     @cached_property
     def _expert_groups(self) -> dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]]:
@@ -164,12 +147,13 @@ class WholeModel:
         """The part of the experts that each rank holds, by expert parallel size."""
         return {size: {place: part for place, (part, _) in of.items()} for size, of in self._expert_groups.items()}
 
-    def sharers(self, name: str, place: SavedPlace) -> tuple[SavedPlace, ...]:
-        """Return the ranks with which a rank shares the optimizer states of a parameter, in their group's order."""
+    def partition_on(self, name: str, place: SavedPlace) -> tuple[int, int]:
+        """Return the number of a rank's partition of a parameter's optimizer states, and of all its partitions."""
         one = self.parameters.get(name)
         if one is not None and one.experts:
-            return self._expert_groups[self.structure.experts[one.head]][place][1]
-        return tuple(SavedPlace(place.model_rank, replica) for replica in self.layout.holders_of_partitions)
+            _, holders = self._expert_groups[self.structure.experts[one.head]][place]
+            return holders.index(place), len(holders)
+        return self.layout.partitions_of_files[place.replica], self.layout.partitions
 
     def expert_on(self, name: str, place: SavedPlace) -> str:
         """Return the name that an expert's parameter has on a rank; empty if it does not have it, or is no expert's."""
@@ -180,7 +164,7 @@ class WholeModel:
         return expert.numbered(number) if self.parts[self.structure.experts[expert.head]].get(place) == part else ""
 
     def names_on(self, model_rank: int) -> list[str]:
-        """Return the names of the parameters of a model rank, with those of all experts of its layers."""
+        """Return the names of a model rank's parameters, in its module's order, with all experts of its layers."""
         rows = {row.name for row in self._rows if model_rank in row.model_ranks}
         return [name for name in self.parameters if name in rows or starred(name) in rows]
 
@@ -356,7 +340,7 @@ def _contradictions(model: WholeModel) -> Iterator[str]:
         if structure.experts[head] not in sizes or count % structure.experts[head]:
             yield f"{count} experts of {head!r} on {structure.experts[head]} ranks, and groups of {sorted(sizes)}"
     for stage, groups in enumerate(structure.groups):
-        own = set(model.names[stage]) if structure.bounds else names
+        own = set(model.names_on(stage * model.slices)) if structure.bounds else names
         for name in (name for group in groups for name in group):
             if name in names and name not in own:
                 yield f"{name!r} is in a group of stage {stage}, which does not have it"
