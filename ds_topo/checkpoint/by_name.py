@@ -495,7 +495,7 @@ def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
 def require_reachable(model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
     """Check, as :meth:`Source.require_reachable`, that a layout can be reached from that of a checkpoint's model."""
     if problem := next(_problems(model, layout, structure, has_states), ""):
-        raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
+        raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be loaded into this layout: {problem}")
     require_splits(model, layout.degrees().get("model", 1))
 
 

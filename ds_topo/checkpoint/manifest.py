@@ -108,7 +108,7 @@ class SavedOptions(Saved):
 
 @dataclass(frozen=True)
 class SavedStructure(Saved):
-    """The structure of a model and its optimizer: with the parameters, enough to write its files for other layouts."""
+    """The structure of a model and its optimizer, besides the parameters."""
 
     optimizer: Text | None
     """The class of the innermost optimizer, inside DeepSpeed's wrappers."""

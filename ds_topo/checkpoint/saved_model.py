@@ -246,8 +246,8 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         declared: splits of parameters for which the manifest has none, and the padded sizes of the new layout.
 
     Raises:
-        CheckpointLayoutError: the manifest lacks information, the experts cannot be converted, or slices of a parameter
-            differ in shape.
+        CheckpointLayoutError: the manifest lacks information, the experts are of an unknown kind, or slices of a
+            parameter differ in shape.
     """
     structure = _known_structure(manifest)
     slices = slices_of(manifest.layout)
@@ -261,7 +261,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     if any(has_placeholders(groups) for groups in structure.groups):
         raise CheckpointLayoutError(
             f"{manifest.tag!r} has a stage without trainable parameters in a group of the optimizer ({PLACEHOLDERS}), "
-            "so it cannot be converted: load it in the layout that saved it, or give each stage such a parameter"
+            "so no other layout can load it: load it in the layout that saved it, or give each stage such a parameter"
         )
     parameters = _parameters_of(manifest, structure, slices, splits, padded)
     structure = replace(structure, splits={**known_splits, **padded})
@@ -378,8 +378,8 @@ def _known_structure(manifest: Manifest) -> SavedStructure:
     is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
     if is_other_kind or heads - structure.experts.keys():
         raise CheckpointLayoutError(
-            f"{tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted. Load "
-            "it in the layout that saved it"
+            f"{tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, so no other layout can load "
+            "it: load it in the layout that saved it"
         )
     return structure
 
