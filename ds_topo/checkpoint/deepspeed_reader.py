@@ -224,6 +224,12 @@ class DeepSpeedFiles(Source):
         found = self._assembled(name, key, wanted)
         return torch.zeros(stop - start) if found is None else found
 
+    def weight(self, name: str, place: int = 0, slices: int = 1) -> torch.Tensor:
+        """Return one of ``slices`` slices of a parameter's weight; all of it by default."""
+        one = self.model.parameters[name]
+        flat = self.elements(name, WEIGHT, place, slices, 0, one.numel_of_slice(slices))
+        return flat.view(one.shape_of_slice(slices))
+
     def _assembled(self, name: str, key: str, wanted: Elements, model_rank: int | None = None) -> torch.Tensor | None:
         """Return elements of a parameter or buffer, from the saved slices, or from one rank's; None if it has none."""
         saved, numel = self._of_slice(name, key, model_rank, wanted), wanted.stop - wanted.start
@@ -398,12 +404,10 @@ class DeepSpeedFiles(Source):
 
     def state_dict_of(self, place: int) -> dict[str, torch.Tensor]:
         """Return the state dict of a plain engine's module, of one of the saved slices."""
-        slices, found = self.model.slices, {}
-        for name, one in self.model.parameters.items():
-            elements = self.elements(name, WEIGHT, place, slices, 0, one.numel_of_slice(slices))
-            found[name] = elements.view(one.shape_of_slice(slices))
-        found.update({alias: found[name] for alias, name in self.model.structure.aliases.items()})
-        return {**found, **self.buffers(place, slices)}
+        slices = self.model.slices
+        found = {name: self.weight(name, place, slices) for name in self.model.parameters}
+        aliases = {alias: found[name] for alias, name in self.model.structure.aliases.items()}
+        return {**found, **aliases, **self.buffers(place, slices)}
 
     def buffers(self, place: int = 0, slices: int = 1) -> dict[str, torch.Tensor]:
         """Return the buffers of one of ``slices`` slices, under the module's names."""

@@ -240,8 +240,7 @@ def to_single_file(
         with set_default_mmap_options(mmap.MAP_SHARED):  # its tensors are the file
             written = opened(draft)
         for number, one in enumerate(parameters, 1):
-            elements = source.elements(one.name, WEIGHT, 0, 1, 0, one.numel_of_slice(1))
-            written[one.name].view(-1).copy_(elements)
+            written[one.name].copy_(source.weight(one.name))
             progress("parameters", number, len(rooms))
         for name, value in buffers.items():
             written[name].copy_(value)
@@ -333,9 +332,9 @@ def _write_safetensors(
         )
 
     def read(name: str) -> torch.Tensor:
-        if (one := parameters.get(name)) is None:
-            return buffers[name].detach().clone().contiguous()
-        return source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1)).view(one.shape_of_slice(1)).contiguous()
+        if name in parameters:
+            return source.weight(name).contiguous()
+        return buffers[name].detach().clone().contiguous()
 
     parts: list[list[str]] = [[]]
     held = 0
