@@ -121,7 +121,7 @@ class Source(ABC):
 
     @abstractmethod
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-        """Check, on rank 0, that a layout can be reached.
+        """Check that a layout can be reached.
 
         Args:
             layout: the new layout.
