@@ -13,8 +13,9 @@ FAULTS = (29, 81, 82, 186)
 """Pairs of seed 0 that were wrong once: one group in torch's format became two, a weight frozen in the second job lost
 the precision of its master weight, files that DeepSpeed alone saved were loaded with another
 ``round_robin_gradients``, and the refusal of a weight that was frozen in the first job named no remedy."""
-FEW = (12, 20, 21, 46, 64, 84, 91, *FAULTS)
-"""Pairs of all precisions, stages of ZeRO and groups, with slices, frozen and tied weights, our reducer and offload."""
+FEW = (12, 20, 21, 28, 46, 64, 84, 91, *FAULTS)
+"""Pairs of all precisions, stages of ZeRO and groups, with slices, frozen and tied weights, our reducer,
+offload, and another optimizer."""
 
 
 @pytest.mark.parametrize(
