@@ -20,7 +20,7 @@ import re
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import BufferedReader
@@ -661,7 +661,7 @@ def take_back_replaced(folder: Path) -> None:
             flush(folder)
 
 
-def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[[Path, Path], bool] = exchange) -> None:
+def put_in_place(written: Path, folder: Path, tag: str) -> None:
     """Give a complete checkpoint its name. At every moment the name shows it or the former one of that tag.
 
     The caller flushes the entries of the folder, together with its other changes there.
@@ -672,7 +672,7 @@ def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[
     path = folder / tag
     if not path.exists():
         written.rename(path)
-    elif change_places(written, path):
+    elif exchange(written, path):
         flush(folder)
         discard(written)
     else:

@@ -491,7 +491,7 @@ def from_text(text: str, where: str) -> Manifest:
     return found
 
 
-def built_from(kind: Any, value: Any, place: str = "") -> Any:
+def built_from(kind: Any, value: Any) -> Any:
     """Return JSON as a value of a type: a dataclass or named tuple of this package, or a collection of them.
 
     Every entry has the type that its field declares, and none is unknown. The dataclasses themselves check ranges, so
@@ -504,10 +504,7 @@ def built_from(kind: Any, value: Any, place: str = "") -> Any:
     ...
     ValueError: weight.dim: '0' is wrong: Input should be a valid integer
 
-    Args:
-        kind: the type.
-        value: what ``json.loads`` has returned.
-        place: the place of the value, with which messages begin.
+    ``value`` is what ``json.loads`` has returned.
 
     Raises:
         ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
@@ -522,7 +519,7 @@ def built_from(kind: Any, value: Any, place: str = "") -> Any:
             reason = str(first["ctx"]["error"])
         else:
             reason = _REASONS.get(first["type"]) or f"{abridged(first['input'])} is wrong: {first['msg']}"
-        where = f"{place}{at}".removeprefix(".")
+        where = at.removeprefix(".")
         raise ValueError(f"{where}: {reason}" if where else reason) from None
 
 
