@@ -399,13 +399,22 @@ def digests_of_buffers(engine: DeepSpeedEngine) -> dict[str, str]:
 
 
 def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
-    """Return this stage's structure on the first replica of the first slice; None on all other ranks."""
+    """Return this stage's structure, and the shapes of its trained parameters, on its first rank; None on all others.
+
+    DeepSpeed's ``ds_to_universal`` treats experts apart, so they are left out of the shapes.
+    """
     stage, place, _ = stage_and_slice(engine)
     if place or replica_of(engine):
         return None
     of_experts = experts_of(engine.module)
     structure = structure_of(engine, of_experts)
-    return {"stage": stage, "structure": structure, "universal": universal_info_of(engine, structure, of_experts)}
+    in_groups = {name for names in structure.groups[0] for name in names}
+    dense = {
+        name: (shape_of(one), getattr(one, "ds_pipe_replicated", False))  # a copy of an earlier stage's
+        for name, one in engine.module.named_parameters()
+        if name in in_groups and one.requires_grad and name not in of_experts
+    }
+    return {"stage": stage, "structure": structure, "dense": dense}
 
 
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure:
@@ -419,37 +428,43 @@ def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.Sav
 # -- universal checkpoints ---------------------------------------------------------------------------------------------
 # DeepSpeed's ``ds_to_universal`` asks which parameters slices split, and how. Its patterns are names here.
 
-_ITEMS = {
-    "tp_replicated_parameter_patterns": list,
-    "parameter_with_row_parallelism_patterns": list,
-    "parameter_with_sub_params": list,
-    "sub_param_shard_widths": dict,
-    "vocabulary_parameter_patterns": list,
-    "pipeline_replicated_parameter_patterns": list,
-    "autotp_unsupported_parameter_patterns": dict,
-}
-"""The entries of ``universal_checkpoint_info``. Source: ``deepspeed/checkpoint/constants.py``."""
 _VOCABULARY = "original_vocab_size"
 WRITER = "written_by"
 """An entry that marks ours, which a program did not supply."""
 
 
 def universal_info_of(
-    engine: DeepSpeedEngine, structure: manifests.SavedStructure, of_experts: Mapping[str, Any]
+    shares: Iterable[Mapping[str, Any]], structure: manifests.SavedStructure, slices: int
 ) -> dict[str, Any]:
-    """Return what ``ds_to_universal`` needs to know of this stage's parameters."""
-    _, _, slices = stage_and_slice(engine)
-    found = {key: kind() for key, kind in _ITEMS.items()}
-    in_groups = {name for groups in structure.groups for names in groups for name in names}
-    for name, parameter in engine.module.named_parameters():
-        if name not in in_groups or not parameter.requires_grad or name in of_experts:
-            continue  # its command treats experts apart
-        pattern, split, shape = f"^{re.escape(name)}$", structure.splits.get(name), shape_of(parameter)
-        if getattr(parameter, "ds_pipe_replicated", False):  # a copy of an earlier stage's
+    """Return ``universal_checkpoint_info``, from the shares of the stages, first to last, and their whole structure.
+
+    Source: ``deepspeed/checkpoint/constants.py``.
+    """
+    unsupported: dict[str, str] = {}
+    found: dict[str, Any] = {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        WRITER: "ds_topo",
+        "tp_replicated_parameter_patterns": [],
+        "parameter_with_row_parallelism_patterns": [],
+        "parameter_with_sub_params": [],
+        "sub_param_shard_widths": {},
+        "vocabulary_parameter_patterns": [],
+        "pipeline_replicated_parameter_patterns": [],
+        "autotp_unsupported_parameter_patterns": unsupported,
+    }
+    on_first = {name for names in structure.groups[0] for name in names} if structure.groups else set()
+    known: set[str] = set()
+    for name, (shape, is_copy) in (row for share in shares for row in share["dense"].items()):
+        pattern, split = f"^{re.escape(name)}$", structure.splits.get(name)
+        if is_copy and pattern not in found["pipeline_replicated_parameter_patterns"]:
             found["pipeline_replicated_parameter_patterns"].append(pattern)
+            if name not in on_first:  # the command keeps the copy of stage 0 alone
+                unsupported[pattern] = "it is tied between stages, and the first stage does not have it"
+        if name in known:
+            continue
+        known.add(name)
         if name in structure.undeclared and slices > 1:
-            reason = "it is marked as a slice, and does not declare partition_dim"
-            found["autotp_unsupported_parameter_patterns"][pattern] = reason
+            unsupported[pattern] = "it is marked as a slice, and does not declare partition_dim"
         if split is None:
             found["tp_replicated_parameter_patterns"].append(pattern)
         elif split.stride > 1 or split.dim > 1:
@@ -464,33 +479,6 @@ def universal_info_of(
         elif split.real is not None and len(shape) == 2 and found.setdefault(_VOCABULARY, split.real) == split.real:
             found["vocabulary_parameter_patterns"].append(pattern)
     return found
-
-
-def merged_universal_info(stages: Iterable[Mapping[str, Any]], structure: manifests.SavedStructure) -> dict[str, Any]:
-    """Merge what the stages know, first to last, into ``universal_checkpoint_info``."""
-    version = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    whole: dict[str, Any] = {**version, WRITER: "ds_topo", **{key: kind() for key, kind in _ITEMS.items()}}
-    for one in stages:
-        for key, kind in _ITEMS.items():
-            if kind is dict:
-                whole[key] |= one[key]
-            else:
-                whole[key] += [row for row in one[key] if row not in whole[key]]
-        if one.get(_VOCABULARY, size := whole.get(_VOCABULARY)) != size and size is not None:  # it has one size for all
-            patterns = one["vocabulary_parameter_patterns"]
-            whole["vocabulary_parameter_patterns"] = [
-                pattern for pattern in whole["vocabulary_parameter_patterns"] if pattern not in patterns
-            ]
-        elif _VOCABULARY in one:
-            whole[_VOCABULARY] = one[_VOCABULARY]
-    on_first = (
-        {f"^{re.escape(name)}$" for names in structure.groups[0] for name in names} if structure.groups else set()
-    )
-    for pattern in whole["pipeline_replicated_parameter_patterns"]:
-        if pattern not in on_first:  # the command keeps the copy of stage 0 alone
-            reason = "it is tied between stages, and the first stage does not have it"
-            whole["autotp_unsupported_parameter_patterns"][pattern] = reason
-    return whole
 
 
 # -- random states -----------------------------------------------------------------------------------------------------

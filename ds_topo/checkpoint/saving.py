@@ -403,7 +403,7 @@ class BackgroundSave:
     def _make_room(self, engine: DeepSpeedEngine, shares: Sequence[Mapping[str, Any] | None]) -> None:
         self._structure = facts.whole_structure(shares)
         known = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
-        self._universal = facts.merged_universal_info((share["universal"] for share in known), self._structure)
+        self._universal = facts.universal_info_of(known, self._structure, facts.stage_and_slice(engine)[2])
         _require_room(engine, self._root, self._tag)
         for _ in range(_ATTEMPTS):
             with suppress(FileNotFoundError):  # another job has tidied up before the draft was held
