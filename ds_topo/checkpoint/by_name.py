@@ -400,7 +400,11 @@ def _agree(key: str, groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def single_value(known: Any, value: Any) -> Any:
-    """Return a single value of a state, such as the step, as this optimizer keeps it: a number or a tensor."""
+    """Return a single value of a state, such as the step, as this optimizer keeps it: a number or a tensor.
+
+    >>> single_value(torch.tensor(2.0), torch.tensor([5.0])), single_value(2, torch.tensor(5.0))
+    (tensor(5.), 5)
+    """
     if torch.is_tensor(known) and torch.is_tensor(value) and known.numel() == value.numel() == 1:
         return known.fill_(value.item())
     if type(known) in (int, float) and torch.is_tensor(value):

@@ -255,7 +255,11 @@ class Piece(NamedTuple):
     slice: Slice
 
     def problem(self) -> str:
-        """Return why there can be no such piece; empty if there can."""
+        """Return why there can be no such piece; empty if there can.
+
+        >>> Piece("weight", Slice((2, -1))).problem()
+        "[2, -1] of 'weight' in 1 pieces is impossible"
+        """
         shape, dim, slices, place, stride = self.slice
         if dim is not None and not (0 <= dim < len(shape) and 0 <= place < slices):
             return f"slice {place} of {slices} along {dim} of {self.name!r} is impossible"

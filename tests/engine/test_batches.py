@@ -76,6 +76,7 @@ def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_confi
                 (telling[:3], False, True),
                 (torch.ones(4, 2), False, False),
                 (torch.tensor(3.0), False, False),
+                ((telling, torch.arange(3)), True, False),  # of several tensors, one has the samples
             ):
                 first = FirstSamples(grid, 4)
                 with warnings.catch_warnings(record=True) as said:

@@ -116,6 +116,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("pipe=2,model=2", {"hybrid_engine": {"enabled": True, "inference_tp_size": 1}}),
     ("pipe=2,data=2", {"zero_optimization": {"stage": 1}}),
     ("data=4", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}),
+    ("data=4", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}),
     ("data=4", {**AUTO_EXPERTS, "zero_optimization": {"stage": 3}}),
     ("data=4", {"tensor_parallel": {"autotp_size": 1}, "compile": {"passes": ["autosp"]}}),
     ("data=2,shard=2", {"zero_optimization": {"stage": 3}}),

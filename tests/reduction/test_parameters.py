@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer
 from ds_topo.reduction import ReductionOptions
-from ds_topo.reduction.parameters import Changes, watch
+from ds_topo.reduction.parameters import Changes, ignored_identities, watch
 from tests.support.reduced_model import (
     SMALL,
     assert_close,
@@ -174,6 +174,13 @@ def _ignored() -> None:
 
 def test_ignored_parameters_stay_local(world: Worlds) -> None:
     world(2).run(_ignored)
+
+
+def test_a_tied_parameter_is_ignored_by_any_of_its_names() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    options = ReductionOptions(ignored_parameters=["1.weight"])
+    assert ignored_identities(module, options) == {id(module[0].weight)}
 
 
 class Checkpointed(nn.Module):
