@@ -228,6 +228,7 @@ class ParallelEmbedding(nn.Module):
         if self.dim in COLUMNS:
             whole = collectives.gather(F.embedding(tokens, self.weight, self.padding_idx), group)
             return collectives.scatter(whole, group, SEQUENCE) if self.parallel.sequence else whole
+        _require_in_range("token", tokens, self.num_embeddings)
         rows, is_own = own_rows(tokens, held, group)
         padding = -1 if self.padding_idx is None else self.padding_idx - group.rank() * held
         found = F.embedding(rows, self.weight, padding if 0 <= padding < held else None)
@@ -291,6 +292,7 @@ def parallel_cross_entropy(
 
     Raises:
         ValueError: ``dim`` or ``reduction`` is something else, or the shapes do not match.
+        IndexError: on CPUs, a target is no class.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={abridged(reduction)}: give 'mean', 'sum' or 'none'")
@@ -308,16 +310,29 @@ def parallel_cross_entropy(
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=members)
     shifted = logits - largest.unsqueeze(-1)
+    counted = target != ignore_index
+    _require_in_range("target", target, logits.shape[-1] * members.size(), counted)
     rows, is_own = own_rows(target, logits.shape[-1], members)
     of_target = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * is_own
     total, of_target = collectives.reduce(torch.stack([shifted.exp().sum(-1), of_target]), members).unbind()
     losses = total.log() - of_target
-    counted = target != ignore_index
     factors = counted.to(losses.dtype) if weight is None else weight[target.clamp(min=0)] * counted
     losses = torch.where(counted, losses * factors, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() / factors.sum() if reduction == "mean" else losses.sum()
+
+
+def _require_in_range(what: str, indices: Tensor, size: int, counted: Tensor | None = None) -> None:
+    """Refuse indices that no rank holds, of which each rank would compute zeros.
+
+    Not on accelerators: their kernels do not wait for the host, and this would in each call.
+    """
+    if indices.device.type != "cpu":
+        return
+    wrong = (indices < 0) | (indices >= size) if counted is None else ((indices < 0) | (indices >= size)) & counted
+    if wrong.any():
+        raise IndexError(f"a {what} is {int(indices[wrong][0])}: give 0 to {size - 1}")
 
 
 def own_rows(tokens: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

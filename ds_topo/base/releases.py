@@ -13,7 +13,7 @@ import ast
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from textwrap import indent
@@ -173,12 +173,17 @@ def no_longer_there(rows: Iterable[Row]) -> list[str]:
 
 
 @cache
-def warn_of_newer_releases(rows: tuple[Row, ...]) -> None:
-    """Warn once about each installed release that is newer than all tested ones, and name the functions it changed."""
+def warn_of_newer_releases(rows: Callable[[], Iterable[Row]]) -> None:
+    """Warn once about each installed release that is newer than all tested ones, and name the functions it changed.
+
+    Args:
+        rows: return the patches, overrides and reliances.
+    """
     for name, _, newest in (DEEPSPEED, TORCH):
         release = INSTALLED[library := name.lower()]
         if number(release) > newest:
-            names, _, other = changed(rows, library)
+            names, _, other = changed(all_rows := tuple(rows()), library)
+            names += no_longer_there(all_rows) if library == "deepspeed" else []
             warn(
                 f"{name} {release} is newer than {newest}, the newest that ds_topo was run with. Functions that it "
                 f"replaces or relies on and that differ from {other}: {listed(names)}. Compare losses and norms of the "

@@ -336,7 +336,7 @@ class Loader:
             self._states_of(rows)
 
     def copy(self) -> None:
-        """Copy this rank's part of everything into the optimizer's memory and, what is not trained, into the module."""
+        """Copy this rank's part into the optimizer's memory, and parameters that are not trained into the module."""
         # a master weight also of what is frozen here: it may be more precise
         key = MASTER if self._has_states else WEIGHT
         wanted = [one for row in self._rows for one in row.wanted(key, row.named.held.master)]

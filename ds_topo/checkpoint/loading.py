@@ -396,9 +396,16 @@ class _Choice:
             needs_scheduler = options.has_scheduler and engine.lr_scheduler is not None
             if self._saved is not None and needs_scheduler and not found["damaged"] and not found["refused"]:
                 file = path / name_of_model_states(self._saved, 0)
-                if opened(file).get(SCHEDULER) is None:
+                state, own = opened(file).get(SCHEDULER), engine.lr_scheduler.state_dict()
+                further = [] if state is None else sorted(state.keys() - own.keys())
+                if state is None or (further and own.keys() - state.keys()):
+                    kind = (
+                        f"another learning-rate scheduler, with {listed(further)}"
+                        if further
+                        else "a learning-rate scheduler"
+                    )
                     found["scheduler"] = (
-                        "has no state of a learning-rate scheduler, and this job has a "
+                        f"has {'the' if further else 'no'} state of {kind}, and this job has a "
                         f"{type(engine.lr_scheduler).__name__}: load it with load_lr_scheduler_states=False, and set "
                         "the scheduler's step in the program"
                     )
@@ -542,7 +549,8 @@ def load_as_a_whole(
 ) -> Any:
     """Load an engine of a grid, with the arguments and results of ``load_checkpoint``, DeepSpeed's bound method.
 
-    Without a tag and without any checkpoint it warns and returns nothing, as that method does.
+    Without a tag and without any checkpoint it warns and returns nothing, as that method does, unless the folder is one
+    checkpoint itself.
     """
     given = options_of(load_checkpoint, load_dir, *arguments, **options)
     if not is_ours(engine) or engine.use_node_local_storage():
@@ -553,7 +561,7 @@ def load_as_a_whole(
     try:
         path, state = load(engine, load_dir, restore_random_states=False, **given)
     except MissingCheckpointError:
-        if given.get("tag") is not None:
+        if given.get("tag") is not None or folders.is_checkpoint(Path(load_dir)):
             raise
         return load_checkpoint(load_dir, **given)
     folder = Path(path)

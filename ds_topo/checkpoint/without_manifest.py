@@ -1,9 +1,9 @@
 """Describe checkpoints that DeepSpeed alone saved, without a manifest, as a manifest does.
 
-Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO the files have positions only, so
-that the groups are those of the job that loads, and a stage of a pipeline has as many layers as fill its files. What no
-file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a pipeline
-are tied.
+Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO, the files have positions and no
+names. The groups are therefore taken from the job that loads, and each stage of a pipeline gets as many layers as match
+its files. What no file says comes from that job, too: the optimizer's class, how slices split parameters, and which
+layers of a pipeline are tied.
 """
 
 from __future__ import annotations

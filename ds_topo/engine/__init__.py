@@ -1,4 +1,4 @@
-"""The only importers of DeepSpeed."""
+"""DeepSpeed's engines and optimizers on a grid. Open ``on_grid.py`` first: it has the order of a step."""
 
 from ds_topo.base.supported import refuse_older_releases
 

@@ -2,8 +2,8 @@
 
 *AutoTP* splits a model along ``model``. DeepSpeed keeps its groups in ``deepspeed.utils.groups``. If there are none, it
 joins neighboring ranks of the world, and it makes that module the mpu of the engine. For an engine of a grid, the
-tables hold the grid's groups whenever the engine is current (:mod:`ds_topo.engine.grid`), and the engine keeps its grid
-as its mpu.
+tables hold the grid's groups whenever the engine is current (:mod:`ds_topo.engine.current_mpu`), and the engine keeps
+its grid as its mpu.
 
 *AutoEP* replaces the MoE layers of a model of Hugging Face by layers whose experts are on different ranks. DeepSpeed
 would create the groups from neighboring ranks of the world. For an engine of a grid, ``create_expert_groups`` creates

@@ -13,10 +13,11 @@ for a second loss of one forward pass, prepares twice for a loss of two forward 
 losses. It then omits or overwrites gradients, or fails later without naming the cause. Here it prepares and resets once
 for each backward pass that brings gradients to parameters; others, by ``torch.autograd.grad``, it leaves alone.
 
-*Dividing.* A gradient is divided at each output that it passes: twice for an output of which another output depends,
-such as hidden states, or for two engines one after the other. Here several outputs are other tensors of the same
-memory, through which a gradient enters the engine once, and it is multiplied again where it leaves through an input to
-an earlier engine. No one of them is a view that a program may change in place, as torch then drops hooks of the view.
+*Dividing.* DeepSpeed divides a gradient at each output that it passes: twice if it passes two outputs, such as logits
+and the hidden states from which they are computed, or two engines. On a grid, several outputs are replaced by tensors
+of the same memory, through which a gradient enters the engine once. It is multiplied again where it leaves through an
+input to an earlier engine. None of these tensors is a view that a program may change in place, because torch then drops
+its hooks.
 
 *Reducing.* In the last micro-batch, ZeRO 1 and 2 keep the gradients of one backward pass, and ZeRO 3 adds those of a
 second one even if the program has discarded the first. So a second one before the step is refused, except after a

@@ -25,8 +25,9 @@ from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
+from ds_topo.base.classes import overrides
 from ds_topo.base.differences import check_release
-from ds_topo.base.ledger import always, around, ledger
+from ds_topo.base.ledger import Row, always, around, ledger
 from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.engine import autoparallel, checks
 from ds_topo.engine.config_options import check_sections_and_sizes
@@ -96,7 +97,7 @@ class PipelineParallelGrid(MpuGrid):
     ) -> None:
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes, **others)
         if torch.distributed.get_rank(process_group) == 0:
-            warn_of_newer_releases((*patches.ROWS, *torch_names.ROWS))
+            warn_of_newer_releases(_rows)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
@@ -217,6 +218,10 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         if current.is_needed_by_others(before):
             current.restore(before)
         _tell_of(engine)
+
+
+def _rows() -> tuple[Row, ...]:
+    return (*patches.ROWS, *torch_names.ROWS, *overrides())
 
 
 def _tell_of(engine: DeepSpeedEngine) -> None:

@@ -227,7 +227,7 @@ def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: Process
 
 
 def overflows_anywhere(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, found: bool) -> bool:
-    """Tell whether gradients overflow on any replica, if they do here or not: experts may do so on others alone."""
+    """Return whether gradients overflow on any replica. Those of experts may overflow on another replica only."""
     if not optimizer.has_moe_layers:
         return found
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)

@@ -1,7 +1,8 @@
 """Scale the losses of engines in fp16, alike on all ranks of a grid.
 
 *Without ZeRO.* DeepSpeed's optimizers divide gradients by the loss scale, but ``engine.backward`` never multiplies the
-loss by it: updates are too small by up to that factor, and nothing is clipped. Here it multiplies.
+loss by it: updates are too small by up to that factor, and nothing is clipped. On a grid, ``engine.backward``
+multiplies the loss by the loss scale.
 
 *torch_autocast.* DeepSpeed gives each rank a ``GradScaler`` of torch's. It fails on stages of a pipeline that have no
 loss, decides on each rank alone whether a step overflowed, and with ZeRO it divides gradients only after they were

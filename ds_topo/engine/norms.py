@@ -11,11 +11,11 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              replaces it in both cases.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
                              parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
-                             and with experts. ``of_unequal_stages`` refuses it if stages have different numbers of
-                             groups. ``FP16_Optimizer`` counts what slices of an expert replicate on each slice;
+                             and with experts. ``stages_differ`` refuses it if stages have different numbers of
+                             groups. ``FP16_Optimizer`` counts an expert's replicated parameters once per slice;
                              ``fused_gradient_norm`` replaces it with experts. It hangs if stages have experts of
                              different sizes, which ``check_norm`` refuses.
-    bf16, gradients in fp32  ``BF16_Optimizer`` counts what slices of an expert replicate on each slice, and hangs if
+    bf16, gradients in fp32  ``BF16_Optimizer`` counts an expert's replicated parameters once per slice, and hangs if
                              stages have experts of different sizes. ``bf16_gradient_norm`` replaces it with experts,
                              ``partition_norm`` with a reducer. It fails on a slice without any parameter to count;
                              without experts we add a zero there.

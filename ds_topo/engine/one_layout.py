@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 from ds_topo.base.torch_names import DESCRIPTION, describe, job_timeout
@@ -207,7 +209,7 @@ def check_programs(model: nn.Module, grid: MpuGrid) -> None:
 
 
 def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
-    """Refuse a layer that keeps another grid of the same ranks, or a group of one that joins other ranks."""
+    """Refuse a layer that keeps another grid of the same ranks, or a group that joins other ranks or replicas."""
     for attribute, value in vars(layer).items():
         what = f"{attribute} of {type(layer).__name__} {name!r}"
         if isinstance(value, ProcessGrid) and value.is_alive and value.topology() != grid.topology():
@@ -215,9 +217,18 @@ def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
                 f"two layouts in one job: {what} is the grid {value.topology().spec!r}, but the engine's is "
                 f"{grid.topology().spec!r}: give the layer and the engine the same grid"
             )
-        if not isinstance(value, dist.ProcessGroup) or not str(value.group_desc).startswith(DESCRIPTION):
+        group = getattr(value, "__dict__", {}).get("group", value)  # ds_topo.layers.Parallel has one
+        if not isinstance(group, dist.ProcessGroup) or not str(group.group_desc).startswith(DESCRIPTION):
             continue
-        axes, ranks = describe(value)[0].split("+"), dist.get_process_group_ranks(value)
+        axes, ranks = describe(group)[0].split("+"), dist.get_process_group_ranks(group)
+        divides = isinstance(layer, DistributedAttention) or any(
+            map(is_model_parallel_parameter, layer.parameters(recurse=False))
+        )
+        if divides and len(ranks) > 1 and (replicas := [axis for axis in axes if axis in sample_axes(grid.topology())]):
+            raise TopologyError(
+                f"{what} divides the work of one replica over {' x '.join(replicas)}, whose ranks read different "
+                f"samples: give it the group of {grid.topology().spec!r} along 'model', or 'seq' for attention"
+            )
         if set(axes) <= set(grid.topology().axes) and ranks != grid.get_ranks(axes):
             raise TopologyError(
                 f"two layouts in one job: {what} joins ranks {listed(ranks)} along {' x '.join(axes)}, but "

@@ -241,7 +241,7 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
     def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
         """Return our norm as the only gradient with experts; without them, a zero if no gradient counts.
 
-        What slices of an expert replicate would count on each slice. DeepSpeed fails where no gradient counts.
+        DeepSpeed counts an expert's replicated parameters once per slice, and fails where no gradient counts.
         """
         parts = self.on_grid
         if for_clipping or not parts.corrects_norm:

@@ -431,7 +431,7 @@ class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     def destroy(self) -> None:
         """Detach the reducer first, which ends with its engine."""
         self.reducer_driver.end_with_engine()
-        self.destroy()
+        self.destroy()  # of the class that detach() has given back
 
 
 class ReducedPlainEngine(ReducedEngine):

@@ -134,9 +134,9 @@ def compare_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
         warn(
             f"{grid.get_axis_size(MODEL)} ranks along 'model' train copies of the whole model, because nothing is "
             "split: no parameter is marked as a slice, and no layer has a process group. Use AutoTP "
-            '("tensor_parallel"), or layers of ds_topo.layers or your own that mark their slices '
-            "(parameter.tensor_model_parallel = True), or leave the axis 'model' out; set grid.check_weights = False "
-            "if copies are intended"
+            '("tensor_parallel", whose patterns must match names of layers), or layers of ds_topo.layers or your own '
+            "that mark their slices (parameter.tensor_model_parallel = True), or leave the axis 'model' out; set "
+            "grid.check_weights = False if copies are intended"
         )
 
 
@@ -153,7 +153,7 @@ def _slices_are_equal(samples: Sequence[Replicated], group: ProcessGroup, sums: 
 
 def _may_be_split(engine: DeepSpeedEngine, model: nn.Module) -> bool:
     """Tell whether something in a model may divide its work along ``model``."""
-    if engine.has_moe_layers or engine.autotp_size() > 1 or engine._config.hybrid_engine.enabled:
+    if engine.has_moe_layers or engine._config.hybrid_engine.enabled:
         return True
     if not isinstance(engine, PipelineEngine) and engine.mpu.get_axis_size(PIPE) > 1:
         return True  # other stages have engines of their own

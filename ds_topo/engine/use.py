@@ -200,7 +200,7 @@ def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
 
 
 def _send_to_copies(parameters: Iterable[Any], grid: MpuGrid) -> None:
-    """Give the ranks along ``shard`` that a modifier does not reach, because they share another copy, its values."""
+    """Send modified values to the ranks that hold other copies of the partitions, which the modifier does not reach."""
     copies = grid.get_copy_group()
     if dist.get_world_size(copies) > 1:
         for parameter in parameters:

@@ -59,8 +59,8 @@ _PHASES = {
     ("/pydevd.py", "do_wait_suspend"): DEBUGS,
     ("debugpy/server/api.py", "wait_for_client"): DEBUGS,
 }
-"""Phases by the end of a file's name and a function of it. Of nested phases the innermost one counts. Two kinds take
-precedence: those of ``_INSIDE``, and after them those of ``_AROUND``."""
+"""Phases by the end of a file's name and a function of it. If phases are nested, one of
+``_INSIDE`` counts first, then one of ``_AROUND``, and otherwise the innermost one."""
 _AROUND = ("evaluation", SAVES, "load", "start")
 _INSIDE = (COMPILES, DEBUGS)
 _COUNTS = (_DEEPSPEED, _PIPELINE, "ds_topo/reduction/reducer.py", "ds_topo/engine/grid.py")

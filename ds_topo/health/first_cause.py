@@ -399,7 +399,7 @@ class Guard:
             self._listen()  # the call may have joined the job
 
     def report(self, error: BaseException) -> None:
-        """Let the others know of an error that does not leave the guarded call yet, or only after they come."""
+        """Report an error to the other ranks before it leaves the guarded call, which may only be when they come."""
         call, listener = self.call, self._heard()
         if call is not None and listener is not None and not call.has_posted and not is_of_transport(error):
             call.has_posted = True

@@ -24,7 +24,8 @@ from ds_topo.base.backends import check_backend, default_backend, device_served_
 from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
 from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, tell, warn
 from ds_topo.launch import orphans
-from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, within
+from ds_topo.launch.agreement import NOTICE_AFTER
+from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, ranks_that_came, within
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address
 from ds_topo.launch.placement import fold_numbers, ranks_by_host
@@ -262,6 +263,15 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             f"rank {rank} on {host} (process {pid}): process {found[1]} on {found[0]} is rank {rank} of the job at "
             f"{place}. Give every process a RANK of its own, and every job another MASTER_PORT"
         )
+    if rank == 0 and timeout * (1 - GATHERING) >= NOTICE_AFTER:  # the others have the patience
+        here = [f"here/{each}" for each in range(size)]
+        came = council.request(timeout, lambda: ranks_that_came(store, here, NOTICE_AFTER))
+        if missing := sorted({*range(size)}.difference(came)):
+            tell(
+                f"ds_topo: rank 0 on {host} has waited {NOTICE_AFTER.seconds} s for {len(missing)} of {size} ranks, "
+                f"{fold_numbers(missing)}, to join the job at {place}. Start a process for each rank, with WORLD_SIZE="
+                f"{size}: without them joining fails after {timeout}"
+            )
     me, waited = {"host": host, "world_size": size}, timeout * GATHERING
     verdict, size_of_0 = council.decide("came", me, lambda came: (_problems_of(came, launch, waited), size))
     if not verdict and size_of_0 != size:  # rank 0 does not expect this rank

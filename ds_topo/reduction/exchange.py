@@ -4,8 +4,8 @@ On gloo the ranks exchange slices point to point, in place and without a copy: g
 all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives,
 which the caller's own thread starts.
 
-With an axis ``shard``, several ranks hold copies of one partition (:class:`Copies`). A slice is then reduced inside
-``shard`` and summed over its copies, in one exchange; a gather stays inside ``shard``.
+With an axis ``shard``, several ranks hold copies of one partition (:class:`PartitionHolders`). A slice is then reduced
+inside ``shard`` and summed over its copies, in one exchange; a gather stays inside ``shard``.
 """
 
 from __future__ import annotations

@@ -196,9 +196,9 @@ class ParameterState:
     def stays_in_grad(self) -> bool:
         """True if hooks of the program, if there are some, find the sum of all gradients in ``parameter.grad``.
 
-        The gradient then stays there until ``finish()``. Otherwise a hook that changes it would not change what was
-        moved to the partition before. Lasting memory of gradients, as of ``BF16_Optimizer``, takes the gradient of each
-        micro-batch out of ``parameter.grad``, also without a reducer.
+        The gradient then stays there until ``finish()``. If it were moved to the partition earlier, changes by the hook
+        would be lost. Where gradients have lasting memory, as in ``BF16_Optimizer``, the gradient of every micro-batch
+        leaves ``parameter.grad``, with or without a reducer.
         """
         is_lent = self.memory is not LASTING
         return is_lent and self.repeats and self.dtype == self.parameter.dtype

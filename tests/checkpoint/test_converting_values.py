@@ -471,6 +471,13 @@ def _load_others(folder: Path) -> list[str]:
             checkpoint.load(engine, folder / "ours")
         said.append(str(caught.value))
         checkpoint.load(engine, folder / "ours", load_lr_scheduler_states=False)
+        checkpoint.save(engine, folder / "ours", "step2")
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer.optimizer, 1)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(engine, folder / "ours")
+        said.append(str(caught.value))
+        with pytest.raises(MissingCheckpointError, match="is one checkpoint: give the folder around it"):
+            engine.load_checkpoint(folder / "ours/step1")
     return said
 
 
@@ -492,6 +499,7 @@ def test_checkpoints_of_other_programs_are_named_with_the_function_that_loads_th
             "no checkpoint of torch.distributed.checkpoint",
             "it is one file of a checkpoint: load the whole checkpoint with load(engine,",
             "has no state of a learning-rate scheduler, and this job has a ConstantLR",
+            "another learning-rate scheduler, with ['factor', 'total_iters'], and this job has a StepLR",
         ),
         strict=True,
     ):

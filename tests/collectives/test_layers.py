@@ -224,3 +224,15 @@ def test_wrong_arguments_are_refused() -> None:
         ParallelLinear(4, 4, dim=0)
     with fake_world(0, 3), ProcessGrid("model=3") as grid, pytest.raises(ValueError, match="3 ranks do not divide"):
         ParallelLinear(4, 4, dim=-1, group=grid.get_group("model"))
+
+
+def test_indices_that_no_rank_holds_are_refused() -> None:
+    with fake_world(0, 2), ProcessGrid("model=2") as grid:
+        group = grid.get_group("model")
+        embedding = ParallelEmbedding(10, 4, dim=0, group=group)
+        for token in (10, -1):
+            with pytest.raises(IndexError, match=rf"^a token is {token}: give 0 to 9"):
+                embedding(torch.tensor([3, token]))
+        with pytest.raises(IndexError, match="^a target is 8: give 0 to 7"):
+            parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([-100, 8]), group=group)
+        parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([-100, 7]), group=group)

@@ -378,7 +378,7 @@ def test_a_rank_creates_only_its_own_groups(spec: str, calls: int) -> None:
 
 
 def test_calls_before_creation_or_after_destruction_raise() -> None:
-    with pytest.raises(RuntimeError, match=r"needs torch\.distributed: call deepspeed\.init_distributed\(\)"):
+    with pytest.raises(RuntimeError, match=r"needs torch\.distributed: call ds_topo\.init_distributed\(\)"):
         PipelineParallelGrid("data=1")
     with fake_world(0, 8):
         with PipelineParallelGrid("data=4,pipe=2") as grid:

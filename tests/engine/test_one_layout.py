@@ -16,11 +16,13 @@ import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
+from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, parallel_state, use
 from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import DisagreementError, TopologyError
+from ds_topo.layers import ParallelLinear
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import TiedPipe, pipeline_losses, settings, start
 from tests.support.world import Worlds
@@ -145,3 +147,14 @@ def _whole_swap() -> list[float]:
 
 def test_installed_parallel_state_trains_on_the_grid(world: Worlds) -> None:
     assert len({tuple(losses) for losses in world(4).run(_whole_swap)}) == 1
+
+
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_layers_that_are_split_over_replicas_are_refused(axis: str) -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=2,model=2") as grid:
+        model = nn.Sequential(ParallelLinear(4, 4, dim=-1, group=grid.get_group(axis)))
+        attention = DistributedAttention(nn.Identity(), grid.get_group(axis))
+        refused = pytest.raises(TopologyError, match="over data, whose ranks read different samples: give it the group")
+        for module in (model, attention):
+            with refused if axis == "data" else nullcontext():
+                check_programs(module, grid)

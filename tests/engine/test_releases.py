@@ -46,6 +46,10 @@ ROOT = Path(__file__).parents[2]
 OWN = Patch(DeepSpeedEngine, "step", "The same.", "An example.", "an example")
 
 
+def _own() -> list[Patch]:
+    return [OWN]
+
+
 @pytest.mark.parametrize(
     ("library", "release", "said"),
     [
@@ -65,10 +69,10 @@ def test_newer_release_warns_once_and_names_the_functions_that_differ(
     ):
         start = f"{library.name} {release} is newer than {library.newest}, the newest that ds_topo was run with."
         with pytest.warns(RuntimeWarning, match=f"{start}.*{said}.*python -m ds_topo.engine"):
-            warn_of_newer_releases((OWN,))
+            warn_of_newer_releases(_own)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warn_of_newer_releases((OWN,))
+            warn_of_newer_releases(_own)
 
 
 @pytest.mark.parametrize("end", ["oldest", "newest"])
@@ -77,7 +81,7 @@ def test_releases_that_were_run_do_not_warn(end: str) -> None:
     installed = {"deepspeed": str(getattr(DEEPSPEED, end)), "torch": str(getattr(TORCH, end))}
     with mock.patch.dict(releases.INSTALLED, installed), warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_newer_releases((OWN,))
+        warn_of_newer_releases(_own)
 
 
 @pytest.mark.parametrize("release", ["0.19.6", "0.19.6+local", "0.19.7"])

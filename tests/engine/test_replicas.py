@@ -486,3 +486,10 @@ def test_engine_warns_of_different_weights_on_slices(world: Worlds) -> None:
     assert "all ranks along 'model' start with the same slices" in warning
     assert not any(map(any, first.values())), first
     assert not any(any(map(any, other.values())) for other in others), "the first rank says it"
+
+
+def test_automatic_slices_that_match_no_layer_split_nothing() -> None:
+    with fake_world(0, 2), PipelineParallelGrid("model=2") as grid:
+        options = SimpleNamespace(hybrid_engine=SimpleNamespace(enabled=False))
+        engine: Any = SimpleNamespace(has_moe_layers=False, autotp_size=lambda: 2, mpu=grid, _config=options)
+        assert not replicas._may_be_split(engine, nn.Linear(2, 2))

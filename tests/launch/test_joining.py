@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 from ds_topo import init_distributed
 from ds_topo.engine import start
 from ds_topo.errors import DisagreementError, LaunchError, StoreTimeoutError
+from ds_topo.launch import joining
 from ds_topo.launch.council import ranks_that_came
 from ds_topo.launch.joining import as_timeout, create_world, join, open_store, wait_for_all, warn_of_restarts
 from ds_topo.launch.launchers import Launch
@@ -259,6 +260,14 @@ def test_ranks_join_if_their_hosts_count_restarts_differently() -> None:
         for rank in range(2)
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+def test_rank_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(joining, "NOTICE_AFTER", timedelta(seconds=0.05))
+    launch = Launch("torchrun", 0, 4, 0, "127.0.0.1", 29500)
+    with pytest.raises(DisagreementError, match="3 of 4 ranks did not come"):
+        wait_for_all(HashStore(), launch, timedelta(seconds=1))
+    assert "has waited 0 s for 3 of 4 ranks, 1-3, to join the job at 127.0.0.1:29500" in capsys.readouterr().err
 
 
 # -- a store that stops ------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_group_of_one_rank_does_not_need_the_store(world: Worlds) -> None:
 
 def _use_before_initialization() -> None:
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"call deepspeed\.init_distributed\(\)"):
+    with pytest.raises(RuntimeError, match=r"call ds_topo\.init_distributed\(\)"):
         PipelineParallelGrid("pipe=2")
 
 
