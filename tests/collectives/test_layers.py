@@ -233,6 +233,6 @@ def test_indices_that_no_rank_holds_are_refused() -> None:
         for token in (10, -1):
             with pytest.raises(IndexError, match=rf"^a token is {token}: give 0 to 9"):
                 embedding(torch.tensor([3, token]))
-        with pytest.raises(IndexError, match="^a target is 8: give 0 to 7"):
+        with pytest.raises(IndexError, match=r"^a target is 8: give 0 to 7"):
             parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([-100, 8]), group=group)
         parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([-100, 7]), group=group)
