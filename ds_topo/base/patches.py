@@ -4,7 +4,9 @@ Methods of engines and optimizers are no patches: objects get classes with other
 What is listed here are names of classes and modules that DeepSpeed looks up itself, and methods of single objects
 during one call. The module that holds a replacement binds it by the name of its row (see :mod:`ds_topo.base.ledger`). A
 row that changes a class or module for longer than one call says why in ``process_wide``. ``python -m ds_topo.engine``
-prints all rows and overridden methods, and shows what another release of DeepSpeed changes about them.
+prints all rows and overridden methods, and shows what another release of DeepSpeed changes about them. Modules that are
+imported late have their rows where they are bound: AutoSP's in ``engine/autoparallel.py``, accelerate's in
+``engine/use.py``.
 """
 
 from __future__ import annotations
