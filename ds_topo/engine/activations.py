@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.differences import DualPipeVEngine
-from ds_topo.errors import EngineOptionError
+from ds_topo.errors import EngineOptionError, abridged
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""
@@ -90,11 +90,26 @@ def forget_announced(engine: PipelineEngine) -> None:
 
 
 def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
-    """Return the instructions of an engine, of which ``SendActivation`` refuses shapes that it has not announced.
+    """Return the instructions of an engine, which refuse outputs and losses that the schedule cannot pass on.
 
-    Outputs may have other shapes than before although inputs have not, such as after a ``batch_fn`` of the program.
+    ``SendActivation`` refuses shapes that it has not announced: outputs may have other shapes than before although
+    inputs have not, such as after a ``batch_fn`` of the program. ``ForwardPass`` looks at outputs as a stage returns
+    them, before they are split over slices, and also at those that stay on a rank of DualPipeV.
     """
-    send = instructions[schedule.SendActivation]
+    send, forward = instructions[schedule.SendActivation], instructions[schedule.ForwardPass]
+
+    @wraps(forward)
+    def checked_forward(engine: PipelineEngine, buffer_id: int, **options: Any) -> None:
+        own = vars(engine)
+        if torch.is_grad_enabled() and engine.is_last_stage():
+            own.pop("loss", None)
+        hook = engine.module.register_forward_hook(partial(_require_sendable, engine))  # after that of placeholders
+        try:
+            forward(engine, buffer_id, **options)
+        finally:  # DeepSpeed itself fails on some losses
+            hook.remove()
+            if torch.is_grad_enabled() and engine.is_last_stage() and "loss" in own:
+                engine.require_scalar(engine.loss)
 
     @wraps(send)
     def checked(engine: PipelineEngine, buffer_id: int, phase: int = 0, **options: Any) -> None:
@@ -109,7 +124,34 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
             )
         send(engine, buffer_id, **({"phase": phase} if isinstance(engine, DualPipeVEngine) else {}), **options)
 
-    return {**instructions, schedule.SendActivation: checked}
+    return {**instructions, schedule.SendActivation: checked, schedule.ForwardPass: checked_forward}
+
+
+def _require_sendable(engine: PipelineEngine, module: Any, _: Any, outputs: Any) -> None:
+    """Refuse outputs of a stage that it cannot send, or for which the next one would return no gradient.
+
+    Raises:
+        EngineOptionError: the message names the layers, the output and the remedy.
+    """
+    if module._local_stop == module._num_layers:
+        return
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    for place, each in enumerate(several):
+        is_tensor = isinstance(each, torch.Tensor)
+        if is_tensor and (each.requires_grad or not each.is_floating_point() or not torch.is_grad_enabled()):
+            continue
+        what, rule = abridged(each), "stages send a tensor or a tuple of tensors to the next one: return these alone"
+        if is_tensor:
+            what = f"{_text(shapes_of(each))} without a gradient"
+            rule = (
+                "the next stage returns a gradient of each floating-point tensor: give a constant, such as a mask, as "
+                "integers, and compute others from trained parameters or inputs, without detach() or torch.no_grad()"
+            )
+        where = "" if each is outputs else f" as element {place} of {len(several)}"
+        raise EngineOptionError(
+            f"layers {module._local_start} to {module._local_stop - 1} of a pipeline (stage {engine.stage_id}) return "
+            f"{what}{where}, but {rule}"
+        )
 
 
 def _text(shapes: Shapes) -> str:

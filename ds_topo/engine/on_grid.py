@@ -428,11 +428,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         """
         with self.on_grid.samples.compared(self):
             backward_passes.check_number(self)
-            try:
-                return run_with_enough(super().train_batch, self, *arguments, **options)
-            except AssertionError:  # of DeepSpeed, which names no cause
-                self._require_scalar(getattr(self, "loss", None))
-                raise
+            return run_with_enough(super().train_batch, self, *arguments, **options)
 
     @_call
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:
@@ -441,14 +437,17 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     def _bcast_pipe_scalar(self, data: Any, *arguments: Any, **options: Any) -> Any:
         """Refuse a result that is no scalar: other stages would receive it in memory for one number, and crash."""
-        self._require_scalar(data)
+        if torch.is_tensor(data):
+            self.require_scalar(data)
         return super()._bcast_pipe_scalar(data, *arguments, **options)
 
-    def _require_scalar(self, loss: Any) -> None:
-        if torch.is_tensor(loss) and loss.numel() != 1:
+    def require_scalar(self, loss: Any) -> None:
+        """Refuse a loss of the last stage that is no tensor of one value."""
+        if not torch.is_tensor(loss) or loss.numel() != 1:
             cause = "The module has no loss_fn: give PipelineModule(..., loss_fn=), or let"
+            what = f"{list(loss.shape)} values" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
             raise EngineOptionError(
-                f"the last stage returns {list(loss.shape)} values instead of a loss. "
+                f"the last stage returns {what} instead of a loss. "
                 f"{cause if self.module.loss_fn is None else 'Let'} the last layer or loss_fn return a scalar. For "
                 "outputs without a loss, call engine.eval_batch(data_iter, compute_loss=False, reduce_output=None)"
             )
@@ -475,10 +474,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     @property
     def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
-        """Return the same map with a ``SendActivation`` that raises if shapes differ from those announced before.
-
-        The next stage has allocated its buffers for these. It would use old rows of a larger one.
-        """
+        """Return the same map, with checks of what a stage sends and of the loss."""
         if self.on_grid.instructions is None:
             self.on_grid.instructions = activations.with_checked_sends(super()._INSTRUCTION_MAP)
         return self.on_grid.instructions

@@ -26,7 +26,7 @@ from ds_topo.base.differences import StockDualPipeVModule
 from ds_topo.base.ledger import always, ledger
 from ds_topo.base.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.engine.grid import PipelineEngineGrid
-from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
+from ds_topo.engine.one_layout import agreement, grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.health import guard
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
@@ -104,8 +104,11 @@ def construct_on(
         options: more of them.
 
     Raises:
+        DisagreementError: ranks have different layers, or stages have different weights of one tied layer.
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
     """
+    with agreement(grid.members, "the layers of the pipeline") as lines:  # each stage builds its range of its own list
+        lines += (f"layer {number}: {_name_of(layer)}" for number, layer in enumerate(layers))
     given = inspect.signature(construct).bind(layers, None, grid._topo, *arguments, **options)
     given.apply_defaults()
     if given.arguments["seed_layers"]:  # the bounds of stages are NumPy's integers, which random.seed() refuses
@@ -113,8 +116,10 @@ def construct_on(
         given.arguments["seed_fn"] = wraps(seed)(lambda number: seed(int(number)))
     own_grid = always(lambda topology=None, process_group=None: grid)
     own_groups = partial(_groups_of_construction, grid)
+    vars(module)["_synchronize_tied_weights"] = partial(_synchronize_tied_weights, module)
     with ledger.bound(patches.PIPELINE_GRID, own_grid), ledger.bound(patches.PIPELINE_GROUPS, own_groups):
         construct(*given.args, **given.kwargs)
+    del vars(module)["_synchronize_tied_weights"]
     module.partition_method = given.arguments["partition_method"]
     if module.mpu() is not grid:
         raise RuntimeError(
@@ -123,6 +128,24 @@ def construct_on(
         )
     _checkpoint_all_segments(module)
     _refuse_weights_of_several_stages(module, layers)
+
+
+def _name_of(layer: Any) -> str:
+    """Return the name of a layer's class or function, and the key of a tied one."""
+    named = layer.typename if isinstance(layer, DeepSpeedLayerSpec) else layer
+    name = getattr(named, "__name__", type(named).__name__)
+    return f"{name} tied by {layer.key!r}" if isinstance(layer, DeepSpeedTiedLayerSpec) else name
+
+
+def _synchronize_tied_weights(module: DeepSpeedPipelineModule) -> None:
+    """Compare tied weights between the stages that share them, then broadcast them, which ends processes otherwise."""
+    for key, shared in module.tied_comms.items():
+        with agreement(shared["ranks"], f"the weights of the layers tied by {key!r}") as lines:
+            for name in shared["weight_attr"]:
+                weight = module._recursive_getattr(shared["module"], name)
+                lines.append(f"{name}: {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}")
+    with torch.no_grad():  # otherwise torch warns that the broadcast of a parameter is not differentiable
+        type(module)._synchronize_tied_weights(module)
 
 
 def _refuse_weights_of_several_stages(module: DeepSpeedPipelineModule, layers: Sequence[Any]) -> None:
@@ -165,7 +188,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         RuntimeError: ``torch.distributed`` is not initialised, or ``LOCAL_RANK`` is not set.
         TopologyError: no topology or more than one is given, it does not fit the job, or a stage would have no layer.
         TypeError, ValueError: the layers are invalid.
-        DisagreementError: ranks pass different topologies, or some rank does not build the pipeline.
+        DisagreementError: ranks pass different topologies or layers, or some rank does not build the pipeline.
     """
 
     parts_of_a_rank = 1
@@ -223,10 +246,6 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         """Return the grid."""
         grid: PipelineEngineGrid = super().mpu()
         return grid
-
-    def _synchronize_tied_weights(self) -> None:
-        with torch.no_grad():  # otherwise torch warns that the broadcast of a parameter is not differentiable
-            super()._synchronize_tied_weights()
 
 
 class DualPipeVModule(PipelineModule, StockDualPipeVModule):  # type: ignore[misc]

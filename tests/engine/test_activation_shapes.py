@@ -186,7 +186,8 @@ class Sender:
 
 def test_a_stage_refuses_to_send_shapes_that_the_next_one_does_not_expect() -> None:
     sender = Sender()
-    send = activations.with_checked_sends({schedule.SendActivation: Sender.send})[schedule.SendActivation]
+    both: dict[type, Any] = {schedule.SendActivation: Sender.send, schedule.ForwardPass: Sender.send}
+    send = activations.with_checked_sends(both)[schedule.SendActivation]
     first, same, other = torch.ones(2, 4), torch.zeros(2, 4), torch.ones(1, 4)
     sender.pipe_buffers["outputs"] = [first, same, other, other.double(), (first, first)]
     send(sender, 0)

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +32,7 @@ from ds_topo import (
     collectives,
     groups,
     initialize,
+    use,
 )
 from ds_topo.base.torch_names import default_store
 from ds_topo.errors import (
@@ -148,6 +150,18 @@ def _train_on(samples: Any, spec: str = "pipe=4", **options: Any) -> None:
         engine.train_batch(data_iter=samples())
     finally:
         engine.destroy()
+
+
+def _train_between(last_of_first_stage: Any, **options: Any) -> None:
+    """Train one step of a pipeline whose first stage ends with this function."""
+    layers = [nn.Linear(4, 4), last_of_first_stage, nn.Linear(4, 4), torch.relu]
+    module = _pipeline(layers, "pipe=2,data=2", partition_method="uniform", **{"loss_fn": nn.MSELoss(), **options})
+    _engine(module, config=PIPELINE).train_batch(iter([_SAMPLE] * 2))
+
+
+def _stock_pipeline(layers: list[Any]) -> None:
+    with use("pipe=2,data=2"):
+        DeepSpeedPipelineModule(layers, num_stages=2)
 
 
 _SAMPLE = (torch.ones(2, 4), torch.ones(2, 4))
@@ -411,6 +425,54 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: _train_on(lambda: iter([_on_rank(3, torch.ones(2, 4), _SAMPLE)] * 2)),
         Exception,
         "a batch of this pipeline is a Tensor|rank 3 (pipe=3) failed to read samples",
+    ),
+    "another number of layers on rank 2": (
+        lambda: _pipeline([nn.Linear(4, 4) for _ in range(_on_rank(2, 6, 4))], topology="pipe=2,data=2"),
+        DisagreementError,
+        "only rank 2: ['layer 4: Linear', 'layer 5: Linear']",
+    ),
+    "another layer on rank 3 of DeepSpeed's own module": (
+        lambda: _stock_pipeline([_on_rank(3, torch.relu, LayerSpec(nn.Linear, 4, 4)), nn.Linear(4, 4)]),
+        DisagreementError,
+        "only rank 0: ['layer 0: Linear']; only rank 3: ['layer 0: relu']",
+    ),
+    "a tied layer of another key on rank 1": (
+        lambda: _stock_pipeline([TiedLayerSpec(_on_rank(1, "a", "b"), nn.Linear, 4, 4) for _ in range(2)]),
+        DisagreementError,
+        "only rank 1: [\"layer 0: Linear tied by 'a'\"",
+    ),
+    "tied layers of two widths": (
+        lambda: _stock_pipeline([TiedLayerSpec("tied", nn.Linear, 4, width) for width in (8, 4)]),
+        DisagreementError,
+        "the layers tied by 'tied'",
+    ),
+    "tied layers of two types": (
+        lambda: _pipeline(
+            [TiedLayerSpec("tied", nn.Linear, 4, 4, dtype=each) for each in (torch.bfloat16, torch.float32)],
+            topology="pipe=2,data=2",
+        ),
+        DisagreementError,
+        "['weight: bfloat16 [4, 4]']",
+    ),
+    "a dictionary between stages": (
+        lambda: _train_between(lambda hidden: {"hidden": hidden}),
+        Exception,
+        "layers 0 to 1 of a pipeline (stage 0) return {'hidden': <a tensor of shape [2, 4]>}, but stages send a tensor",
+    ),
+    "a constant mask between stages": (
+        lambda: _train_between(lambda hidden: (hidden, torch.ones(2, 1))),
+        Exception,
+        "return float32 [2, 1] without a gradient as element 1 of 2, but the next stage returns a gradient",
+    ),
+    "a loss and outputs": (
+        lambda: _train_between(lambda hidden: hidden, loss_fn=lambda outputs, _: (outputs.sum(), outputs)),
+        Exception,
+        "the last stage returns a tuple instead of a loss. Let the last layer or loss_fn return a scalar",
+    ),
+    "a number as loss": (
+        lambda: _train_between(lambda hidden: hidden, loss_fn=lambda outputs, _: outputs.sum().item()),
+        Exception,
+        "the last stage returns a float instead of a loss",
     ),
     "no loss function on one last stage": (
         lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=_on_rank(3, None, nn.MSELoss())),
