@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.pipe import schedule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import (
+    DualPipeVModule,
     GradientReducer,
     PipelineModule,
     PipelineParallelGrid,
@@ -34,6 +36,8 @@ from ds_topo import (
     initialize,
     use,
 )
+from ds_topo.base.differences import StockDualPipeVModule
+from ds_topo.base.ledger import is_absent
 from ds_topo.base.torch_names import default_store
 from ds_topo.errors import (
     CoordinateError,
@@ -152,15 +156,8 @@ def _train_on(samples: Any, spec: str = "pipe=4", **options: Any) -> None:
         engine.destroy()
 
 
-def _train_between(last_of_first_stage: Any, **options: Any) -> None:
-    """Train one step of a pipeline whose first stage ends with this function."""
-    layers = [nn.Linear(4, 4), last_of_first_stage, nn.Linear(4, 4), torch.relu]
-    module = _pipeline(layers, "pipe=2,data=2", partition_method="uniform", **{"loss_fn": nn.MSELoss(), **options})
-    _engine(module, config=PIPELINE).train_batch(iter([_SAMPLE] * 2))
-
-
 def _stock_pipeline(layers: list[Any]) -> None:
-    with use("pipe=2,data=2"):
+    with use(_grid("pipe=2,data=2")):
         DeepSpeedPipelineModule(layers, num_stages=2)
 
 
@@ -454,26 +451,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         DisagreementError,
         "['weight: bfloat16 [4, 4]']",
     ),
-    "a dictionary between stages": (
-        lambda: _train_between(lambda hidden: {"hidden": hidden}),
-        Exception,
-        "layers 0 to 1 of a pipeline (stage 0) return {'hidden': <a tensor of shape [2, 4]>}, but stages send a tensor",
-    ),
-    "a constant mask between stages": (
-        lambda: _train_between(lambda hidden: (hidden, torch.ones(2, 1))),
-        Exception,
-        "return float32 [2, 1] without a gradient as element 1 of 2, but the next stage returns a gradient",
-    ),
-    "a loss and outputs": (
-        lambda: _train_between(lambda hidden: hidden, loss_fn=lambda outputs, _: (outputs.sum(), outputs)),
-        Exception,
-        "the last stage returns a tuple instead of a loss. Let the last layer or loss_fn return a scalar",
-    ),
-    "a number as loss": (
-        lambda: _train_between(lambda hidden: hidden, loss_fn=lambda outputs, _: outputs.sum().item()),
-        Exception,
-        "the last stage returns a float instead of a loss",
-    ),
     "no loss function on one last stage": (
         lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=_on_rank(3, None, nn.MSELoss())),
         DisagreementError,
@@ -659,6 +636,86 @@ def test_mistake_raises_on_every_rank_and_leaves_nothing_behind(world: Worlds, n
         assert issubclass(raised, kind) or issubclass(raised, DisagreementError), (raised, text)
         assert any(part in text for part in message.split("|")), text
         assert seconds < 10, "before any timeout"
+
+
+class _Ends(nn.Linear):
+    """A layer with a function of its outputs."""
+
+    end: Any = staticmethod(lambda hidden: hidden)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.end(super().forward(hidden))
+
+
+_SENDABLE = "but stages send a tensor or a tuple of tensors to the next one: return these alone"
+_WITHOUT_GRADIENT = "but the next stage returns a gradient of each floating-point tensor: give a constant"
+_UNSENT: list[tuple[Any, str, str]] = [  # the end of a stage, and the errors while it trains and while it evaluates
+    (lambda hidden: hidden, "", ""),
+    (lambda hidden: (hidden, hidden.argmax(-1), hidden > 0), "", ""),
+    (lambda hidden: {"x": hidden}, *[f"return {{'x': <a tensor of shape [2, 4]>}}, {_SENDABLE}"] * 2),
+    (lambda hidden: [hidden], *[f"return [<a tensor of shape [2, 4]>], {_SENDABLE}"] * 2),
+    (lambda hidden: (hidden, None), *[f"return None as element 1 of 2, {_SENDABLE}"] * 2),
+    (lambda hidden: hidden.detach(), f"return float32 [2, 4] without a gradient, {_WITHOUT_GRADIENT}", ""),
+    (
+        lambda hidden: (hidden, torch.ones(2, 1)),
+        f"return float32 [2, 1] without a gradient as element 1 of 2, {_WITHOUT_GRADIENT}",
+        "",
+    ),
+]
+_LOSSES: list[tuple[Any, str]] = [
+    (lambda outputs: outputs.sum(), ""),
+    (lambda outputs: (outputs.sum(), outputs), "returns a tuple instead of a loss. Let the last layer or loss_fn"),
+    (lambda outputs: outputs.sum().item(), "returns a float instead of a loss"),
+    (lambda _: None, "returns a NoneType instead of a loss"),
+    (lambda outputs: outputs.sum(0), "returns [4] values instead of a loss"),
+]
+
+
+def _refuse_in_forward_passes(kind: type[PipelineModule]) -> None:
+    """Run single forward passes of stages: an error within a step would close the connections of this world."""
+    losses = [lambda outputs: outputs.sum()]
+    grid = PipelineParallelGrid("pipe=2,data=2")
+    module = kind([_Ends(4, 4) for _ in range(4)], grid=grid, loss_fn=lambda outputs, _: losses[0](outputs))
+    engine = _engine(module, config={**CONFIG, "gradient_accumulation_steps": 4})
+    has_phases = kind is not PipelineModule
+
+    def error_of_forward_pass(phase: int, trains: bool = True) -> str:
+        engine._reserve_pipe_buffers(8)
+        engine.fwd_outputs, engine.total_loss, engine._compute_loss = [], None, True
+        engine.pipe_buffers["inputs"][0] = engine.pipe_buffers["labels"][0] = torch.ones(2, 4)
+        forward = engine._INSTRUCTION_MAP[schedule.ForwardPass]
+        try:
+            with torch.set_grad_enabled(trains):
+                forward(engine, 0, **({"phase": phase} if has_phases else {}))
+        except EngineOptionError as error:
+            return str(error)
+        return ""
+
+    if has_phases or engine.is_first_stage():
+        start, stop = module._local_start, module._local_stop
+        for module.forward_funcs[-1].end, in_training, in_evaluation in _UNSENT:
+            for trains, expected in ((True, in_training), (False, in_evaluation)):
+                found, where = error_of_forward_pass(0, trains), f"layers {start} to {stop - 1} of a pipeline"
+                assert found.startswith(f"{where} (stage {engine.stage_id}) {expected}" if expected else ""), found
+                assert bool(found) == bool(expected), found
+        module.forward_funcs[-1].end = _Ends.end
+    if engine.is_last_stage():
+        for losses[0], expected in _LOSSES:
+            found = error_of_forward_pass(1)
+            assert expected in found, found
+            assert bool(found) == bool(expected), found
+    losses[0] = _LOSSES[0][0]
+    engine.fwd_outputs, engine.total_loss = [], None
+    assert engine.train_batch(iter([_SAMPLE] * 4)).isfinite()
+    engine.destroy()
+    grid.destroy()
+
+
+@pytest.mark.parametrize("kind", [PipelineModule, DualPipeVModule])
+def test_forward_pass_refuses_what_the_schedule_cannot_pass_on(world: Worlds, kind: type[PipelineModule]) -> None:
+    if kind is DualPipeVModule and is_absent(StockDualPipeVModule):
+        pytest.skip("DualPipeV needs DeepSpeed >= 0.19.8")
+    world(4).run(_refuse_in_forward_passes, kind)
 
 
 def _accepted() -> list[str]:
