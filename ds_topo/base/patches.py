@@ -270,7 +270,9 @@ deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
   _layer_specs: tells which layers are tied
-  _synchronize_tied_weights: is overridden to suppress a warning
+  _synchronize_tied_weights: compares weights first, and suppresses a warning
+  _local_start: is the first layer of a stage, for messages
+  _local_stop: tells whether a stage sends its outputs
 deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
   _z3_optimizer: tells whether a partitioned parameter belongs to an engine
   _finalize_offload_gradient_accumulation: hands gradients to an offloaded optimizer after their sum, or those left out

@@ -133,7 +133,7 @@ def _require_sendable(engine: PipelineEngine, module: Any, _: Any, outputs: Any)
     Raises:
         EngineOptionError: the message names the layers, the output and the remedy.
     """
-    if module._local_stop == module._num_layers:
+    if module._local_stop == len(module._layer_specs):
         return
     several = outputs if isinstance(outputs, tuple) else (outputs,)
     for place, each in enumerate(several):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,7 +143,7 @@ def _synchronize_tied_weights(module: DeepSpeedPipelineModule) -> None:
     for key, shared in module.tied_comms.items():
         with agreement(shared["ranks"], f"the weights of the layers tied by {key!r}") as lines:
             for name in shared["weight_attr"]:
-                weight = module._recursive_getattr(shared["module"], name)
+                weight = attrgetter(name)(shared["module"])
                 lines.append(f"{name}: {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}")
     with torch.no_grad():  # otherwise torch warns that the broadcast of a parameter is not differentiable
         type(module)._synchronize_tied_weights(module)
