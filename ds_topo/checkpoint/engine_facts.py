@@ -313,17 +313,18 @@ def structure_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> mani
     )
     if not isinstance(module, DeepSpeedPipelineModule):
         return structure
-    layers, bounds = tuple(map(_layer, module._layer_specs)), tuple(map(int, module.parts))
+    layers, bounds = tuple(map(saved_layer, module._layer_specs)), tuple(map(int, module.parts))
     return replace(structure, layers=layers, bounds=bounds, method=str(getattr(module, "partition_method", "")))
 
 
 def layers_of(module: nn.Module) -> list[str]:
     """Return the prefix of the names of each layer of a pipeline; empty for other modules."""
-    found = map(_layer, module._layer_specs) if isinstance(module, DeepSpeedPipelineModule) else ()
+    found = map(saved_layer, module._layer_specs) if isinstance(module, DeepSpeedPipelineModule) else ()
     return [layer.prefix(number) for number, layer in enumerate(found)]
 
 
-def _layer(layer: Any) -> manifests.SavedLayer:
+def saved_layer(layer: Any) -> manifests.SavedLayer:
+    """Describe a layer of a pipeline."""
     if isinstance(layer, DeepSpeedLayerSpec):
         tied = str(layer.key) if isinstance(layer, DeepSpeedTiedLayerSpec) else ""
         return manifests.SavedLayer(str(layer.typename.__name__), tied)

@@ -26,6 +26,7 @@ from ds_topo.base import patches
 from ds_topo.base.differences import StockDualPipeVModule
 from ds_topo.base.ledger import always, ledger
 from ds_topo.base.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
+from ds_topo.checkpoint.engine_facts import saved_layer
 from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.one_layout import agreement, grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
@@ -109,7 +110,8 @@ def construct_on(
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
     """
     with agreement(grid.members, "the layers of the pipeline") as lines:  # each stage builds its range of its own list
-        lines += (f"layer {number}: {_name_of(layer)}" for number, layer in enumerate(layers))
+        for number, layer in enumerate(map(saved_layer, layers)):
+            lines.append(f"layer {number}: {layer.kind}" + f" tied by {layer.tied!r}" * bool(layer.tied))
     given = inspect.signature(construct).bind(layers, None, grid._topo, *arguments, **options)
     given.apply_defaults()
     if given.arguments["seed_layers"]:  # the bounds of stages are NumPy's integers, which random.seed() refuses
@@ -129,13 +131,6 @@ def construct_on(
         )
     _checkpoint_all_segments(module)
     _refuse_weights_of_several_stages(module, layers)
-
-
-def _name_of(layer: Any) -> str:
-    """Return the name of a layer's class or function, and the key of a tied one."""
-    named = layer.typename if isinstance(layer, DeepSpeedLayerSpec) else layer
-    name = getattr(named, "__name__", type(named).__name__)
-    return f"{name} tied by {layer.key!r}" if isinstance(layer, DeepSpeedTiedLayerSpec) else name
 
 
 def _synchronize_tied_weights(module: DeepSpeedPipelineModule) -> None:
