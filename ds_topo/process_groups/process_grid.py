@@ -91,6 +91,18 @@ class _ContinuedSampler(DistributedSampler[Any]):
         return super().__len__() - self.left_out
 
 
+def _single(value: float | torch.Tensor) -> float:
+    """Return the number in a value.
+
+    Raises:
+        TypeError: it is not one number.
+    """
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        raise TypeError(f"{abridged(value)} is not one number: give that of this rank, such as loss.mean()") from None
+
+
 class ProcessGrid:
     """The process groups of one job's topology, as this rank sees them.
 
@@ -312,8 +324,8 @@ class ProcessGrid:
             value: the number of this rank, such as the mean over its own samples.
             weight: what the number is a mean of, if replicas differ in it: samples, or tokens that are not padding.
         """
-        weight = float(weight)
-        total, weights = self._sums(float(value) * weight, weight)
+        weight = _single(weight)
+        total, weights = self._sums(_single(value) * weight, weight)
         return total / weights
 
     def _sums(self, *values: float | torch.Tensor) -> list[float]:
@@ -323,7 +335,7 @@ class ProcessGrid:
             agree(what, sorted(dist.get_process_group_ranks(group)), job_timeout(), subject=what)
             self._core.has_summed = True
         device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
-        sums = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+        sums = torch.tensor([*map(_single, values)], dtype=torch.float64, device=device)
         dist.all_reduce(sums, group=group)
         return [float(value) for value in sums.tolist()]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_topo import ProcessGrid
 from ds_topo.errors import DisagreementError
+from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", "strict")
@@ -39,3 +43,11 @@ def _sum_on_one_rank() -> str:
 
 def test_a_sum_on_one_rank_is_named_while_others_do_something_else(world: Worlds) -> None:
     assert all("a sum or mean over replicas" in text for text in world(2).run(_sum_on_one_rank))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [1.0], "one", None], ids=repr)
+def test_what_is_not_one_number_is_refused(value: Any) -> None:
+    with fake_world(0, 2), ProcessGrid("data=2") as grid:
+        for call in (grid.mean_over_replicas, grid.sum_over_replicas, partial(grid.mean_over_replicas, 1.0)):
+            with pytest.raises(TypeError, match=r"is not one number: give that of this rank, such as loss.mean"):
+                call(value)
