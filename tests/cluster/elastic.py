@@ -122,7 +122,9 @@ class ElasticJob:
         for pid in self._processes(index):
             os.kill(pid, signal.SIGKILL)
         if index in self._torchruns:
-            self._torchruns.pop(index).wait()
+            torchrun = self._torchruns.pop(index)
+            torchrun.send_signal(signal.SIGCONT)  # nsenter stops with what it has started, and would not see its end
+            torchrun.wait()
         self.cluster.plug_in(index)
         self._note(f"host{index} {what}")
         self.start(index)

@@ -314,7 +314,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function in the client state": (
         lambda: check_client_state({"lr": 0.1, "f": lambda: 1}),
         TypeError,
-        "client_state['f'] cannot be pickled (Can't pickle ",
+        "client_state['f'] cannot be pickled (Can't ",
     ),
     # pipelines
     "a destroyed grid": (
