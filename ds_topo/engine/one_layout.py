@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
@@ -221,9 +220,7 @@ def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
         if not isinstance(group, dist.ProcessGroup) or not str(group.group_desc).startswith(DESCRIPTION):
             continue
         axes, ranks = describe(group)[0].split("+"), dist.get_process_group_ranks(group)
-        divides = isinstance(layer, DistributedAttention) or any(
-            map(is_model_parallel_parameter, layer.parameters(recurse=False))
-        )
+        divides = isinstance(layer, DistributedAttention) or type(value).__module__ == "ds_topo.layers"
         if divides and len(ranks) > 1 and (replicas := [axis for axis in axes if axis in sample_axes(grid.topology())]):
             raise TopologyError(
                 f"{what} divides the work of one replica over {' x '.join(replicas)}, whose ranks read different "

@@ -158,3 +158,6 @@ def test_layers_that_are_split_over_replicas_are_refused(axis: str) -> None:
         for module in (model, attention):
             with refused if axis == "data" else nullcontext():
                 check_programs(module, grid)
+        own: Any = nn.Linear(4, 4)
+        own.weight.tensor_model_parallel, own.group_for_logs = True, grid.get_group(axis)
+        check_programs(own, grid)  # what a layer of the program uses its groups for is unknown
