@@ -149,8 +149,8 @@ def _require_sendable(engine: PipelineEngine, module: Any, _: Any, outputs: Any)
             )
         where = "" if each is outputs else f" as element {place} of {len(several)}"
         raise EngineOptionError(
-            f"layers {module._local_start} to {module._local_stop - 1} of a pipeline (stage {engine.stage_id}) return "
-            f"{what}{where}, but {rule}"
+            f"stage {engine.stage_id} of a pipeline: layers {[*range(module._local_start, module._local_stop)]} "
+            f"return {what}{where}, but {rule}"
         )
 
 

@@ -109,7 +109,7 @@ def construct_on(
         DisagreementError: ranks have different layers, or stages have different weights of one tied layer.
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
     """
-    with agreement(grid.members, "the layers of the pipeline") as lines:  # each stage builds its range of its own list
+    with agreement(grid.members, "the layers of the pipeline, one list on every rank") as lines:
         for number, layer in enumerate(map(saved_layer, layers)):
             lines.append(f"layer {number}: {layer.kind}" + f" tied by {layer.tied!r}" * bool(layer.tied))
     given = inspect.signature(construct).bind(layers, None, grid._topo, *arguments, **options)
@@ -136,7 +136,9 @@ def construct_on(
 def _synchronize_tied_weights(module: DeepSpeedPipelineModule) -> None:
     """Compare tied weights between the stages that share them, then broadcast them, which ends processes otherwise."""
     for key, shared in module.tied_comms.items():
-        with agreement(shared["ranks"], f"the weights of the layers tied by {key!r}") as lines:
+        with agreement(
+            shared["ranks"], f"the weights of the layers tied by {key!r}, whose arguments must be equal"
+        ) as lines:
             for name in shared["weight_attr"]:
                 weight = attrgetter(name)(shared["module"])
                 lines.append(f"{name}: {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}")

@@ -695,8 +695,10 @@ def _refuse_in_forward_passes(kind: type[PipelineModule]) -> None:
         start, stop = module._local_start, module._local_stop
         for module.forward_funcs[-1].end, in_training, in_evaluation in _UNSENT:
             for trains, expected in ((True, in_training), (False, in_evaluation)):
-                found, where = error_of_forward_pass(0, trains), f"layers {start} to {stop - 1} of a pipeline"
-                assert found.startswith(f"{where} (stage {engine.stage_id}) {expected}" if expected else ""), found
+                found, where = error_of_forward_pass(0, trains), f"layers {[*range(start, stop)]}"
+                assert found.startswith(
+                    f"stage {engine.stage_id} of a pipeline: {where} {expected}" if expected else ""
+                ), found
                 assert bool(found) == bool(expected), found
         module.forward_funcs[-1].end = _Ends.end
     if engine.is_last_stage():
