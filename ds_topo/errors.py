@@ -156,6 +156,10 @@ class ReplicaError(RuntimeError):
     """Ranks that must have the same values have different ones. The message names the tensor, ranks and hosts."""
 
 
+class QuorumError(RuntimeError):
+    """The replicas of a job that torchft keeps together did not find each other."""
+
+
 class VerificationError(RuntimeError):
     """Runs of a program cannot be compared: one failed, or ended early. The message has the last lines of a rank."""
 

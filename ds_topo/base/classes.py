@@ -29,8 +29,8 @@ CALLED_BY_PROGRAMS = frozenset(
     ]
 )
 """The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
-ON_GRID, REDUCED, RECORDED, COMPARED = range(4)
-"""Orders of the methods of mixins, from the innermost on: a grid's, a reducer's, a recorder's, ``check_replicas``'s."""
+ON_GRID, REDUCED, RECORDED, COMPARED, REPLICATED = range(5)
+"""Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, ``check_replicas``, torchft."""
 
 
 class Mixin:

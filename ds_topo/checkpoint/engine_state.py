@@ -519,6 +519,16 @@ def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> 
             group[key] = float(saved[key]) if torch.is_tensor(saved[key]) else saved[key]
 
 
+def progress_of(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return steps, loss scale and learning-rate scheduler, for :func:`restore_progress`."""
+    found: dict[str, Any] = {name: int(getattr(engine, name)) for name in COUNTS}
+    scaler = loss_scaler_of(engine)
+    found.update((name, getattr(scaler, name)) for name in OF_LOSS_SCALE if hasattr(scaler, name))
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        found[SCHEDULER] = engine.lr_scheduler.state_dict()
+    return found
+
+
 def restore_progress(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Restore steps, loss scale and learning-rate scheduler, as far as they were saved and the engine has them."""
     for owner, names in ((engine, COUNTS), (loss_scaler_of(engine), OF_LOSS_SCALE)):

@@ -43,18 +43,15 @@ from typing_extensions import override
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.by_name import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.engine_state import (
-    COUNTS,
-    OF_LOSS_SCALE,
-    SCHEDULER,
     Held,
     Named,
     NamedBuffer,
     PartOfTensor,
     Rename,
-    loss_scaler_of,
     named_buffers,
     named_parameters,
     part_of,
+    progress_of,
     restore_hyperparameters,
     restore_progress,
     update_weights,
@@ -686,10 +683,4 @@ def _require_same_training(layout: SavedLayout, structure: SavedStructure, progr
 
 def _progress_of(engine: DeepSpeedEngine) -> tuple[tuple[str, Any], ...]:
     """Return steps, loss scale and learning-rate scheduler: in a tuple, which torch's checkpoints keep in one piece."""
-    found: dict[str, Any] = {name: int(getattr(engine, name)) for name in COUNTS}
-    found[_LAYOUT] = asdict(facts.layout_of(engine))
-    scaler = loss_scaler_of(engine)
-    found.update((name, getattr(scaler, name)) for name in OF_LOSS_SCALE if hasattr(scaler, name))
-    if hasattr(engine.lr_scheduler, "state_dict"):
-        found[SCHEDULER] = engine.lr_scheduler.state_dict()
-    return tuple(found.items())
+    return ((_LAYOUT, asdict(facts.layout_of(engine))), *progress_of(engine).items())

@@ -308,6 +308,33 @@ def print_parameter(console: Console, view: LayoutView, text: str) -> None:
 _PARAMETER = re.compile(r"(?P<name>\S+)\s+(?P<shape>\d+(x\d+)*)(?P<options>(\s+(split|stage)=\d+)*)")
 
 
+def print_replicas(console: Console, view: LayoutView, axis: str) -> None:
+    """Print which ranks and hosts are a replica, if each replica along an axis is a job of its own, with torchft.
+
+    Raises:
+        TopologyError: the axis is not the outermost one, so ranks of other axes would be in several jobs.
+    """
+    topology = view.topology
+    if axis not in topology.axes:
+        raise TopologyError(f"--replicas {axis!r} is no axis of {view.spec}: choose {topology.axes[0]!r}")
+    if topology.axes[0] != axis:
+        crossing = ", ".join(topology.axes[: topology.axes.index(axis)])
+        raise TopologyError(
+            f"--replicas {axis}: in {view.spec} groups along {crossing} join ranks of several replicas, which cannot be "
+            f"jobs of their own: name {axis!r} first, so that the ranks of a replica are adjacent"
+        )
+    inside = ",".join(f"{name}={topology.get_dim(name)}" for name in topology.axes[1:]) or f"{axis}=1"
+    size = topology.world_size() // topology.get_dim(axis)
+    say(console, f"{topology.get_dim(axis)} replicas of {counted(size, 'rank')}, each a job with {inside!r}")
+    table = table_of(">replica", "ranks", *(["hosts"] if view.host_map is not None else []))
+    for number in range(topology.get_dim(axis)):
+        ranks = topology.get_axis_list(axis, number)
+        hosts = [] if view.host_map is None else [view.host_map.host_of(rank).name for rank in ranks]
+        where = [_few_names(list(dict.fromkeys(hosts)))] if hosts else []
+        table.add_row(str(number), placements.few_ranks(ranks, 8), *where)
+    console.print(table)
+
+
 def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None:
     """Compare two layouts of the same ranks: their groups, and the ranks whose coordinates change."""
     console.print(f"{before.spec}  ->  {after.spec}", style="bold", highlight=False)

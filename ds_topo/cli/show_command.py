@@ -44,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
     parameter = 'show which ranks hold which part of a parameter: "weight 4096x4096 split=1"'
     add("--parameter", metavar="TEXT", help=f"{parameter}; default: ranks and groups")
+    add("--replicas", metavar="AXIS", help="show which hosts are a replica, if each is a job of its own with torchft")
     add("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
     add("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
     add("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
@@ -78,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.parameter is not None:
         for view in views:
             layout_view.print_parameter(console, view, arguments.parameter)
+    elif arguments.replicas is not None:
+        for view in views:
+            layout_view.print_replicas(console, view, arguments.replicas)
     elif arguments.rank is not None:
         for view in views:
             layout_view.print_rank(console, view, arguments.rank)
@@ -103,12 +107,12 @@ def _check_output(arguments: argparse.Namespace) -> None:
         raise TopologyError(f"{pictures[0]} draws one layout, but two specs are given: draw each with its own command")
     if not pictures:
         refuse_without_effect(given_options(arguments, "links"), "it is for a picture: give --svg FILE or --png FILE")
-    for given in given_options(arguments, "rank", "parameter"):
+    shown = {"rank": "one rank", "parameter": "a parameter", "replicas": "replicas"}
+    for name, what in shown.items():
         for option in ("json", "groups"):
-            if getattr(arguments, option):
-                what = "one rank" if given == "--rank" else "a parameter"
-                raise TopologyError(f"{given} shows {what}, --{option} all ranks: give one of them")
-    refuse_both(given_options(arguments, "rank", "parameter"), "say what to show")
+            if getattr(arguments, name) is not None and getattr(arguments, option):
+                raise TopologyError(f"--{name} shows {what}, --{option} all ranks: give one of them")
+    refuse_both(given_options(arguments, *shown), "say what to show")
 
 
 def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:

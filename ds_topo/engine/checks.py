@@ -37,6 +37,7 @@ from ds_topo.checkpoint.engine_facts import inner_optimizer, is_element_by_eleme
 from ds_topo.engine import autoparallel
 from ds_topo.engine.config_options import (
     REDUCER_SECTION,
+    REPLICAS_SECTION,
     TOPOLOGY_SECTION,
     ConfigOnGrid,
     check_config,
@@ -165,10 +166,11 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
             f"an engine without mpu while {in_use[-1].topology().spec!r} is in use: deepspeed.initialize was imported "
             "by name before ds_topo.use(grid); call it as deepspeed.initialize, or call use() before that import"
         )
-    section = TOPOLOGY_SECTION if TOPOLOGY_SECTION in config._param_dict else REDUCER_SECTION
-    if not _reads_sections.get() and (section == TOPOLOGY_SECTION or wants_reducer(config)):
+    ours = [name for name in (TOPOLOGY_SECTION, REPLICAS_SECTION) if name in config._param_dict]
+    ours += [REDUCER_SECTION] if wants_reducer(config) else []
+    if ours and not _reads_sections.get():
         raise EngineOptionError(
-            f'config section "{section}" is ignored by deepspeed.initialize, which got no mpu: pass mpu=grid; '
+            f'config section "{ours[0]}" is ignored by deepspeed.initialize, which got no mpu: pass mpu=grid; '
             "ds_topo.initialize reads the section"
         )
     splitting = [grid for grid in grids if grid.is_alive and splits_models(grid)]
@@ -201,11 +203,12 @@ def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
 
     Raises:
         TopologyError: the topology of the config differs from the grid's.
-        EngineOptionError: ``deepspeed.initialize`` itself does not read the reducer's section.
+        EngineOptionError: ``deepspeed.initialize`` itself does not read the section of the reducer or of replicas.
     """
-    if wants_reducer(config) and not _reads_sections.get():
+    ignored = REPLICAS_SECTION if REPLICAS_SECTION in config._param_dict else REDUCER_SECTION
+    if (ignored == REPLICAS_SECTION or wants_reducer(config)) and not _reads_sections.get():
         raise EngineOptionError(
-            f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
+            f'config section "{ignored}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or call ds_topo.use(grid) first"
         )
     section = config._param_dict.get(TOPOLOGY_SECTION)

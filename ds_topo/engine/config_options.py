@@ -542,9 +542,10 @@ def check_config(case: ConfigOnGrid) -> None:
 
 TOPOLOGY_SECTION = "topology"
 REDUCER_SECTION = "gradient_reducer"
+REPLICAS_SECTION = "replicas"
 _KEYS = frozenset(
     f"""
-    {TOPOLOGY_SECTION} {REDUCER_SECTION}
+    {TOPOLOGY_SECTION} {REDUCER_SECTION} {REPLICAS_SECTION}
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
     optimizer scheduler gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op
     communication_data_type seq_parallel_communication_data_type sparse_gradients disable_allgather
@@ -578,7 +579,7 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
     unknown = [str(name) for name in config if name not in _KEYS]
     for name in unknown:
         text = name.lower()
-        near = difflib.get_close_matches(text, (REDUCER_SECTION, TOPOLOGY_SECTION), cutoff=0.77)
+        near = difflib.get_close_matches(text, (REDUCER_SECTION, TOPOLOGY_SECTION, REPLICAS_SECTION), cutoff=0.77)
         near = near or difflib.get_close_matches(text, _KEYS, cutoff=0.86)
         if near:
             raise EngineOptionError(
@@ -606,7 +607,7 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
     return unknown
 
 
-_SECTIONS_WITHOUT_SWITCH = ("optimizer", "scheduler", TOPOLOGY_SECTION, REDUCER_SECTION)
+_SECTIONS_WITHOUT_SWITCH = ("optimizer", "scheduler", TOPOLOGY_SECTION, REDUCER_SECTION, REPLICAS_SECTION)
 _SWITCH = "enabled"
 
 

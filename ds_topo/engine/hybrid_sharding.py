@@ -51,6 +51,7 @@ from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
+from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.topology.axes import SHARD
 
 
@@ -243,20 +244,27 @@ class _Sum:
         group: the ranks that hold copies; None if there is nothing to sum, only to scale.
         scale: a factor.
         dtype: the type in which they travel.
+        replicas: the averages over replicas of a ``Manager``, to which the sum goes on; None without one.
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], group: ProcessGroup | None, scale: float, dtype: torch.dtype
+        self,
+        tensors: list[torch.Tensor],
+        group: ProcessGroup | None,
+        scale: float,
+        dtype: torch.dtype,
+        replicas: ReplicaSums | None = None,
     ) -> None:
         self._tensors = tensors
         device = get_accelerator().current_device_name()
         self._payload = torch.cat([tensor.reshape(-1).to(device, dtype) for tensor in tensors]).mul_(scale)
-        self._work = None if group is None else dist.all_reduce(self._payload, group=group, async_op=True)
+        work = None if group is None else dist.all_reduce(self._payload, group=group, async_op=True)
+        wait: Callable[[], object] = (lambda: None) if work is None else work.wait
+        self._wait = wait if replicas is None else replicas.start(wait, self._payload).wait
 
     def wait(self) -> None:
         """Wait, and write the sums to the tensors."""
-        if self._work is not None:
-            self._work.wait()
+        self._wait()
         parts = self._payload.split([tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
@@ -271,7 +279,8 @@ identity of their parameter, and sums in flight."""
 
 
 def partition_and_sum(
-    copies: PartitionHolders,
+    copies: PartitionHolders | None,
+    replicas: ReplicaSums | None,
     partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
     optimizer: DeepSpeedZeroOptimizer_Stage3,
     parameters: list[Any],
@@ -294,20 +303,28 @@ def partition_and_sum(
     if ends_step and buffers:
         for parameter in filled:
             del kept[id(parameter)]
-        dtype = optimizer.get_param_comm_dtype(filled[0])
-        in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
+        in_flight.append(_over_copies(buffers, copies, replicas, optimizer.get_param_comm_dtype(filled[0])))
     return buffers
 
 
-def wait_for_sums(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Wait for the sums of all buckets over the copies, at the end of ZeRO 3's reduction."""
+def _over_copies(
+    tensors: list[torch.Tensor], copies: PartitionHolders | None, replicas: ReplicaSums | None, dtype: torch.dtype
+) -> _Sum:
+    group, number = (None, 1) if copies is None else (copies.group, copies.number)
+    return _Sum(tensors, group, 1 / number, dtype, replicas)
+
+
+def wait_for_sums(
+    copies: PartitionHolders | None, replicas: ReplicaSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
+) -> None:
+    """Wait for the sums of all buckets over copies and replicas, at the end of ZeRO 3's reduction."""
     if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
         return
     kept, in_flight = _steps.pop(optimizer)
     stream = optimizer.reduce_and_partition_stream
     with get_accelerator().stream(stream):
         if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
-            in_flight.append(_Sum(unused, copies.group, 1 / copies.number, unused[0].dtype))
+            in_flight.append(_over_copies(unused, copies, replicas, unused[0].dtype))
         for sum_over_copies in in_flight:
             sum_over_copies.wait()
     if not get_accelerator().resolves_data_dependency():

@@ -33,6 +33,7 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducedZero,
     ReducerOfOptimizer,
 )
+from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
 
@@ -122,11 +123,19 @@ class PartitionGradients(OptimizerGradients):
         engine: the engine.
         sizes: the sizes of the regions.
         whole: parameters that every rank needs whole.
+        replicas: the averages over replicas of a ``Manager``; None without one.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        sizes: BucketSizes,
+        whole: Collection[nn.Parameter],
+        replicas: ReplicaSums | None,
+    ) -> None:
         super().__init__(engine)
         self._sizes, self._whole, self._copies = sizes, whole, copies_of(engine.mpu)
+        self._replicas = replicas
         self.reduces_always = int(engine.zero_optimization_stage()) == 2
         if isinstance(self.optimizer, BF16_Optimizer):
             self.mixin, self.groups = PartitionedBF16, list(self._groups_of_bf16(self.optimizer))
@@ -217,6 +226,7 @@ class PartitionGradients(OptimizerGradients):
             memory=memory,
             whole=needed_whole,
             copies=copies,
+            replicas=self._replicas,
             ends_step=self.engine.is_gradient_accumulation_boundary,
         )
         return FlatGroup(index, parameters, flat, master, theirs, gradients)
@@ -225,12 +235,15 @@ class PartitionGradients(OptimizerGradients):
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> OptimizerGradients:
+def gradients_of(
+    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], replicas: ReplicaSums | None = None
+) -> OptimizerGradients:
     """Return the connection to this engine's optimizer.
 
     Args:
         engine: the engine.
         sizes: returns the sizes of buckets; called only if a layout depends on them.
+        replicas: the averages over replicas of a ``Manager``; None without one.
 
     Raises:
         ValueError: no reducer can be attached to the engine; the message says why, and what to use.
@@ -244,7 +257,7 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
     if isinstance(engine, PipelineEngine):
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
     if is_element_by_element(optimizer.optimizer):  # their arithmetic does not depend on the layout
-        return PartitionGradients(engine, sizes(), tied)
+        return PartitionGradients(engine, sizes(), tied, replicas)
     return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
 
 

@@ -45,6 +45,7 @@ from ds_topo.engine.parameter_gathers import gathering_of
 from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
 from ds_topo.mpu import MpuGrid
 from ds_topo.reduction.exchange import PartitionHolders
+from ds_topo.reduction.managed import ReplicaSums
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class OptimizerParts:
     has_experts: bool
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather of updated parameters runs."""
+    replicas: ReplicaSums | None = None
+    """The averages over the replicas of a ``Manager`` at ZeRO 3; without one, or with a reducer, None."""
 
 
 def put_optimizer_on_grid(
@@ -325,7 +328,7 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """Clear gradients of an earlier step first; with an axis ``shard``, sum the partitions over their copies.
+        """Clear gradients of an earlier step first, and sum partitions over their copies and over replicas.
 
         DeepSpeed adds to gradients of an earlier step if the first micro-batch does not use a parameter. It does not
         sum over the ranks that hold the same partition.
@@ -336,22 +339,24 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 if parameter.ds_id not in self._offload_boundary_param_ids:
                     _clear(self, parameter)
         partition = super().partition_grads
-        if parts.copies is None:
+        if parts.copies is None and parts.replicas is None:
             return partition(params_to_release, grad_partitions)
-        return hybrid_sharding.partition_and_sum(parts.copies, partition, self, params_to_release, grad_partitions)
+        return hybrid_sharding.partition_and_sum(
+            parts.copies, parts.replicas, partition, self, params_to_release, grad_partitions
+        )
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Read comparisons here, where ZeRO 3 waits for the device.
 
-        With an axis ``shard``, wait for the sums over copies.
+        Wait for the sums over copies of a partition and over replicas.
         """
         parts = self.on_grid
         if parts.compared is not None:
             parts.compared.waits_for_device = True
         try:
             super().independent_gradient_partition_epilogue()
-            if parts.copies is not None:
-                hybrid_sharding.wait_for_sums(parts.copies, self)
+            if parts.copies is not None or parts.replicas is not None:
+                hybrid_sharding.wait_for_sums(parts.copies, parts.replicas, self)
         finally:
             if parts.compared is not None:
                 parts.compared.waits_for_device = False

@@ -305,7 +305,10 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
         norm, scale = self._checked_norm(), self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
-            self._skip()
+            self.discard_gradients()
+            for name in OPTIMIZER_TIMERS:
+                with self._timed(name):
+                    pass
             return
         if norm is not None:
             self._global_grad_norm = norm / scale
@@ -337,13 +340,11 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
             self.overflow = not _is_finite(norm)
         return norm
 
-    def _skip(self) -> None:
+    def discard_gradients(self) -> None:
+        """Discard the averaged gradients of a step that is not taken."""
         self.zero_grad()
         for group in self.reduction.groups:
             self._drop_gradients(group)
-        for name in OPTIMIZER_TIMERS:
-            with self._timed(name):
-                pass
 
     def _drop_gradients(self, group: FlatGroup) -> None:
         group.averaged = self.averaged_gradients[group.index] = None

@@ -30,10 +30,11 @@ from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction import BucketReducer
+from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reduction.parameters import HasDataParallelGroup, is_held_by
 from ds_topo.reduction.reducer import StepDriver
-from ds_topo.reduction.reductions import suitable_bucket_bytes
+from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
 from ds_topo.reduction.report import BucketTiming, StepTiming
 
 
@@ -126,7 +127,9 @@ class EngineDriver(StepDriver):
     def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
         self.engine = engine
         self._wanted = options
-        self._gradients = gradients_of(engine, self._bucket_sizes)
+        manager = options.get("manager")
+        self.sums = None if manager is None else ReplicaSums(manager)
+        self._gradients = gradients_of(engine, self._bucket_sizes, self.sums)
         self._bindings = ExitStack()
         self._is_backward_of_output = False
         """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
@@ -293,7 +296,7 @@ class EngineDriver(StepDriver):
         Invalid options are ignored here: the reducer raises for them later, on all ranks together.
         """
         device = next((parameter.device for parameter in self.engine.module.parameters()), torch.device("cpu"))
-        suitable = suitable_bucket_bytes(self.group, device)
+        suitable = suitable_bucket_bytes(self.group, device) if self.sums is None else LARGE_BUCKET_BYTES
         try:
             return ReductionOptions(**self._wanted).bucket_sizes(suitable)
         except (TypeError, ValueError):

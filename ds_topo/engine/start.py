@@ -24,9 +24,10 @@ from typing_extensions import Never
 
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
-from ds_topo.engine.config_options import REDUCER_SECTION, TOPOLOGY_SECTION, check_top_level
+from ds_topo.engine.config_options import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
+from ds_topo.engine.quorum import ReplicaOptions, Replicas
 from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
@@ -188,7 +189,7 @@ def initialize(
     config_params: str | dict[str, Any] | None = None,
     **others: Never,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Call ``deepspeed.initialize`` with two more sections of the config, ``"topology"`` and ``"gradient_reducer"``.
+    """Call ``deepspeed.initialize`` with more sections: ``"topology"``, ``"gradient_reducer"`` and ``"replicas"``.
 
     ``"topology"`` (a spec or a mapping) creates the engine's grid if neither ``mpu`` nor a ``PipelineModule`` has one.
     ``engine.mpu`` is that grid; destroy it with ``engine.mpu.destroy()``. If an mpu is given too, both must agree.
@@ -196,6 +197,10 @@ def initialize(
     ``"gradient_reducer"`` attaches a reducer. Its value is ``true``, or a mapping of arguments of
     :meth:`~ds_topo.GradientReducer.attach`, with data types as ``"fp32"``, ``"bf16"`` or ``"fp16"``.
     ``"enabled": false`` switches it off. The reducer is ``engine.gradient_reducer``, which is None without one.
+
+    ``"replicas"`` keeps this job together with others that are replicas of it, by torchft; it is
+    :class:`~ds_topo.engine.quorum.ReplicaOptions`, and the engine has :class:`~ds_topo.engine.quorum.Replicas` as
+    ``engine.replicas``. The engine needs a grid, and gets a reducer at ZeRO 0 to 2.
 
     The arguments are those of ``deepspeed.initialize``.
 
@@ -220,6 +225,8 @@ def initialize(
     content = _content_of(config if config is not None else config_params, args)
     check_top_level(content)
     reduction = None if REFERENCE in os.environ else _reduction_of(content)
+    replicas = None if REFERENCE in os.environ else content.get(REPLICAS_SECTION)
+    options = None if replicas is None else ReplicaOptions.of_section(replicas)
     used = grid_in_use()
     if used is not None:
         mpu = mpu_in_use(mpu, model, used)
@@ -236,7 +243,10 @@ def initialize(
     given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
     with reading_sections(), _naming_builds():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
-    engine.gradient_reducer = None if reduction is None else GradientReducer.attach(engine, **reduction)
+    attaches = reduction is not None and options is None  # replicas attach one themselves
+    engine.gradient_reducer = GradientReducer.attach(engine, **reduction) if attaches else None
+    if options is not None:
+        Replicas(engine, options, reduction or {})
     return (engine, *others)
 
 

@@ -194,8 +194,8 @@ class GradientBucket:
             return first.grad_buffer.as_strided((self.numel,), (1,))
         if self.is_sparse:
             return torch.empty(0, dtype=first.dtype, device=first.parameter.device)
-        two_level = self.route.two_level
-        multiple = 1 if two_level is None else two_level.slices
+        exchange = self.route.exchange
+        multiple = 1 if exchange is None else exchange.slices
         return torch.empty(-(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.parameter.device)
 
     def install(self) -> None:
@@ -323,8 +323,13 @@ class BucketLayout:
         """The plan that was learned and differs, until :meth:`renew` builds its buckets."""
         self._lay_out()
 
-    def learn(self, group: ProcessGroup) -> None:
-        """Plan the buckets of all later steps after the first one; collective over ``group``."""
+    def learn(self, group: ProcessGroup, *, keeps_order: bool) -> None:
+        """Plan the buckets of all later steps after the first one; collective over ``group``.
+
+        Args:
+            group: the ranks whose buckets must be equal.
+            keeps_order: keep the order of the first step.
+        """
         if self.arrivals is None or not self._states:
             return
         last_arrivals = list(dict.fromkeys(reversed(self.arrivals)))[::-1]
@@ -333,6 +338,9 @@ class BucketLayout:
         for state in self._states:
             if state.expected is None:
                 state.expected = max(1, state.arrived)
+        if keeps_order:
+            self.arrivals = None
+            return
         agreed = torch.tensor(order, device=self._states[0].parameter.device)
         dist.broadcast(agreed, group_src=0, group=group)
         self.arrivals = None

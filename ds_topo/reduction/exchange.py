@@ -63,7 +63,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class _Started:
+class Started:
     """An exchange that torch, or a side stream of the device, has started."""
 
     is_done: Callable[[], bool] = lambda: True
@@ -95,15 +95,15 @@ class Exchange:
             op: the operation; with copies, a sum.
             over_copies: also sum the slice over the ranks that hold copies of it; no-op without such ranks.
         """
-        return _Started()
+        return Started()
 
     def gather(self, flat: torch.Tensor) -> Pending:
         """Receive the slices of all other ranks, in place."""
-        return _Started()
+        return Started()
 
     def all_reduce(self, flat: torch.Tensor) -> Pending:
         """Sum all slices over all ranks, in place, inside hosts first and then across them."""
-        return _Started()
+        return Started()
 
     def gather_now(self, flat: torch.Tensor) -> None:
         """Gather and block until the slices have arrived; starts no background thread."""
@@ -218,7 +218,7 @@ class CollectiveExchange(Exchange):
         flat, own = self._with_own(flat)
         if self._copies is None or not over_copies:
             work = dist.reduce_scatter_tensor(own, flat, op, group=self._group, async_op=True)
-            return _Started(work.is_completed, work.wait)
+            return Started(work.is_completed, work.wait)
         with self._stream.after_current(flat):
             dist.reduce_scatter_tensor(own, flat, op, group=self._group)
             dist.all_reduce(own, group=self._copies)
@@ -227,7 +227,7 @@ class CollectiveExchange(Exchange):
     def gather(self, flat: torch.Tensor) -> Pending:
         flat, own = self._with_own(flat)
         work = self._gather(flat, own, async_op=True)
-        return _Started(work.is_completed, work.wait)
+        return Started(work.is_completed, work.wait)
 
     def all_reduce(self, flat: torch.Tensor) -> Pending:
         flat, own = self._with_own(flat)
@@ -243,7 +243,7 @@ class CollectiveExchange(Exchange):
 
     def _queued(self) -> Pending:
         end = self._stream.mark()
-        return _Started(lambda: end is None or end.query(), lambda: order_after(end, self._device))
+        return Started(lambda: end is None or end.query(), lambda: order_after(end, self._device))
 
     def _gather(self, flat: torch.Tensor, own: torch.Tensor, async_op: bool = False) -> Any:
         own = own if traits_of(self._group, flat.device).gathers_in_place else own.clone()

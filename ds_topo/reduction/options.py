@@ -60,6 +60,7 @@ class ReductionArguments(TypedDict, total=False):
     broadcast_at_start: bool
     two_level: bool | None
     overlap_parameters: bool
+    manager: Any
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -76,7 +77,7 @@ _DTYPES = {
     for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("fp64", "float64"))
     for name in (short, dtype, f"torch.{dtype}")
 }
-_NOT_IN_JSON = ("grad_buffers", "partitions", "expert_groups")
+_NOT_IN_JSON = ("grad_buffers", "partitions", "expert_groups", "manager")
 
 
 def unknown_option(name: object, besides: Sequence[str] = (), without: Sequence[str] = ()) -> str:
@@ -157,6 +158,9 @@ class ReductionOptions:
         overlap_parameters: at ZeRO stages 1 and 2, receive updated parameters while the program goes on. Whatever reads
             a parameter waits for it. Where that is impossible (scripted or compiled modules, tensors that share the
             memory of parameters), they arrive within the optimizer's step, with a warning.
+        manager: the ``torchft.Manager`` of this rank. Every bucket is then also averaged over the replicas that it
+            manages, each of which is a job of its own. A bucket has 25 MiB by default, and buckets keep the order of
+            the parameters, because replicas must not differ in them.
 
     Raises:
         TypeError, ValueError: a value is invalid; the message names it, the rule and the choices.
@@ -182,6 +186,7 @@ class ReductionOptions:
     broadcast_at_start: bool = True
     two_level: bool | None = None
     overlap_parameters: bool = False
+    manager: Any = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -204,6 +209,11 @@ class ReductionOptions:
             raise ValueError(
                 "find_unused_parameters=True and zero_unused_parameters=True treat unused parameters differently: "
                 "choose one of them"
+            )
+        if self.manager is not None and self.find_unused_parameters:
+            raise ValueError(
+                "find_unused_parameters=True with a manager: replicas would not agree which parameters are unused; use "
+                "zero_unused_parameters=True"
             )
         if self.allow_late_gradients and not self.static_graph:
             raise ValueError(
@@ -276,5 +286,5 @@ class ReductionOptions:
 
     def summary(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text."""
-        skipped = {"expert_groups", "ignored_parameters", "grad_buffers", "partitions"}
+        skipped = {"expert_groups", "ignored_parameters", "grad_buffers", "partitions", "manager"}
         return [f"{name}={value}" for name, value in vars(self).items() if name not in skipped]

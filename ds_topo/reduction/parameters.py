@@ -62,8 +62,8 @@ class Route:
     communication_dtype: torch.dtype | None
     bucket_bytes: int
     """The capacity of its buckets; equal on all ranks of the group."""
-    two_level: Exchange | None = None
-    """The exchange that sums inside hosts first, then across hosts."""
+    exchange: Exchange | None = None
+    """The exchange that sums inside hosts first, then across hosts, or also over replicas of a ``Manager``."""
     hook: CommHook | None = None
     hook_state: object = None
     last_hook: torch.futures.Future[Any] | None = None

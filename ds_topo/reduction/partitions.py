@@ -22,6 +22,7 @@ from typing_extensions import Self
 from ds_topo.base.torch_names import ReduceOp
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import Exchange, PartitionHolders, Pending, exchange_of
+from ds_topo.reduction.managed import ManagedExchange, ReplicaSums
 
 ALIGNMENT = 2
 """The number of elements that slices are a multiple of, as DeepSpeed's partitions."""
@@ -242,9 +243,10 @@ class PartitionedGradients:
         memory: lasting memory of all whole gradients; or how long memory is lent, region by region.
         whole: indices of regions that every rank needs whole, such as those of tied layers.
         copies: the ranks that hold copies of the partitions, if there are any; sums include them.
+        replicas: the averages over replicas of a ``Manager``, to which sums go on; None without one.
         ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch.
-            If memory is lent for a micro-batch, sums of earlier ones do not include the copies, and the last exchange
-            adds those.
+            If memory is lent for a micro-batch, sums of earlier ones do not include the copies and replicas, and the
+            last exchange adds those.
     """
 
     def __init__(
@@ -257,10 +259,11 @@ class PartitionedGradients:
         memory: torch.Tensor | GradientMemory,
         whole: Collection[int] = (),
         copies: PartitionHolders | None = None,
+        replicas: ReplicaSums | None = None,
         ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layout, self.group, self.whole = layout, group, frozenset(whole)
-        self.copies, self._ends_step = copies, ends_step
+        self.copies, self._replicas, self._ends_step = copies, replicas, ends_step
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
         self._memory = memory if isinstance(memory, torch.Tensor) else None
@@ -288,7 +291,8 @@ class PartitionedGradients:
     @cached_property
     def exchange(self) -> Exchange:
         """The exchange of slices; the first access is collective over the group."""
-        return exchange_of(self.group, self._device, self.copies)
+        inside = exchange_of(self.group, self._device, self.copies)
+        return inside if self._replicas is None else ManagedExchange(self._replicas, self.group, inside)
 
     def start_sum(self, region: Region, flat: torch.Tensor, op: ReduceOp, unit: float) -> Pending:
         """Start to sum this rank's slice of a region, over all ranks that hold the parameters.
@@ -301,7 +305,7 @@ class PartitionedGradients:
             op: the operation.
             unit: the sum that has been collected for 1.0 in ``flat``.
         """
-        if self.copies is None or self.lifetime is not MICRO_BATCH:
+        if (self.copies is None and self._replicas is None) or self.lifetime is not MICRO_BATCH:
             return self.exchange.reduce_scatter(flat, op)
         over_copies = self._ends_step()
         if over_copies and region.index in self._collected:

@@ -46,6 +46,7 @@ from ds_topo.reduction.buckets import (
     hand_out,
     is_copied_at_once,
 )
+from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.reduction.options import ReductionArguments
 from ds_topo.reduction.parameters import (
     COPIED,
@@ -135,6 +136,9 @@ class ReductionStep:
 
 class StepDriver:
     """Step control of a reducer. This base class serves a user's training loop; drivers of engines override it."""
+
+    sums: ReplicaSums | None = None
+    """The averages over the replicas of a ``Manager`` that the engine's optimizer uses, too."""
 
     def options(self) -> ReductionArguments:
         """Return the driver's settings of the reduction; the user's take precedence."""
@@ -226,7 +230,14 @@ class BucketReducer:
         )
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
-        self._dense = assign_routes(self._states, self.options, self.group, self._device)
+        manager = self.options.manager
+        self._sums = self.driver.sums if self.driver.sums or manager is None else ReplicaSums(manager)
+        """The averages over the replicas of a ``Manager``; None without one."""
+        self._dense = assign_routes(self._states, self.options, self.group, self._device, self._sums)
+        if self._sums is not None and any(state.home is ROWS for state in self._states):
+            raise ValueError(
+                "manager: torchft does not sum the sparse gradients of nn.Embedding(sparse=True): give it sparse=False"
+            )
         self._members: dict[Route, list[ParameterState]] = {}
         """The parameters of each route."""
         for state in self._states:
@@ -314,11 +325,16 @@ class BucketReducer:
                 if problem is not None:
                     raise RuntimeError(problem)
                 unused, late = self._read(notes)
+                if late and self._sums is not None:
+                    raise RuntimeError(
+                        f"parameters {_listed(late)} got more gradients than in the first step, which replicas of a "
+                        "Manager cannot know of each other: let every step reach the same parameters equally often"
+                    )
                 add_late_gradients(late, self.options.scales(self._dense.size))
                 for state in self._step.late.values():
                     state.expected = max(state.expected or 1, state.arrived)
                 hand_out(self._states, self.options, without, unused)
-                self._layout.learn(self.group)
+                self._layout.learn(self.group, keeps_order=self._sums is not None)
             except BaseException:
                 for partition in self.options.partitions:
                     partition.discard()
@@ -430,8 +446,10 @@ class BucketReducer:
         for bucket in self._layout.buckets:
             bucket.release()
         self.driver.on_detach()
-        if self._dense.two_level is not None:
-            self._dense.two_level.rest()
+        if self._dense.exchange is not None:
+            self._dense.exchange.rest()
+        if self._sums is not None:
+            self._sums.rest()
 
     @property
     def state(self) -> ReducerState:
@@ -446,7 +464,7 @@ class BucketReducer:
     @property
     def uses_two_levels(self) -> bool:
         """True if dense gradients are reduced inside hosts first, then across hosts."""
-        return self._dense.two_level is not None
+        return self._dense.exchange is not None and self._dense.exchange.slices > 1
 
     # -- gradients arrive ----------------------------------------------------------------------------------------------
 

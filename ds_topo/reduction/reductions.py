@@ -22,6 +22,7 @@ from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reduction.exchange import Exchange, Pending, hosts_in_order, two_level_exchange
+from ds_topo.reduction.managed import ManagedExchange, ReplicaSums
 from ds_topo.reduction.options import MIB, ReductionOptions
 from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reduction.report import BucketTiming
@@ -29,12 +30,23 @@ from ds_topo.topology.rank_tables import has_two_levels
 
 
 def assign_routes(
-    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, device: torch.device
+    states: Sequence[ParameterState],
+    options: ReductionOptions,
+    group: ProcessGroup,
+    device: torch.device,
+    sums: ReplicaSums | None = None,
 ) -> Route:
     """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
 
     Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
     group measures its own link, because an expert-data group may span several data-parallel groups.
+
+    Args:
+        states: the parameters.
+        options: the options of the reducer.
+        group: the data-parallel group.
+        device: the device of the parameters.
+        sums: the averages over replicas of a ``Manager``, to which every route goes on; None without one.
 
     Raises:
         ValueError: two levels are wanted and the placement of ranks has none.
@@ -42,14 +54,19 @@ def assign_routes(
     size = dist.get_world_size(group)
 
     def bucket_bytes(over: ProcessGroup) -> int:
-        return suitable_bucket_bytes(over, device) if options.bucket_bytes is None else options.bucket_bytes
+        if options.bucket_bytes is not None:
+            return options.bucket_bytes
+        return suitable_bucket_bytes(over, device) if sums is None else LARGE_BUCKET_BYTES
 
-    def route(label: str, over: ProcessGroup, nbytes: int, two_level: Exchange | None, in_one_sum: bool) -> Route:
+    def route(label: str, over: ProcessGroup, nbytes: int, exchange: Exchange | None, in_one_sum: bool) -> Route:
+        if sums is not None:
+            exchange, in_one_sum = ManagedExchange(sums, over, exchange), False
         scale = scaling(options, size, over, device, in_one_sum)
-        return Route(label, over, traits_of(over, device), *scale, options.communication_dtype, nbytes, two_level)
+        return Route(label, over, traits_of(over, device), *scale, options.communication_dtype, nbytes, exchange)
 
     nbytes = bucket_bytes(group)
-    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, nbytes)
+    may_be_chosen = options.two_level or (options.two_level is None and sums is None)  # replicas may measure otherwise
+    two_level = _chosen_two_level(states, options, group, device, nbytes) if may_be_chosen else None
     in_one_sum = two_level is None and not any(partition.copies for partition in options.partitions)
     dense = route("data", group, nbytes, two_level, in_one_sum)
     used = {expert_group_name(state.parameter) for state in states}
@@ -114,7 +131,7 @@ def _chosen_two_level(
 
 _ROUNDS = 3
 _SMALL_BUCKET_BYTES = 4 * MIB
-_LARGE_BUCKET_BYTES = 25 * MIB
+LARGE_BUCKET_BYTES = 25 * MIB
 _SLOW_LINK_SECONDS = 0.01
 """A link on which a small bucket takes longer than this is slow."""
 
@@ -126,10 +143,10 @@ def suitable_bucket_bytes(group: ProcessGroup, device: torch.device) -> int:
     launches disturb backward, and large buckets, as in torch's DDP, are better.
     """
     if dist.get_world_size(group) == 1:
-        return _LARGE_BUCKET_BYTES
+        return LARGE_BUCKET_BYTES
     bucket = torch.zeros(_SMALL_BUCKET_BYTES // 4, device=device)
     (seconds,) = _best_seconds([lambda: dist.all_reduce(bucket, group=group)], group, device)
-    return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else _LARGE_BUCKET_BYTES
+    return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else LARGE_BUCKET_BYTES
 
 
 def is_two_level_faster(two_level: Exchange, group: ProcessGroup, probe: torch.Tensor) -> bool:
@@ -213,7 +230,7 @@ class Reduction:
     def _start_sum(self) -> Callable[[], object]:
         """Sum the bucket in the communication data type, for all ranks, or each slice of a region for its owner."""
         bucket, route, region = self.bucket, self.route, self.bucket.region
-        if route.size == 1 and not bucket.is_scattered:
+        if route.size == 1 and route.exchange is None and not bucket.is_scattered:
             return lambda: None
         payload, dtype = bucket.flat, route.communication_dtype
         if dtype is not None and payload.is_floating_point():  # a real type would lose half of complex gradients
@@ -222,10 +239,10 @@ class Reduction:
         if region is not None and bucket.is_scattered:
             pending = self._pending = region.gradients.start_sum(region.region, payload, route.op, route.after)
             region.gradients.note(self)
-        elif route.two_level is not None:
-            missing = -len(payload) % route.two_level.slices
+        elif route.exchange is not None:
+            missing = -len(payload) % route.exchange.slices
             payload = nn.functional.pad(payload, (0, missing)) if missing else payload
-            pending = self._pending = route.two_level.all_reduce(payload)
+            pending = self._pending = route.exchange.all_reduce(payload)
         else:
             pending = work = dist.all_reduce(payload, route.op, group=route.group, async_op=True)
             self._version = bucket.flat._version if route.traits.keeps_versions else None

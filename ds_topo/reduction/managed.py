@@ -1,0 +1,162 @@
+"""Average reduced gradients over the replicas of a torchft ``Manager``, bucket by bucket, while backward goes on.
+
+Each replica is a job of its own, whose ranks reduce a bucket among themselves first. Ranks with the same number in
+every replica then average their result over the group that torchft manages, which shrinks and grows from step to step.
+All replicas start these sums in the same order, that of the buckets.
+
+An error in such a sum raises nothing: torchft notes it, skips the rest of the step's sums, and the step is not
+committed. What a bucket holds is undefined then.
+
+Source: torchft, ``Manager.allreduce`` and ``ddp.DistributedDataParallel``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ds_topo.base.backends import SideStream, order_after
+from ds_topo.base.torch_names import ReduceOp
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.exchange import Exchange, Pending, Started
+
+if TYPE_CHECKING:
+    from torchft import Manager
+
+
+class ReplicaSums:
+    """Averages over the replicas of a manager, in flight one after the other.
+
+    On a CPU a thread waits for the sum inside the replica and starts the one over replicas, so that neither holds up
+    backward. On an accelerator a stream of its own does.
+
+    Args:
+        manager: the ``torchft.Manager`` of this rank.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self._streams: dict[torch.device, SideStream] = {}
+        self._jobs: queue.SimpleQueue[_Average | None] = queue.SimpleQueue()
+        self._end: Callable[[], object] | None = None
+        """Ends the thread; None while there is none."""
+
+    def start(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
+        """Start to average ``tensor`` over the replicas, in place, when ``after()`` has returned.
+
+        Args:
+            after: waits for the sum inside the replica.
+            tensor: what all ranks of this number average, of one size in every replica.
+        """
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if tensor.device.type != "cpu":
+            return self._start_on_stream(after, tensor)
+        if self._end is None:
+            thread = threading.Thread(target=_run, args=(self._jobs,), name="ds_topo sums over replicas", daemon=True)
+            thread.start()
+            self._end = weakref.finalize(self, _end, thread, self._jobs)
+        average = _Average(self.manager, after, tensor)
+        self._jobs.put(average)
+        return average
+
+    def _start_on_stream(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
+        stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
+        with stream.after_current(tensor):
+            after()
+            self.manager.allreduce(tensor).wait()
+        end = stream.mark()
+        return Started(lambda: end is None or end.query(), lambda: order_after(end, tensor.device))
+
+    def rest(self) -> None:
+        """End the thread. Idempotent; the next sum starts another one."""
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+
+class _Average:
+    """One tensor whose average over the replicas is in flight."""
+
+    def __init__(self, manager: Manager, after: Callable[[], object], tensor: torch.Tensor) -> None:
+        self._manager, self._after, self._tensor = manager, after, tensor
+        self._started: Future[Any] = Future()
+
+    def begin(self) -> None:
+        """Wait for the sum inside the replica, and start the one over replicas; called by the thread."""
+        try:
+            self._after()
+            self._started.set_result(self._manager.allreduce(self._tensor))
+        except BaseException as error:  # passed to the caller of wait()
+            self._started.set_exception(error)
+
+    def is_done(self) -> bool:
+        """Return False: torchft completes its sums in ``wait()``."""
+        return False
+
+    def wait(self) -> int:
+        """Wait until the average is in the tensor, or undefined after an error that torchft has noted."""
+        self._started.result().wait()
+        return time.perf_counter_ns()
+
+
+def _run(jobs: queue.SimpleQueue[_Average | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.begin()
+        del job  # it would keep its tensor alive until the next one
+
+
+def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Average | None]) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+class ManagedExchange(Exchange):
+    """An exchange whose sums go on over the replicas of a manager.
+
+    Args:
+        sums: the averages over replicas.
+        group: the ranks of this replica that share the gradients.
+        inside: the exchange inside the replica; None for torch's own all-reduce.
+    """
+
+    def __init__(self, sums: ReplicaSums, group: ProcessGroup, inside: Exchange | None) -> None:
+        self._sums, self._group, self._inside = sums, group, inside
+        self._rank = dist.get_rank(group)
+        self.slices = 1 if inside is None else inside.slices
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
+    ) -> Pending:
+        assert self._inside is not None
+        pending = self._inside.reduce_scatter(flat, op, over_copies=over_copies)
+        own = flat.view(self.slices, -1)[self._rank]
+        return self._sums.start(pending.wait, own) if over_copies else pending
+
+    def gather(self, flat: torch.Tensor) -> Pending:
+        assert self._inside is not None
+        return self._inside.gather(flat)
+
+    def gather_now(self, flat: torch.Tensor) -> None:
+        assert self._inside is not None
+        self._inside.gather_now(flat)
+
+    def all_reduce(self, flat: torch.Tensor) -> Pending:
+        if self._inside is not None:
+            return self._sums.start(self._inside.all_reduce(flat).wait, flat)
+        if dist.get_world_size(self._group) == 1:
+            return self._sums.start(lambda: None, flat)
+        work = cast("dist.Work", dist.all_reduce(flat, group=self._group, async_op=True))
+        return self._sums.start(work.wait, flat)
+
+    def rest(self) -> None:
+        if self._inside is not None:
+            self._inside.rest()
