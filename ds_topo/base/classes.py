@@ -30,7 +30,9 @@ CALLED_BY_PROGRAMS = frozenset(
 )
 """The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
 ON_GRID, REDUCED, RECORDED, COMPARED, REPLICATED = range(5)
-"""Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, ``check_replicas``, torchft."""
+"""Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, ``check_replicas``, and
+torchft.
+"""
 
 
 class Mixin:

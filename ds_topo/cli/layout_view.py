@@ -320,8 +320,8 @@ def print_replicas(console: Console, view: LayoutView, axis: str) -> None:
     if topology.axes[0] != axis:
         crossing = ", ".join(topology.axes[: topology.axes.index(axis)])
         raise TopologyError(
-            f"--replicas {axis}: in {view.spec} groups along {crossing} join ranks of several replicas, which cannot be "
-            f"jobs of their own: name {axis!r} first, so that the ranks of a replica are adjacent"
+            f"--replicas {axis}: in {view.spec} groups along {crossing} join ranks of several replicas, which cannot "
+            f"be jobs of their own: name {axis!r} first, so that the ranks of a replica are adjacent"
         )
     inside = ",".join(f"{name}={topology.get_dim(name)}" for name in topology.axes[1:]) or f"{axis}=1"
     size = topology.world_size() // topology.get_dim(axis)

@@ -1,11 +1,11 @@
 """Keep replicas of an engine together by torchft: one that is lost ends no other, and one that comes is healed.
 
-Each replica is a job of its own, with its own launcher, grid and watch. torchft's lighthouse counts who is alive. A step
-of an engine then goes like this:
+Each replica is a job of its own, with its own launcher, grid and watch. torchft's lighthouse counts who is alive. A
+step of an engine then goes like this:
 
-    begin        ``Manager.start_quorum()``, before the first forward pass or the first sample of a step: who takes part.
-                 A replica that is behind takes weights, states and counts from the memory of another one, each rank
-                 from the rank of its number
+    begin        ``Manager.start_quorum()``, before the first forward pass or the first sample of a step, says who takes
+                 part. A replica that is behind takes weights, states and counts from the memory of another one, each
+                 rank from the rank of its number
     backward     gradients are averaged inside the replica, then over replicas (:mod:`ds_topo.reduction.managed`): by a
                  reducer at ZeRO 0 to 2, by ZeRO 3's own sums over copies
     commit       ``Manager.should_commit()``, in place of the optimizer's step: the step is taken if every sum has
@@ -70,8 +70,8 @@ class ReplicaOptions:
         lighthouse_addr: the address of the lighthouse, ``"http://host:29510"``; by default ``$TORCHFT_LIGHTHOUSE``.
         replica_id: the name of this replica in logs.
         hostname: the name under which other replicas reach the host of the first rank; by default the host's own.
-        world_size_mode: ``"dynamic"``, or ``"fixed_with_spares"``: only ``min_replica_size`` replicas take part, so that
-            a step always has as many samples, and the others are spares.
+        world_size_mode: ``"dynamic"``, or ``"fixed_with_spares"``: only ``min_replica_size`` replicas take part, so
+            that a step always has as many samples, and the others are spares.
         max_retries: the number of steps in a row that may fail to commit before an error; by default any.
 
     Raises:
@@ -306,7 +306,7 @@ class Replicas:
         masters = {id(one.master): one.master for one in held if one.group is not None}
         return dict(enumerate(masters.values()))
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's weights, master weights, states and buffers: its own memory."""
         inner = facts.inner_optimizer(self.engine)
         assert inner is not None
@@ -337,7 +337,7 @@ class Replicas:
         inner = facts.inner_optimizer(self.engine)
         assert inner is not None
         # a forward pass may change buffers while they travel
-        tensors = {name: one.clone() if name.startswith("buffer") else one for name, one in self._tensors().items()}
+        tensors = {name: one.clone() if name.startswith("buffer") else one for name, one in self.tensors().items()}
         return {
             "layout": self._layout(),
             "tensors": tensors,
@@ -352,7 +352,7 @@ class Replicas:
         """Take the state of this rank in another replica."""
         engine, inner = self.engine, facts.inner_optimizer(self.engine)
         assert inner is not None
-        own = self._tensors()
+        own = self.tensors()
         self._check_layout(own, saved)
         for name, tensor in own.items():
             tensor.copy_(saved["tensors"][name])
@@ -434,6 +434,7 @@ class ReplicatedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             super()._take_model_step(*arguments)
         else:
             self.replicas.discard_gradients()
+            self._step_applied = False  # as was_step_applied() tells the program
 
     def destroy(self) -> None:
         """Leave the other replicas first."""

@@ -178,6 +178,11 @@ class ElasticJob:
 
     def finish(self, *hosts: int, seconds: float = 400.0) -> list[float]:
         """Wait for the end of torchrun on these hosts; return the losses of all steps."""
+        self.wait_for_end(*hosts, seconds=seconds)
+        return losses_in(self.out)
+
+    def wait_for_end(self, *hosts: int, seconds: float = 400.0) -> None:
+        """Wait for the end of torchrun on these hosts, without an error."""
         end = time.monotonic() + seconds
         for index in hosts:
             try:
@@ -185,7 +190,6 @@ class ElasticJob:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"host{index} goes on after {seconds:.0f} s:\n{self.logs()}") from None
             assert code == 0, f"torchrun of host{index} ended with {code}:\n{self.logs()}"
-        return losses_in(self.out)
 
     # -- what was ------------------------------------------------------------------------------------------------------
 
