@@ -126,6 +126,7 @@ def _manager(grid: MpuGrid, options: ReplicaOptions) -> Manager:
     """
     try:
         import torchft
+        from torchft.manager import WorldSizeMode
     except ImportError as error:
         raise EngineOptionError(
             'config section "replicas" needs torchft, which cannot be imported: pip install "ds_topo[torchft]"'
@@ -147,7 +148,7 @@ def _manager(grid: MpuGrid, options: ReplicaOptions) -> Manager:
         connect_timeout=timeout,
         rank=grid.grid_rank,
         world_size=grid.world_size,
-        world_size_mode=torchft.manager.WorldSizeMode[options.world_size_mode.upper()],
+        world_size_mode=WorldSizeMode[options.world_size_mode.upper()],
         store_addr=address,
         store_port=port,
         lighthouse_addr=options.lighthouse_addr,

@@ -243,10 +243,11 @@ def initialize(
     given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
     with reading_sections(), _naming_builds():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
-    attaches = reduction is not None and options is None  # replicas attach one themselves
-    engine.gradient_reducer = GradientReducer.attach(engine, **reduction) if attaches else None
+    engine.gradient_reducer = None
     if options is not None:
-        Replicas(engine, options, reduction or {})
+        Replicas(engine, options, reduction or {})  # attaches a reducer itself
+    elif reduction is not None:
+        engine.gradient_reducer = GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 
 

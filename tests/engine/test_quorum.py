@@ -1,0 +1,251 @@
+"""Engines of two replicas train as one engine over both, with whatever an engine has; faults are in tests/cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from ds_topo import (
+    GradientReducer,
+    PipelineModule,
+    PipelineParallelGrid,
+    check_replicas,
+    initialize,
+)
+from ds_topo.engine.quorum import ReplicaOptions
+from ds_topo.errors import EngineOptionError
+from ds_topo.groups import create_expert_groups
+from ds_topo.layers import ParallelLinear
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.ranks import run_ranks
+from tests.support.small_engines import settings, start
+
+torchft = pytest.importorskip("torchft", reason='torchft is not installed: pip install "ds_topo[torchft]"')
+from torchft.coordination import LighthouseServer  # noqa: E402
+
+STEPS, WIDTH = 4, 8
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, "communication_data_type": "fp32"}
+BF16 = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of a replica of two ranks, and what an engine has.
+
+    ``overflow`` makes the gradients of one replica infinite in one step.
+    """
+
+    spec: str
+    zero: int = 0
+    kind: str = "plain"
+    overflow: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [self.spec, f"zero{self.zero}", self.kind, *self.config]
+        return "-".join([*words, "overflow"] if self.overflow else words)
+
+
+class Model(nn.Module):
+    """Layers of one kind; returns the outputs."""
+
+    def __init__(self, kind: str, grid: PipelineParallelGrid) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner: Any = nn.Linear(WIDTH, WIDTH)
+        if kind == "slices":
+            columns, rows = (ParallelLinear(WIDTH, WIDTH, dim=dim, group=grid.get_group("model")) for dim in (1, 0))
+            self.inner = nn.Sequential(columns, nn.Tanh(), rows)
+        elif kind == "experts":
+            torch.manual_seed(grid.get_coord_of_expert if False else 5 + grid.grid_rank % 2)
+            self.inner = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2, k=1, capacity_factor=4.0, min_capacity=0)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = self.inner(torch.tanh(self.first(inputs.to(self.first.weight.dtype))))
+        return self.last(found[0] if isinstance(found, tuple) else found)
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+
+
+def loss_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - inputs.float().sin()).square().mean()
+
+
+def data_of(step: int, micro_batch: int, share: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro_batch + share))
+
+
+def trained(
+    case: Case, grid: PipelineParallelGrid, replica: int, more: dict[str, Any]
+) -> tuple[list[Any], list[float]]:
+    """Train for some steps; return this rank's weights, and the losses and norms."""
+    zero = {"stage": case.zero, "stage3_param_persistence_threshold": 0}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "eps": 1e-3}}
+    config = settings(zero_optimization=zero, optimizer=optimizer, gradient_clipping=0.3, **case.config, **more)
+    if case.kind == "pipeline":
+        module: Any = PipelineModule(layers(), grid=grid, loss_fn=loss_of, partition_method="uniform")
+        engine, *_ = initialize(model=module, config=config)
+    else:
+        if case.kind == "experts":
+            create_expert_groups(grid, 2)
+        engine, *_ = initialize(model=Model(case.kind, grid), mpu=grid, config=config)
+    found, share = [], grid.get_sample_rank() + (replica * grid.get_sample_world_size() if "replicas" in more else 0)
+    for step in range(STEPS):
+        batches = [data_of(step, number, share) for number in range(engine.gradient_accumulation_steps())]
+        if case.kind == "pipeline":
+            loss = engine.train_batch(iter([(batch, batch) for batch in batches]))
+        else:
+            for batch in batches:
+                loss = loss_of(engine(batch), batch)
+                infinite = case.overflow and step == 1 and replica == 1
+                engine.backward(loss * float("inf") if infinite else loss)
+                engine.step()
+        norm = engine.get_global_grad_norm()
+        found += [engine.global_steps, engine.skipped_steps, float(norm) if norm is not None else 0.0]
+        found += [float(getattr(engine.optimizer, "cur_scale", 0.0))]
+    if "replicas" in more:
+        assert engine.replicas.has_committed
+        assert engine.replicas.size == 2
+        if case.zero < 3:
+            check_replicas(engine)
+    if engine.gradient_reducer is not None:
+        engine.gradient_reducer.wait()
+    weights = [getattr(one, "ds_tensor", one).detach().clone() for one in engine.module.parameters()]
+    engine.destroy()
+    return weights, found
+
+
+def one_replica(case: Case, replica: int, address: str) -> tuple[list[Any], list[float]]:
+    """Train on a rank of one of two replicas."""
+    start()
+    section = {"min_replica_size": 2, "lighthouse_addr": address, "timeout": 30, "hostname": "localhost"}
+    with PipelineParallelGrid(case.spec) as grid:
+        return trained(case, grid, replica, {"replicas": section})
+
+
+def one_job(case: Case) -> tuple[list[Any], list[float]]:
+    """Train on a rank of both replicas as one job."""
+    start()
+    inner = case.spec.replace("data=2", "")
+    with PipelineParallelGrid(f"data=2,{inner}" if inner else "data=4") as grid:
+        return trained(case, grid, dist.get_rank() // 2, {"gradient_reducer": True} if case.zero < 3 else {})
+
+
+def in_replicas(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[list[Any]]:
+    """Run a function on the ranks of two jobs with one lighthouse; return the results of both."""
+    server = LighthouseServer("[::]:0", 2)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run_ranks, ranks, function, *arguments, one, server.address()) for one in range(2)]
+        found = [job.result() for job in jobs]
+    server.shutdown()
+    return found
+
+
+CASES = [
+    Case("shard=2", zero=1),
+    Case("shard=2", zero=3),
+    Case("data=2", zero=0),
+    Case("shard=2", zero=2),
+    Case("data=2", zero=1),
+    Case("pipe=2", zero=1, kind="pipeline"),
+    Case("model=2", zero=1, kind="slices"),
+    Case("shard=2", zero=1, kind="experts"),
+    Case("data=2", zero=0, kind="experts"),
+    Case("shard=2", zero=1, overflow=True, config=FP16),
+    Case("shard=2", zero=3, overflow=True, config=FP16),
+    Case("data=2", zero=0, overflow=True, config=FP16),
+    Case("shard=2", zero=1, config=BF16),
+    Case("shard=2", zero=1, config=BF16 | SUMS),
+    Case("shard=2", zero=2, config=BF16),
+    Case("shard=2", zero=3, config=BF16),
+]
+DEFAULT = {0, 1, 5, 9}
+
+
+@pytest.mark.parametrize("case", mark_exhaustive(CASES, default=lambda number, _: number in DEFAULT), ids=str)
+def test_replicas_train_as_one_job(case: Case) -> None:
+    """Both replicas are equal to the last bit, and nearly equal to one job."""
+    first, second = in_replicas(one_replica, 2, case)
+    expected = run_ranks(4, one_job, case)
+    tolerance = 2e-2 if "bf16" in case.config else 2e-3 if "fp16" in case.config else 1e-5
+    for rank in range(2):
+        (weights, found), (others, numbers) = first[rank], second[rank]
+        assert found == numbers
+        assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+        assert found == pytest.approx(expected[rank][1], rel=tolerance)
+        for mine, theirs in zip(weights, expected[rank][0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+        assert found[4 * STEPS - 3] == int(case.overflow)
+
+
+def _in_plain_loop(replica: int, address: str) -> list[float]:
+    """Train replicas of one rank by a reducer and torchft's own optimizer; return the weights."""
+    start()
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    module = nn.Linear(WIDTH, 1)
+    nn.init.constant_(module.weight, float(replica))  # one is healed from the other
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=module.load_state_dict,
+        state_dict=module.state_dict,
+        min_replica_size=2,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=address,
+        hostname="localhost",
+    )
+    reducer = GradientReducer(module, manager=manager)
+    optimizer = torchft.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        with reducer.no_sync():
+            module(data_of(step, 0, replica)).mean().backward()
+        module(data_of(step, 1, replica)).mean().backward()
+        reducer.finish()
+        optimizer.step()
+    manager.shutdown()
+    return [*module.weight.detach().flatten().tolist(), *module.bias.tolist()]
+
+
+def test_reducer_averages_over_replicas_of_a_manager_in_a_plain_loop() -> None:
+    [first], [second] = in_replicas(_in_plain_loop, 1)
+    assert first == second
+    weight = torch.tensor(first)
+    gradients = [data_of(step, number, one).mean(0) for step in range(3) for number in (0, 1) for one in (0, 1)]
+    moved = 0.1 * torch.stack(gradients).sum(0) / 2
+    start_at = (weight[:WIDTH] + moved).round()  # 0 or 1: where the one began that healed the other
+    torch.testing.assert_close(weight[:WIDTH], start_at - moved)
+    assert len(start_at.unique()) == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (True, "is no mapping"),
+        ({"min_replicas": 2}, r"'min_replicas'. is no option: choose among min_replica_size"),
+        ({"min_replica_size": 0}, "at least 1"),
+        ({"timeout": -1}, "more than 0"),
+        ({"lighthouse_addr": 29510}, "give a text"),
+        ({"world_size_mode": "static"}, "choose 'dynamic'"),
+    ],
+)
+def test_section_is_checked(section: Any, words: str) -> None:
+    with pytest.raises(EngineOptionError, match=words):
+        ReplicaOptions.of_section(section)
