@@ -165,6 +165,37 @@ def _span_of_zero_3(parameter: Any) -> tuple[int, int]:
     return start, min(numel, int(parameter.ds_numel) - start)
 
 
+def begin_states(inner: torch.optim.Optimizer, found: Iterable[Held]) -> None:
+    """Create the initial states of every tensor that the optimizer steps on, where it has none yet.
+
+    torch does that by a step without gradients at a learning rate of zero. Such a step counts, and turns a weight of
+    -0.0 into 0.0. Here another optimizer of the same class takes it, with a parameter of one element. If none can be
+    created from the groups alone, CheckpointError is raised.
+    """
+    for one in {id(one.master): one for one in found if one.parameter.requires_grad}.values():
+        if one.group is None or inner.state.get(one.master):
+            continue
+        element = nn.Parameter(torch.zeros(1, dtype=one.master.dtype, device=one.master.device))
+        try:
+            twin = type(inner)([{**inner.param_groups[one.group], "params": [element]}])  # type: ignore[call-arg]
+            element.grad = torch.zeros_like(element)
+            twin.step()
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(inner).__name__} has no states yet, and its initial states cannot be derived "
+                f"({abridged(error)}): take a step before saving"
+            ) from error
+        states = twin.state[element].items()
+        inner.state[one.master] = {key: _like(value, one.master) for key, value in states if value is not None}
+
+
+def _like(value: Any, master: torch.Tensor) -> Any:
+    """Extend a state of one element to all elements, and set numbers such as the step to zero."""
+    if torch.is_tensor(value) and value.shape == (1,):
+        return torch.full_like(master, float(value), dtype=value.dtype, requires_grad=False)
+    return torch.zeros_like(value) if torch.is_tensor(value) else type(value)()
+
+
 def update_weights(engine: DeepSpeedEngine, parameters: Iterable[Named]) -> None:
     """Copy the master weights into the module after they were loaded; collective under ZeRO."""
     optimizer: Any = engine.optimizer

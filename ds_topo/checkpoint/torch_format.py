@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -43,11 +42,11 @@ from typing_extensions import override
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.by_name import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.engine_state import (
-    Held,
     Named,
     NamedBuffer,
     PartOfTensor,
     Rename,
+    begin_states,
     named_buffers,
     named_parameters,
     part_of,
@@ -68,7 +67,6 @@ from ds_topo.errors import (
     DamagedCheckpointError,
     MissingCheckpointError,
     UnsafeCheckpointError,
-    abridged,
     listed,
 )
 from ds_topo.mpu import MpuGrid
@@ -279,37 +277,6 @@ class EngineState:
         mesh, all_axes = self._grid.device_mesh(), self._grid.topology().axes
         axes = tuple(axis for axis in all_axes if axis != PIPE)
         return mesh if len(axes) == len(all_axes) else mesh[axes] if axes else None
-
-
-def begin_states(inner: torch.optim.Optimizer, found: Iterable[Held]) -> None:
-    """Create the initial states of every tensor that the optimizer steps on, where it has none yet.
-
-    torch does that by a step without gradients at a learning rate of zero. Such a step counts, and turns a weight of
-    -0.0 into 0.0. Here another optimizer of the same class takes it, with a parameter of one element. If none can be
-    created from the groups alone, CheckpointError is raised.
-    """
-    for one in {id(one.master): one for one in found if one.parameter.requires_grad}.values():
-        if one.group is None or inner.state.get(one.master):
-            continue
-        element = nn.Parameter(torch.zeros(1, dtype=one.master.dtype, device=one.master.device))
-        try:
-            twin = type(inner)([{**inner.param_groups[one.group], "params": [element]}])  # type: ignore[call-arg]
-            element.grad = torch.zeros_like(element)
-            twin.step()
-        except Exception as error:
-            raise CheckpointError(
-                f"{type(inner).__name__} has no states yet, and its initial states cannot be derived "
-                f"({abridged(error)}): take a step before saving"
-            ) from error
-        states = twin.state[element].items()
-        inner.state[one.master] = {key: _like(value, one.master) for key, value in states if value is not None}
-
-
-def _like(value: Any, master: torch.Tensor) -> Any:
-    """Extend a state of one element to all elements, and set numbers such as the step to zero."""
-    if torch.is_tensor(value) and value.shape == (1,):
-        return torch.full_like(master, float(value), dtype=value.dtype, requires_grad=False)
-    return torch.zeros_like(value) if torch.is_tensor(value) else type(value)()
 
 
 def _is_by_element(value: Any, master: torch.Tensor) -> bool:

@@ -37,12 +37,12 @@ from torch.utils.data import DataLoader, Sampler
 from ds_topo.base.classes import REPLICATED, Mixin, adopt
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
+    begin_states,
     named_parameters,
     progress_of,
     restore_hyperparameters,
     restore_progress,
 )
-from ds_topo.checkpoint.torch_format import begin_states
 from ds_topo.engine.partitioned_optimizers import PartitionedZero
 from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import CheckpointLayoutError, EngineOptionError, QuorumError, abridged, listed, warn

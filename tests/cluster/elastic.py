@@ -111,6 +111,7 @@ class ElasticJob:
         self._note(f"host{index} goes on")
         for pid in self._processes(index):
             os.kill(pid, signal.SIGCONT)
+        self._torchruns[index].send_signal(signal.SIGCONT)  # nsenter has stopped with what it has started
 
     def kill_rank(self, index: int) -> None:
         """Kill one rank of a host."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ class ReplicaJob(ElasticJob):
                     by_step.setdefault(row["step"], set()).add(row["digest"])
             differ = {step: digests for step, digests in by_step.items() if len(digests) > 1}
             assert not differ, f"rank {rank}: {differ}"
+
+    def longest_gap(self, hosts: Sequence[int], since: float = 0.0) -> float:
+        """Return the longest time between two steps of the job, in seconds."""
+        times = sorted(row["time"] for index in hosts for row in self.rows(index) if row["time"] > since - 1.0)
+        return max(later - earlier for earlier, later in pairwise(times))
 
     def replayed(self, hosts: Sequence[int], steps: int) -> list[tuple[float, float, float]]:
         """Take the committed steps again in one process, on the same samples.

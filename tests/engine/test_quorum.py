@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ds_topo import (
     PipelineParallelGrid,
     check_replicas,
     initialize,
+    use,
 )
 from ds_topo.engine.quorum import ReplicaOptions
 from ds_topo.errors import EngineOptionError
@@ -67,8 +69,9 @@ class Model(nn.Module):
             columns, rows = (ParallelLinear(WIDTH, WIDTH, dim=dim, group=grid.get_group("model")) for dim in (1, 0))
             self.inner = nn.Sequential(columns, nn.Tanh(), rows)
         elif kind == "experts":
-            torch.manual_seed(grid.get_coord_of_expert if False else 5 + grid.grid_rank % 2)
-            self.inner = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2, k=1, capacity_factor=4.0, min_capacity=0)
+            torch.manual_seed(5 + grid.grid_rank % 2)
+            expert = nn.Linear(WIDTH, WIDTH)
+            self.inner = MoE(WIDTH, expert, num_experts=2, ep_size=2, k=1, capacity_factor=4.0, min_capacity=0)
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -249,3 +252,61 @@ def test_reducer_averages_over_replicas_of_a_manager_in_a_plain_loop() -> None:
 def test_section_is_checked(section: Any, words: str) -> None:
     with pytest.raises(EngineOptionError, match=words):
         ReplicaOptions.of_section(section)
+
+
+class _Regression(nn.Module):
+    """A model in the shape that Trainer expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.layer(inputs)
+        return {"loss": loss_of(outputs, inputs), "logits": outputs}
+
+
+def _by_trainer(folder: str, replica: int, address: str) -> tuple[list[torch.Tensor], list[float]]:
+    """Train by Trainer on the samples of one replica; return the weights, and the losses and rates of its log."""
+    start()
+    section = {"min_replica_size": 2, "lighthouse_addr": address, "timeout": 30, "hostname": "localhost"}
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    with PipelineParallelGrid("shard=2") as grid, use(grid):
+        from transformers import Trainer, TrainingArguments
+
+        config = {"zero_optimization": {"stage": 1}, "replicas": section, **auto}
+        arguments = TrainingArguments(
+            folder,
+            deepspeed=config,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=STEPS,
+            learning_rate=1e-2,
+            warmup_steps=2,
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            log_level="error",
+        )
+        part = [{"inputs": data_of(number, 0, 4 + replica)[0]} for number in range(32)]
+        trainer = Trainer(_Regression(), arguments, train_dataset=part)  # type: ignore[arg-type]
+        trainer.train()
+        engine = trainer.model_wrapped
+        assert engine.replicas.size == 2
+        assert engine.replicas.manager.current_step() == STEPS
+        weights = [one.detach().clone() for one in engine.module.parameters()]
+        rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        engine.destroy()
+        return weights, rates
+
+
+def test_trainer_keeps_replicas_equal(tmp_path: Path) -> None:
+    """Each replica has its own part of the dataset."""
+    first, second = in_replicas(_by_trainer, 2, str(tmp_path))
+    (weights, rates), (others, other_rates) = first[0], second[0]
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert rates == other_rates
+    assert not torch.equal(weights[0], next(_Regression().parameters()))
