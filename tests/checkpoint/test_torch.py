@@ -25,8 +25,7 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_topo import PipelineParallelGrid, checkpoint, initialize
-from ds_topo.checkpoint.engine_state import Held
-from ds_topo.checkpoint.torch_format import begin_states
+from ds_topo.checkpoint.engine_state import Held, begin_states
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
