@@ -432,6 +432,8 @@ def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.Sav
 _VOCABULARY = "original_vocab_size"
 WRITER = "written_by"
 """An entry that marks ours, which a program did not supply."""
+REPLICAS = "ds_topo_replicas"
+"""The entry of a ``client_state`` for the counts of torchft's manager, which a program does not see."""
 
 
 def universal_info_of(

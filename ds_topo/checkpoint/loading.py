@@ -194,6 +194,9 @@ def load(
     else:
         state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
     meeting.end()
+    of_replicas = state.pop(facts.REPLICAS, None)
+    if of_replicas is not None and hasattr(engine, "replicas"):
+        engine.replicas.manager.load_state_dict(of_replicas)
     if facts.WRITER in (state.get(UNIVERSAL_CHECKPOINT_INFO) or ()):  # it is ours, and not the program's
         del state[UNIVERSAL_CHECKPOINT_INFO]
     return str(root / chosen), state

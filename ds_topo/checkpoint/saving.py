@@ -422,11 +422,14 @@ class BackgroundSave:
             self._files.write(facts.random_states(engine), path)
         with suppress(CheckpointError):  # such checkpoints load in the layout that saved them
             self._recorder = recorder_of(engine)
+        state = dict(client_state or {})
+        if hasattr(engine, "replicas"):
+            state[facts.REPLICAS] = engine.replicas.manager.state_dict()
         with deepspeeds_part(engine), self._files.of(engine), _with_universal_info(engine, self._universal):
             engine.save_checkpoint(
                 str(self._draft),
                 tag=self._tag,
-                client_state=dict(client_state or {}),
+                client_state=state,
                 save_latest=False,
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )

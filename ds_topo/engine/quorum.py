@@ -13,7 +13,9 @@ step of an engine then goes like this:
                  learning rate and ``global_steps`` stay
 
 A replica that does not commit a step which others have committed is behind, and is healed before the next one. So all
-replicas are equal to the last bit after each step that they have committed.
+replicas are equal to the last bit after each step that they have committed. torchft relies on that: it heals each rank
+from another replica, and heals no replica that is at the same step. So replicas must begin alike, which they compare at
+each change of the quorum.
 
 Source: torchft, ``manager.py`` and ``optim.py``.
 """
@@ -21,6 +23,7 @@ Source: torchft, ``manager.py`` and ``optim.py``.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sized
 from datetime import timedelta
@@ -45,10 +48,19 @@ from ds_topo.checkpoint.engine_state import (
 )
 from ds_topo.engine.partitioned_optimizers import PartitionedZero
 from ds_topo.engine.reducer_drivers import GradientReducer
-from ds_topo.errors import CheckpointLayoutError, EngineOptionError, QuorumError, abridged, listed, warn
+from ds_topo.engine.replicas import digest
+from ds_topo.errors import (
+    CheckpointLayoutError,
+    EngineOptionError,
+    QuorumError,
+    ReplicaError,
+    abridged,
+    listed,
+    warn,
+)
 from ds_topo.health import guard
 from ds_topo.mpu import MpuGrid
-from ds_topo.process_groups.creation import gathered
+from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction.managed import ReplicaSums
 
 if TYPE_CHECKING:
@@ -56,6 +68,12 @@ if TYPE_CHECKING:
 
 _STATE = "ds_topo"
 """The key of an engine's state among those that the manager sends."""
+_LAST_20_BITS = (1 << 20) - 1
+"""The square of so many bits, summed over many replicas, is exact in fp64."""
+_ALIKE = (
+    "give all replicas the same initial weights, by the same seed before the model is built, or load the same "
+    "checkpoint in all of them"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,13 +201,18 @@ class Replicas:
         """True from the quorum of a step to its commit."""
         self.attempts = 0
         """The number of steps that began."""
+        self._compared = -1
+        """The quorum in which replicas were last compared."""
+        self._initial: bytes | None = None
+        """A digest of what all ranks of this replica held before the first step, if it has seen that."""
         if engine.zero_optimization_partition_weights():
-            self._sums: ReplicaSums | None = ReplicaSums(self.manager)
-            parts = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
-            engine.optimizer.on_grid = parts
+            self._sums = ReplicaSums(self.manager)
+            engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
         else:
-            self._sums = None
             engine.gradient_reducer = GradientReducer.attach(engine, **reduction, manager=self.manager)
+            sums = engine.gradient_reducer.driver.sums
+            assert sums is not None
+            self._sums = sums
         self.manager.register_state_dict_fn(_STATE, self._load, self._state)
         engine.replicas = self
         is_pipeline = isinstance(engine, PipelineEngine)
@@ -207,6 +230,7 @@ class Replicas:
         Raises:
             QuorumError: too few replicas within the timeout, or the lighthouse cannot be reached.
             CheckpointLayoutError: the replica that would heal this one has another layout.
+            ReplicaError: replicas differ that must be equal.
         """
         if self._has_begun:
             return
@@ -214,18 +238,58 @@ class Replicas:
         with guard.over("quorum", engine.mpu.members):
             if engine.gradient_reducer is not None:
                 engine.gradient_reducer.driver.wait_for_parameters()
+            if not self.has_committed:
+                self._require_same_step()
+            if self.manager.current_step() == 0 and self._initial is None:
+                self._initial = b"".join(gathered(self._digest(), self._everyone))
             before = self.manager.num_participants()
             try:
                 self.manager.start_quorum()
+            except (CheckpointLayoutError, ReplicaError):
+                raise
             except (TimeoutError, RuntimeError) as error:
                 raise QuorumError(
                     f"no quorum before step {engine.global_steps + 1}: {abridged(error)}. The lighthouse must run, and "
                     "at least min_replica_size replicas must be there within quorum_timeout"
                 ) from error
+            self._compare()
         self._has_begun = True
         self.attempts += 1
         if self.size != before and engine.mpu.grid_rank == 0:
             print(f"ds_topo: {self.size} replicas from step {engine.global_steps + 1} on (was {before})", flush=True)
+
+    def _require_same_step(self) -> None:
+        """Refuse to go on if the last healing has reached some ranks of this replica only; collective over them."""
+        steps = gathered(self.manager.current_step(), self._everyone)
+        if len(set(steps)) > 1:
+            raise QuorumError(
+                f"ranks of this replica are at the steps {listed(sorted(set(steps)))}, because the replica that healed "
+                "it was lost meanwhile: start this replica again"
+            )
+
+    def _compare(self) -> None:
+        """Compare this rank's state with that of the same rank in all replicas, if the quorum has changed.
+
+        Raises:
+            ReplicaError: they differ; raised in all replicas.
+        """
+        quorum = self.manager._quorum_id
+        if quorum == self._compared or self.manager.errored() is not None:
+            return
+        number = int.from_bytes(self._digest()[:6], "big")
+        parts = [number >> 20 & _LAST_20_BITS, number & _LAST_20_BITS]
+        sums = torch.tensor([*parts, *(part * part for part in parts)], dtype=torch.float64, device=self.engine.device)
+        self._sums.start(lambda: None, sums, dist.ReduceOp.SUM).wait()
+        if self.manager.errored() is not None:
+            return  # the step will not be committed
+        self._compared = quorum
+        *firsts, first_square, second_square = map(int, sums.tolist())
+        squares = (first_square, second_square)
+        if any(self.size * square != total * total for total, square in zip(firsts, squares, strict=True)):
+            raise ReplicaError(
+                f"replicas differ after step {self.engine.global_steps}, although all have committed as many steps: "
+                f"{_ALIKE}"
+            )
 
     def commits(self) -> bool:
         """Return True if the step is to be taken, on every rank of this replica alike; ends the step."""
@@ -298,6 +362,19 @@ class Replicas:
     # -- healing
 
     @cached_property
+    def _everyone(self) -> ProcessGroup:
+        """All ranks of this replica."""
+        grid: MpuGrid = self.engine.mpu
+        return grid.get_group(grid.topology().axes)
+
+    def _digest(self) -> bytes:
+        """Return a digest of this rank's weights, states and buffers."""
+        found = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.tensors().items():
+            found.update(f"{name} {digest(tensor).tolist()}".encode())
+        return found.digest()
+
+    @cached_property
     def _masters(self) -> dict[int, torch.Tensor]:
         """The tensors that the optimizer steps on, by their index; their states exist from now on."""
         held = [one.held for one in named_parameters(self.engine)]
@@ -312,10 +389,8 @@ class Replicas:
         inner = facts.inner_optimizer(self.engine)
         assert inner is not None
         found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.engine.module.named_parameters():
-            found[f"weight {name}"] = parameter.data
-            if hasattr(parameter, "ds_tensor"):
-                found[f"partition {name}"] = parameter.ds_tensor.data
+        for name, parameter in self.engine.module.named_parameters():  # at ZeRO 3 this rank's partition
+            found[f"weight {name}"] = getattr(parameter, "ds_tensor", parameter).data
         found |= {f"buffer {name}": buffer for name, buffer in self.engine.module.named_buffers()}
         for number, master in self._masters.items():
             found[f"master {number}"] = master.data
@@ -345,6 +420,7 @@ class Replicas:
             "numbers": self._numbers(),
             "groups": [{key: group[key] for key in group if key != "params"} for group in inner.param_groups],
             "progress": progress_of(self.engine),
+            "initial": self._initial,
             "random": facts.random_states(self.engine),
         }
 
@@ -355,8 +431,15 @@ class Replicas:
         assert inner is not None
         own = self.tensors()
         self._check_layout(own, saved)
+        if self._initial is not None and not saved["progress"]["global_steps"] and self._initial != saved["initial"]:
+            raise ReplicaError(f"replicas differ before the first step: {_ALIKE}")
+        is_zero_3 = engine.zero_optimization_partition_weights()
+        if is_zero_3:  # small parameters are gathered between steps
+            engine.optimizer.checkpoint_event_prologue()
         for name, tensor in own.items():
             tensor.copy_(saved["tensors"][name])
+        if is_zero_3:
+            engine.optimizer.checkpoint_event_epilogue()
         for master, numbers in zip(self._masters.values(), saved["numbers"], strict=True):
             inner.state[master].update(numbers)
         for group, row in zip(inner.param_groups, saved["groups"], strict=True):
@@ -379,8 +462,7 @@ class Replicas:
     def close(self) -> None:
         """Leave the other replicas, who go on. Idempotent."""
         self._release()
-        if self._sums is not None:
-            self._sums.rest()
+        self._sums.rest()
         self.manager.shutdown()
 
 

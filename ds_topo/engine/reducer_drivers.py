@@ -267,8 +267,8 @@ class EngineDriver(StepDriver):
         )
 
     def steps_taken(self) -> int:
-        """Return the engine's count of steps."""
-        return int(self.engine.global_steps)
+        """Return the engine's count of steps; replicas of a ``Manager`` compare it themselves."""
+        return int(self.engine.global_steps) if self.sums is None else 0
 
     def wait_for_parameters(self) -> None:
         """Wait for the gather of the last step."""

@@ -45,33 +45,34 @@ class ReplicaSums:
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
         self._streams: dict[torch.device, SideStream] = {}
-        self._jobs: queue.SimpleQueue[_Average | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._end: Callable[[], object] | None = None
         """Ends the thread; None while there is none."""
 
-    def start(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
-        """Start to average ``tensor`` over the replicas, in place, when ``after()`` has returned.
+    def start(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp = dist.ReduceOp.AVG) -> Pending:
+        """Start to reduce ``tensor`` over the replicas, in place, when ``after()`` has returned.
 
         Args:
             after: waits for the sum inside the replica.
             tensor: what all ranks of this number average, of one size in every replica.
+            op: the average, or a sum.
         """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.device.type != "cpu":
-            return self._start_on_stream(after, tensor)
+            return self._start_on_stream(after, tensor, op)
         if self._end is None:
             thread = threading.Thread(target=_run, args=(self._jobs,), name="ds_topo sums over replicas", daemon=True)
             thread.start()
             self._end = weakref.finalize(self, _end, thread, self._jobs)
-        average = _Average(self.manager, after, tensor)
-        self._jobs.put(average)
-        return average
+        job = _Job(self.manager, after, tensor, op)
+        self._jobs.put(job)
+        return job
 
-    def _start_on_stream(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
+    def _start_on_stream(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> Pending:
         stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
         with stream.after_current(tensor):
             after()
-            self.manager.allreduce(tensor).wait()
+            self.manager.allreduce(tensor, reduce_op=op).wait()
         end = stream.mark()
         return Started(lambda: end is None or end.query(), lambda: order_after(end, tensor.device))
 
@@ -82,18 +83,18 @@ class ReplicaSums:
             self._end = None
 
 
-class _Average:
-    """One tensor whose average over the replicas is in flight."""
+class _Job:
+    """One tensor in flight over the replicas."""
 
-    def __init__(self, manager: Manager, after: Callable[[], object], tensor: torch.Tensor) -> None:
-        self._manager, self._after, self._tensor = manager, after, tensor
+    def __init__(self, manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._manager, self._after, self._tensor, self._op = manager, after, tensor, op
         self._started: Future[Any] = Future()
 
     def begin(self) -> None:
         """Wait for the sum inside the replica, and start the one over replicas; called by the thread."""
         try:
             self._after()
-            self._started.set_result(self._manager.allreduce(self._tensor))
+            self._started.set_result(self._manager.allreduce(self._tensor, reduce_op=self._op))
         except BaseException as error:  # passed to the caller of wait()
             self._started.set_exception(error)
 
@@ -102,18 +103,18 @@ class _Average:
         return False
 
     def wait(self) -> int:
-        """Wait until the average is in the tensor, or undefined after an error that torchft has noted."""
+        """Wait until the result is in the tensor, or undefined after an error that torchft has noted."""
         self._started.result().wait()
         return time.perf_counter_ns()
 
 
-def _run(jobs: queue.SimpleQueue[_Average | None]) -> None:
+def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.begin()
         del job  # it would keep its tensor alive until the next one
 
 
-def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Average | None]) -> None:
+def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Job | None]) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join()

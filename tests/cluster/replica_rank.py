@@ -156,6 +156,7 @@ def main() -> None:
         if engine.was_step_applied() or replicas.has_committed:
             row = {
                 "step": engine.global_steps,
+                "process": f"{socket.gethostname()}-{os.getpid()}",
                 "batches": replicas.manager.batches_committed(),
                 "place": replicas.rank,
                 "whole": grid.get_sample_world_size() == 1,

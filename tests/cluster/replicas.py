@@ -85,17 +85,26 @@ class ReplicaJob(ElasticJob):
 
         self.until(lambda: steps(index, known) & steps(others, 0))
 
+    def history(self, hosts: Sequence[int], rank: int = 0) -> dict[int, list[dict[str, Any]]]:
+        """Return what replicas have recorded of each step; of steps that a new start has repeated, the last time."""
+        rows = sorted((row for index in hosts for row in self.rows(index, rank)), key=lambda row: float(row["time"]))
+        found: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            step = row["step"]
+            if step in found and any(row["process"] == other["process"] for other in found[step]):
+                raise AssertionError(f"a process has recorded step {step} twice: {row}")
+            if step in found and found[step][0]["batches"] != row["batches"]:
+                found = {number: known for number, known in found.items() if number < step}
+            found.setdefault(step, []).append(row)
+        return found
+
     def check_equal(self, hosts: Sequence[int], steps: int) -> None:
         """Check that each rank had the same bits in all replicas after every step that they have committed."""
         for rank in range(2):
-            by_step: dict[int, set[str]] = {}
             for index in hosts:
-                rows = self.rows(index, rank)
-                assert max(row["step"] for row in rows) == steps, f"host{index} ends at {rows[-1]}"
-                for row in rows:
-                    by_step.setdefault(row["step"], set()).add(row["digest"])
-            differ = {step: digests for step, digests in by_step.items() if len(digests) > 1}
-            assert not differ, f"rank {rank}: {differ}"
+                assert max(row["step"] for row in self.rows(index, rank)) == steps, f"host{index} ends earlier"
+            for step, rows in self.history(hosts, rank).items():
+                assert len({row["digest"] for row in rows}) == 1, f"rank {rank} after step {step}: {rows}"
 
     def longest_gap(self, hosts: Sequence[int], since: float = 0.0) -> float:
         """Return the longest time between two steps of the job, in seconds."""
@@ -111,10 +120,7 @@ class ReplicaJob(ElasticJob):
         data, order, before = samples(), list[int](), 0
         model = nn.Sequential(*layers())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        by_step: dict[int, list[dict[str, Any]]] = {}
-        for index in hosts:
-            for row in self.rows(index):
-                by_step.setdefault(row["step"], []).append(row)
+        by_step = self.history(hosts)
         found = []
         for step in range(1, steps + 1):
             rows = by_step.get(step, [])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,15 +27,17 @@ from ds_topo import (
     use,
 )
 from ds_topo.engine.quorum import ReplicaOptions
-from ds_topo.errors import EngineOptionError
+from ds_topo.errors import CheckpointLayoutError, EngineOptionError, FailedRankError, ReplicaError
 from ds_topo.groups import create_expert_groups
 from ds_topo.layers import ParallelLinear
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
+from tests.support.strict_backend import NAME, StrictProcessGroup
 
 torchft = pytest.importorskip("torchft", reason='torchft is not installed: pip install "ds_topo[torchft]"')
 from torchft.coordination import LighthouseServer  # noqa: E402
+from torchft.process_group import ProcessGroupWrapper  # noqa: E402
 
 STEPS, WIDTH = 4, 8
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, "communication_data_type": "fp32"}
@@ -148,11 +154,14 @@ def one_job(case: Case) -> tuple[list[Any], list[float]]:
         return trained(case, grid, dist.get_rank() // 2, {"gradient_reducer": True} if case.zero < 3 else {})
 
 
-def in_replicas(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[list[Any]]:
+def in_replicas(
+    function: Callable[..., Any], ranks: int, *arguments: Any, backend: str = "gloo", least: int = 2
+) -> list[list[Any]]:
     """Run a function on the ranks of two jobs with one lighthouse; return the results of both."""
-    server = LighthouseServer("[::]:0", 2)
+    server = LighthouseServer("[::]:0", least, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(run_ranks, ranks, function, *arguments, one, server.address()) for one in range(2)]
+        run = partial(run_ranks, ranks, function, *arguments, backend=backend)
+        jobs = [pool.submit(run, one, server.address()) for one in range(2)]
         found = [job.result() for job in jobs]
     server.shutdown()
     return found
@@ -310,3 +319,93 @@ def test_trainer_keeps_replicas_equal(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
     assert rates == other_rates
     assert not torch.equal(weights[0], next(_Regression().parameters()))
+
+
+class _StrictGroups(ProcessGroupWrapper):  # type: ignore[misc]
+    """Groups over replicas by the stand-in for NCCL."""
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        name = f"replicas of quorum {self._quorum_id}"
+        creation = SimpleNamespace(group_rank=rank, group_size=world_size, timeout=self._timeout, store=store)
+        return StrictProcessGroup(SimpleNamespace(**vars(creation), group_id=name, global_ranks_in_group=[0, 1]))
+
+    def getBackendName(self) -> str:
+        return NAME
+
+
+def _leaving(zero: int, replica: int, address: str) -> tuple[list[Any], set[int]]:
+    """Train; the second replica leaves after some steps and comes back. Return the weights, and the sizes seen."""
+    start()
+    section = {"min_replica_size": 1, "lighthouse_addr": address, "timeout": 30, "hostname": "localhost"}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    config = settings(zero_optimization={"stage": zero}, optimizer=optimizer, replicas=section)
+    sizes = set[int]()
+    with PipelineParallelGrid("shard=2") as grid, mock.patch("torchft.ProcessGroupGloo", _StrictGroups):
+        for last in (3, 60) if replica == 1 else (60,):
+            engine, *_ = initialize(model=Model("plain", grid), mpu=grid, config=config)
+            batches = iter(engine.replicas.data_loader(torch.ones(64, WIDTH)))
+            while engine.global_steps < last:
+                for _ in range(engine.gradient_accumulation_steps()):
+                    batch = next(batches)
+                    engine.backward(loss_of(engine(batch), batch))
+                    engine.step()
+                sizes.add(engine.replicas.size)
+                time.sleep(0.05)
+            weights = [getattr(one, "ds_tensor", one).detach().clone() for one in engine.module.parameters()]
+            engine.destroy()
+            time.sleep(4.0 if last == 3 else 0.0)  # the other goes on alone
+    return weights, sizes
+
+
+@pytest.mark.parametrize("zero", mark_exhaustive([1, 3], default=lambda number, _: number == 0))
+def test_communicator_over_replicas_is_made_anew_without_touching_the_others(zero: int) -> None:
+    """With the stand-in for NCCL inside replicas and over them."""
+    first, second = in_replicas(_leaving, 2, zero, backend="strict", least=1)
+    assert [sizes for _, sizes in first] == [{1, 2}] * 2
+    for (weights, _), (others, _) in zip(first, second, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+
+
+def _of_another_kind(folder: str, different: str, replica: int, address: str) -> str:
+    """Train; the second replica comes later, and is different. Return the error."""
+    start()
+    section = {"lighthouse_addr": address, "timeout": 3, "hostname": "localhost"}
+    stage = 2 if different == "stage" and replica == 1 else 1
+    config = settings(zero_optimization={"stage": stage}, replicas=section, gradient_accumulation_steps=1)
+    has_begun = Path(folder, "has_begun")
+    if different == "stage":
+        while replica == 1 and not has_begun.exists():
+            time.sleep(0.1)
+    with PipelineParallelGrid("shard=2") as grid:
+        model = Model("plain", grid)
+        if different == "weights" and replica == 1:
+            nn.init.zeros_(model.last.bias)
+        engine, *_ = initialize(model=model, mpu=grid, config=config)
+        try:
+            while engine.global_steps < 100:
+                engine.backward(engine(torch.ones(2, WIDTH)).mean())
+                engine.step()
+                has_begun.touch()
+                time.sleep(0.1)
+        except (CheckpointLayoutError, ReplicaError, FailedRankError) as error:
+            return str(error)
+        finally:
+            engine.destroy()
+    return ""
+
+
+def test_replica_of_another_layout_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    first, second = in_replicas(_of_another_kind, 2, str(tmp_path), "stage", least=1)
+    assert first == ["", ""]
+    for error in second:
+        assert error.startswith(
+            "this replica is {'topology': 'shard=2', 'zero': 2}, and the replica that would heal it is {'topology': "
+            "'shard=2', 'zero': 1}"
+        )
+
+
+def test_replicas_that_begin_with_other_weights_are_refused(tmp_path: Path) -> None:
+    """torchft would heal each rank from another replica, and so mix both models."""
+    for errors in in_replicas(_of_another_kind, 2, str(tmp_path), "weights"):
+        assert any(error.startswith("replicas differ before the first step: give all") for error in errors)
+        assert all(error.startswith(("replicas differ", "rank ")) for error in errors)
