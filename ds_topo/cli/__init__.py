@@ -104,9 +104,19 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help explains every argument\n")
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("--gpu", "--device", "--gpu-type"), "--accelerator"),
+    **dict.fromkeys(("--nodes", "--nnodes"), "--hosts"),
+    **dict.fromkeys(("--gpus", "--nproc-per-node", "--nproc_per_node", "--gpus-per-node"), "--slots"),
+}
+"""Names that other programs have for some of our options."""
+
+
 def _not_understood(command: str, word: str, parser: argparse.ArgumentParser) -> str:
     """Return the error for a word that is no argument of the command, with the option that was probably meant."""
     options = [option for option in parser.format_help().replace(",", " ").split() if option.startswith("--")]
-    near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.7)
+    name = word.partition("=")[0]
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
+    near = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in options else near
     meant = f"did you mean {near[0]}? " if near else ""
     return f"{word!r} is not an argument of this command: {meant}ds-topo {command} --help lists all"

@@ -145,6 +145,15 @@ def test_a_parameter_is_drawn_as_the_slices_that_ranks_hold(capsys: pytest.Captu
     assert "ranks [0, 1, 2, 3]" in run(capsys, "data=2,model=2", "--parameter", "norm 64")
 
 
+def test_replicas_are_shown_with_their_ranks_and_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "data=2,shard=2,model=2", "--replicas", "data", "--hosts", "2", "--slots", "4").splitlines()
+    assert [line.split("  ") for line in lines[2:]] == [
+        ["      0", "[0, 1, 2, 3]", "host0"],
+        ["      1", "[4, 5, 6, 7]", "host1"],
+    ]
+    assert lines[0] == "2 replicas of 4 ranks, each a job with 'shard=2,model=2'"
+
+
 def test_two_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "pipe=2,data=4", "data=4,pipe=2", "--hosts", "2", "--slots", "4")
     assert "6 of 8 ranks change their coordinate, 2 keep it." in out
@@ -389,6 +398,10 @@ def test_ranks_are_coloured_by_stage() -> None:
         ([f"data={2**31 - 1},pipe={2**31 - 1}"], "ranks are more than the 1,048,576 that can be listed"),
         (["+tp=2,data=2"], "extra axis 'model': it means slices of every layer"),
         (["data=2", "--grups"], "'--grups' is not an argument of this command: did you mean --groups?"),
+        (["data=2", "--nodes", "2"], "did you mean --hosts?"),
+        (["data=2,shard=2", "--replicas", "shard"], "groups along data join ranks of several replicas, which cannot"),
+        (["data=2", "--replicas", "shard"], "--replicas 'shard' is no axis of data=2: choose 'data'"),
+        (["data=2", "--replicas", "data", "--json"], "--replicas shows replicas, --json all ranks"),
         (
             ["data=2", "pipe=4"],
             "same number of ranks can be compared: data=2 has 2, pipe=4 has 4; separate the axes of one layout",
