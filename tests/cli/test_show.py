@@ -147,9 +147,9 @@ def test_a_parameter_is_drawn_as_the_slices_that_ranks_hold(capsys: pytest.Captu
 
 def test_replicas_are_shown_with_their_ranks_and_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "data=2,shard=2,model=2", "--replicas", "data", "--hosts", "2", "--slots", "4").splitlines()
-    assert [line.split("  ") for line in lines[2:]] == [
-        ["      0", "[0, 1, 2, 3]", "host0"],
-        ["      1", "[4, 5, 6, 7]", "host1"],
+    assert [line.split() for line in lines[2:]] == [
+        ["0", "[0,", "1,", "2,", "3]", "host0"],
+        ["1", "[4,", "5,", "6,", "7]", "host1"],
     ]
     assert lines[0] == "2 replicas of 4 ranks, each a job with 'shard=2,model=2'"
 
