@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 
 _STATE = "ds_topo"
 """The key of an engine's state among those that the manager sends."""
+_BUFFER = "buffer "
+"""The start of the names of buffers among the tensors of a state."""
 _LAST_20_BITS = (1 << 20) - 1
 """The square of so many bits, summed over many replicas, is exact in fp64."""
 _ALIKE = (
@@ -368,10 +370,11 @@ class Replicas:
         return grid.get_group(grid.topology().axes)
 
     def _digest(self) -> bytes:
-        """Return a digest of this rank's weights, states and buffers."""
+        """Return a digest of this rank's weights and states; buffers such as running means differ between replicas."""
         found = hashlib.blake2b(digest_size=16)
         for name, tensor in self.tensors().items():
-            found.update(f"{name} {digest(tensor).tolist()}".encode())
+            if not name.startswith(_BUFFER):
+                found.update(f"{name} {digest(tensor).tolist()}".encode())
         return found.digest()
 
     @cached_property
@@ -391,7 +394,7 @@ class Replicas:
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.engine.module.named_parameters():  # at ZeRO 3 this rank's partition
             found[f"weight {name}"] = getattr(parameter, "ds_tensor", parameter).data
-        found |= {f"buffer {name}": buffer for name, buffer in self.engine.module.named_buffers()}
+        found |= {f"{_BUFFER}{name}": buffer for name, buffer in self.engine.module.named_buffers()}
         for number, master in self._masters.items():
             found[f"master {number}"] = master.data
             states = inner.state.get(master, {}).items()
@@ -413,7 +416,7 @@ class Replicas:
         inner = facts.inner_optimizer(self.engine)
         assert inner is not None
         # a forward pass may change buffers while they travel
-        tensors = {name: one.clone() if name.startswith("buffer") else one for name, one in self.tensors().items()}
+        tensors = {name: one.clone() if name.startswith(_BUFFER) else one for name, one in self.tensors().items()}
         return {
             "layout": self._layout(),
             "tensors": tensors,
