@@ -93,7 +93,7 @@ def main() -> None:
     draw = random.Random(arguments.seed)
     gaps: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, Cluster(len(HOSTS) + 1) as cluster:
-        options = ["--spec", "shard=2", "--zero", "1", "--pace", "0.2", "--timeout", str(arguments.timeout)]
+        options = ["--spec", "shard=2", "--zero", "1", "--pace", "0.3", "--timeout", str(arguments.timeout)]
         job = ReplicaJob(cluster, Path(folder), options)
         job.start(*HOSTS)
         job.until(lambda: all(job.rows(index) for index in HOSTS))

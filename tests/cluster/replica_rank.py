@@ -29,6 +29,8 @@ from ds_topo.errors import MissingCheckpointError
 
 WIDTH, SAMPLES, CHUNK = 16, 96, 8
 """The width of the model, the number of samples, and those of a replica in each step."""
+ADAM = {"lr": 3e-3, "eps": 1e-2, "weight_decay": 0.1}
+"""With a small eps, rounding in one step would be a thousand times larger some thousand steps later."""
 PHASES = ("forward", "backward", "sum", "commit", "committed", "step", "state", "healing", "save")
 
 
@@ -53,7 +55,7 @@ def config_of(arguments: argparse.Namespace, shares: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": CHUNK // shares // arguments.accumulate,
         "gradient_accumulation_steps": arguments.accumulate,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": ADAM | {"torch_adam": True}},
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": arguments.zero, "stage3_param_persistence_threshold": 0},
         "replicas": {"min_replica_size": arguments.least, "timeout": arguments.timeout, "quorum_timeout": 60},

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.cluster.elastic import VARIABLES, ElasticJob
-from tests.cluster.replica_rank import CHUNK, SAMPLES, layers, loss_of, samples
+from tests.cluster.replica_rank import ADAM, CHUNK, SAMPLES, layers, loss_of, samples
 from tests.cluster.virtual_hosts import Cluster
 
 PROGRAM = Path(__file__).with_name("replica_rank.py")
@@ -119,7 +119,7 @@ class ReplicaJob(ElasticJob):
         """
         data, order, before = samples(), list[int](), 0
         model = nn.Sequential(*layers())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         by_step = self.history(hosts)
         found = []
         for step in range(1, steps + 1):
