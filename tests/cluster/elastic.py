@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class ElasticJob:
         self._note(f"host{index} killed")
         self.cluster.unplug(index)
         for pid in self._processes(index):
-            os.kill(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
         if index in self._torchruns:
             self._torchruns.pop(index).wait()
 
@@ -104,13 +105,13 @@ class ElasticJob:
         """Stop all processes of a host."""
         self._note(f"host{index} stopped")
         for pid in self._processes(index):
-            os.kill(pid, signal.SIGSTOP)
+            _send(pid, signal.SIGSTOP)
 
     def resume_host(self, index: int) -> None:
         """Let the processes of a stopped host go on."""
         self._note(f"host{index} goes on")
         for pid in self._processes(index):
-            os.kill(pid, signal.SIGCONT)
+            _send(pid, signal.SIGCONT)
         self._torchruns[index].send_signal(signal.SIGCONT)  # nsenter has stopped with what it has started
 
     def kill_rank(self, index: int) -> None:
@@ -121,7 +122,7 @@ class ElasticJob:
     def add_host(self, index: int, what: str = "comes") -> None:
         """Start torchrun on a host that the job does not have, or no longer."""
         for pid in self._processes(index):
-            os.kill(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
         if index in self._torchruns:
             torchrun = self._torchruns.pop(index)
             torchrun.send_signal(signal.SIGCONT)  # nsenter stops with what it has started, and would not see its end
@@ -259,6 +260,12 @@ class ElasticJob:
             if len(command) > 2 and command[1] == b"-u" and command[2].endswith(self._program.encode()):
                 found.append(pid)
         return sorted(found)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, unless it has just ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _failures(log: Path) -> list[float]:
