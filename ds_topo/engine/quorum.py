@@ -207,6 +207,8 @@ class Replicas:
         """The quorum in which replicas were last compared."""
         self._initial: bytes | None = None
         """A digest of what all ranks of this replica held before the first step, if it has seen that."""
+        self._began_otherwise = False
+        """True if this rank was healed before the first step, by a replica that began with other values."""
         if engine.zero_optimization_partition_weights():
             self._sums = ReplicaSums(self.manager)
             engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
@@ -254,6 +256,8 @@ class Replicas:
                     f"no quorum before step {engine.global_steps + 1}: {abridged(error)}. The lighthouse must run, and "
                     "at least min_replica_size replicas must be there within quorum_timeout"
                 ) from error
+            if not engine.global_steps and any(gathered(self._began_otherwise, self._everyone)):
+                raise ReplicaError(f"replicas differ before the first step: {_ALIKE}")
             self._compare()
         self._has_begun = True
         self.attempts += 1
@@ -434,8 +438,8 @@ class Replicas:
         assert inner is not None
         own = self.tensors()
         self._check_layout(own, saved)
-        if self._initial is not None and not saved["progress"]["global_steps"] and self._initial != saved["initial"]:
-            raise ReplicaError(f"replicas differ before the first step: {_ALIKE}")
+        is_first = self._initial is not None and not saved["progress"]["global_steps"]
+        self._began_otherwise = is_first and self._initial != saved["initial"]
         is_zero_3 = engine.zero_optimization_partition_weights()
         if is_zero_3:  # small parameters are gathered between steps
             engine.optimizer.checkpoint_event_prologue()

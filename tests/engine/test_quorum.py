@@ -27,7 +27,7 @@ from ds_topo import (
     use,
 )
 from ds_topo.engine.quorum import ReplicaOptions
-from ds_topo.errors import CheckpointLayoutError, EngineOptionError, FailedRankError, ReplicaError
+from ds_topo.errors import CheckpointLayoutError, EngineOptionError, ReplicaError
 from ds_topo.groups import create_expert_groups
 from ds_topo.layers import ParallelLinear
 from tests.support.exhaustive import mark_exhaustive
@@ -418,7 +418,7 @@ def _of_another_kind(folder: str, different: str, replica: int, address: str) ->
                 engine.step()
                 has_begun.touch()
                 time.sleep(0.1)
-        except (CheckpointLayoutError, ReplicaError, FailedRankError) as error:
+        except (CheckpointLayoutError, ReplicaError) as error:
             return str(error)
         finally:
             engine.destroy()
@@ -438,5 +438,5 @@ def test_replica_of_another_layout_is_refused_and_the_others_go_on(tmp_path: Pat
 def test_replicas_that_begin_with_other_weights_are_refused(tmp_path: Path) -> None:
     """torchft would heal each rank from another replica, and so mix both models."""
     for errors in in_replicas(_of_another_kind, 2, str(tmp_path), "weights"):
-        assert any(error.startswith("replicas differ before the first step: give all") for error in errors)
-        assert all(error.startswith(("replicas differ", "rank ")) for error in errors)
+        for error in errors:
+            assert error.startswith("replicas differ before the first step: give all replicas the same initial weights")
