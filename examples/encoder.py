@@ -117,8 +117,8 @@ def main():
         weights, moments = get_state_dict(model, optimizer)
         saved = {"app": {"model": weights, "optim": moments}, "state": state}
         dcp.load(saved, checkpoint_id=arguments.resume, no_dist=True)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         scheduler.load_state_dict(state["scheduler"])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     worse = 0
     for epoch in range(state["epoch"], arguments.epochs):

@@ -288,7 +288,7 @@ class Loader:
                 f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {row.named.experts} in the model"
             )
         require_split(saved, row.slices)
-        self._require_shape(self.source.called(saved.name), saved.shape_of_slice(row.slices), shape)
+        self._require_shape(self.source.called(saved.name), saved.shape_of_slice(row.slices), shape, saved.shape)
         held = row.named.held
         for other in found[1:]:
             weights = [torch.empty(held.numel, dtype=saved.dtype) for _ in range(2)]
@@ -303,10 +303,14 @@ class Loader:
                     f"{saved.name!r} and {other.name!r} differ, and are one parameter in the model"
                 )
 
-    def _require_shape(self, what: str, saved: Sequence[int], own: Sequence[int]) -> None:
+    def _require_shape(
+        self, what: str, saved: Sequence[int], own: Sequence[int], whole: Sequence[int] | None = None
+    ) -> None:
+        """Raise CheckpointModelError if this rank's shape is not the saved one, which may be a slice of a whole one."""
         if tuple(saved) != tuple(own):
-            cut = f" ({self._slices} slices)" if self._slices > 1 else ""
-            raise self._of_another_model(f"{what} is {list(saved)} in the checkpoint{cut} and {list(own)} in the model")
+            there, here = list(saved if whole is None else whole), list(own)
+            cut = f", which {self._slices} slices hold as {list(saved)} each," if there != list(saved) else ""
+            raise self._of_another_model(f"{what} is {there} in the checkpoint{cut} and {here} in the model")
 
     def _of_another_model(self, problem: str) -> CheckpointModelError:
         return CheckpointModelError(f"{self.source.where} is of another model: {problem}. {_BUILD_ALIKE}")

@@ -105,7 +105,10 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         content = opened(path)
         if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
             kinds = listed(list(content), 4) if isinstance(content, dict) else type(content).__name__
-            raise CheckpointError(f"{path} is not a state dict, which has tensors by name: it holds {kinds}")
+            raise CheckpointError(
+                f"{path} is not a state dict, which has tensors by name: it holds {kinds}. Save the weights in a file "
+                "of their own, or, with an optimizer's state, in torch's format, and call load_torch(engine, folder)"
+            )
         return content
     require_safetensors()
     try:

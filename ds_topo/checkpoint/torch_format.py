@@ -42,6 +42,7 @@ from typing_extensions import override
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.by_name import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.engine_state import (
+    SCHEDULER,
     Named,
     NamedBuffer,
     PartOfTensor,
@@ -68,6 +69,7 @@ from ds_topo.errors import (
     MissingCheckpointError,
     UnsafeCheckpointError,
     listed,
+    warn,
 )
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
@@ -82,6 +84,8 @@ _LAYOUT, _ORDER = "layout", "order"
 _SUBJECT = "the engine's state for torch.distributed.checkpoint"
 _MODELS = ("app.model", "model", "")
 """Keys of weights in torch's guides, in other programs, and in torchtitan."""
+_COUNTS_OF_SCHEDULERS = ("last_epoch", "last_batch_iteration")
+"""The attributes in which torch's and DeepSpeed's schedulers count steps."""
 _OPTIMIZERS = ("app.optim", "optim", "app.optimizer", "optimizer")
 """The same for optimizers."""
 
@@ -320,8 +324,9 @@ def load_torch(
 
     Each rank reads its own parts. Weights are loaded into master weights, if the engine has them, and copied into the
     module. Optimizer states and hyperparameters are loaded into any stage of ZeRO. Steps, the learning-rate scheduler
-    and the loss scale are restored if an engine has saved them, and stay as they are otherwise. Torch unpickles what it
-    reads, so only allowed types are built, see :mod:`~ds_topo.checkpoint.safe_reading`.
+    and the loss scale are restored if an engine has saved them, and stay as they are otherwise; rank 0 warns if the
+    scheduler is at its start. Torch unpickles what it reads, so only allowed types are built, see
+    :mod:`~ds_topo.checkpoint.safe_reading`.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
@@ -368,6 +373,20 @@ def load_torch(
     meeting.step("copied", copy)
     meeting.step("weights updated", loader.finish)
     meeting.end()
+    if inner is not None and SCHEDULER not in source.progress and dist.get_rank() == 0:
+        _warn_of_new_scheduler(engine)
+
+
+def _warn_of_new_scheduler(engine: DeepSpeedEngine) -> None:
+    """Warn that a scheduler is at its start, although the optimizer goes on."""
+    count = next((name for name in _COUNTS_OF_SCHEDULERS if hasattr(engine.lr_scheduler, name)), None)
+    if count is not None and getattr(engine.lr_scheduler, count) <= 0:
+        warn(
+            "the checkpoint has optimizer states but no learning-rate scheduler that load_torch() reads, so this "
+            f"engine's {type(engine.lr_scheduler).__name__} begins again, with its warm-up if it has one. To continue "
+            "it, load its own state dict (scheduler.load_state_dict), or, if none was saved, set "
+            f"engine.lr_scheduler.{count} to the number of steps; before load_torch(), this does not warn"
+        )
 
 
 class TorchFiles(Source):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
@@ -332,7 +333,10 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
 
 @_while_in_use
 def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
-    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
+    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``.
+
+    Warn if it will save no weights of the engine's model.
+    """
     count = Patch(
         find("accelerate.accelerator.Accelerator"),
         "num_processes",
@@ -341,7 +345,25 @@ def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
         during="one call of _prepare_deepspeed",
     )
     with ledger.bound(count, always(property(lambda _: _share_of_samples()[0]))):
-        return prepare(*args, **options)
+        prepared = prepare(*args, **options)
+    for engine in (each for each in prepared if isinstance(each, DeepSpeedEngine)):
+        _warn_of_unsaved_slices(engine)
+    return prepared
+
+
+def _warn_of_unsaved_slices(engine: DeepSpeedEngine) -> None:
+    """Warn on rank 0 that accelerate, and so Trainer, will not save the weights of a model that AutoTP splits.
+
+    ``Accelerator.get_state_dict`` raises, and ``Trainer.save_model`` catches that and writes no weights.
+    """
+    slices = engine.autotp_size()
+    if slices > 1 and not engine.zero_gather_16bit_weights_on_model_save() and in_use[-1].grid_rank == 0:
+        warn(
+            f"AutoTP splits this model over {slices} slices, and the config does not ask for whole weights: "
+            "Trainer.save_model() will write no model.safetensors, and Accelerator.get_state_dict() will raise. Set "
+            '"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": true}, at any stage, or save by '
+            "engine.save_16bit_model(folder) on every rank"
+        )
 
 
 @_while_in_use

@@ -526,6 +526,27 @@ def test_loading_weights_alone_keeps_optimizer(world: Worlds, saved: Saved) -> N
     assert micro_steps == 12, "three steps of this engine's number of micro-batches"
 
 
+def _load_with_scheduler(folder: Path, position: int) -> list[str]:
+    with job(Layout("data=1"), has_own_start=False) as rank:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(rank.engine.optimizer, lambda _: 1.0)
+        rank.engine.lr_scheduler = scheduler
+        scheduler.last_epoch = position
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.load_torch(rank.engine, folder)
+        return [str(one.message) for one in caught if "LambdaLR begins again" in str(one.message)]
+
+
+def test_loading_another_programs_states_warns_of_a_scheduler_at_its_start(
+    world: Worlds, saved: Saved, tmp_path: Path
+) -> None:
+    content = _nested(saved(ZERO_3)[0])
+    _write(content, tmp_path, without="app.deepspeed")
+    [said] = world(1).run(_load_with_scheduler, tmp_path, 0)[0]
+    assert "set engine.lr_scheduler.last_epoch to the number of steps" in said
+    assert world(1).run(_load_with_scheduler, tmp_path, 3) == [[]]
+
+
 def _continue_after_an_exception(folder: Path) -> None:
     layout = Layout("data=2", 2, reduced=True)
     with job(layout) as rank:
@@ -615,6 +636,20 @@ def test_other_model_is_refused_on_all_ranks(world: Worlds, saved: Saved, tmp_pa
     for (kind, text), (error, message) in zip(expected.values(), found, strict=True):
         assert error == kind.__name__
         assert text in message
+
+
+def _refused_in_slices(folder: Path) -> str:
+    with job(Layout("model=2")) as rank, pytest.raises(CheckpointModelError) as caught:
+        checkpoint.load_torch(rank.engine, folder)
+    return str(caught.value)
+
+
+def test_other_shape_is_refused_with_the_whole_one_and_that_of_slices(
+    world: Worlds, saved: Saved, tmp_path: Path
+) -> None:
+    _write(_nested(saved(ZERO_3)[0]), tmp_path, **{"app.model.blocks.1.up": torch.zeros(20, 10)})
+    for said in world(2).run(_refused_in_slices, tmp_path):
+        assert "is [20, 10] in the checkpoint, which 2 slices hold as [10, 10] each, and [12, 10] in the model" in said
 
 
 def _refused_on_one_rank() -> str:

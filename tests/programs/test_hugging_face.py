@@ -149,6 +149,39 @@ def test_trainer_on_a_grid_trains_as_stock_trainer(layouts: tuple[tuple[str, int
         assert_alike(found, stock)
 
 
+def _warnings_of_a_split_model(folder: str, more: dict[str, Any]) -> list[str]:
+    """Train a model that AutoTP splits with Trainer; return what is said about saving it."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    start()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1, **more},
+    }
+    options = {"max_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    with use(PipelineParallelGrid("model=2")), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
+        trainer = Trainer(model, TrainingArguments(folder, deepspeed=config, **options), train_dataset=Sequences())
+        trainer.train()
+        trainer.save_model(folder)
+    _forget_frameworks()
+    dist.barrier()
+    is_written = Path(folder, "model.safetensors").exists()
+    said = [str(one.message) for one in caught if "will write no model.safetensors" in str(one.message)]
+    return [*said, f"written: {is_written}"]
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_trainer_warns_that_it_will_not_save_a_split_model(is_gathered: bool, tmp_path: Path) -> None:
+    more = {"stage3_gather_16bit_weights_on_model_save": is_gathered}
+    first, other = run_ranks(2, _warnings_of_a_split_model, str(tmp_path), more, deadline=120)
+    assert other == [f"written: {is_gathered}"]
+    assert len(first) == (1 if is_gathered else 2)
+
+
 # -- accelerate, and long sequences ----------------------------------------------------------------------------------
 
 LENGTH = 16
