@@ -43,6 +43,7 @@ from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
 from ds_topo.engine.batches import FirstSamples, run_with_enough
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import with_placeholders
+from ds_topo.engine.one_layout import agreement
 from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid
 from ds_topo.engine.replicas import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
@@ -52,6 +53,7 @@ from ds_topo.mpu import MpuGrid, registry
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
+_GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"
 
 
 class EngineParts:
@@ -252,10 +254,25 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
         return load_as_a_whole(load, self, load_dir, *arguments, **options)
 
+    @_call
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
         """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
         with autoparallel.saving_whole_weights(self):
             return super().save_16bit_model(*arguments, **options)
+
+    @_call
+    def _zero3_consolidated_16bit_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Start on all ranks or on none: programs often gather weights on the rank alone that writes them."""
+        with agreement(self.mpu.members, _GATHERING):
+            pass
+        return super()._zero3_consolidated_16bit_state_dict(*arguments, **options)
+
+    @_call
+    def _replace_module_consolidated_state_dict(self) -> Any:
+        """Start on all ranks or on none, as well, where AutoTP has split the weights."""
+        with agreement(self.mpu.members, _GATHERING):
+            pass
+        return super()._replace_module_consolidated_state_dict()
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""

@@ -237,13 +237,15 @@ def experts_without_zero() -> None:
 def load_weights_alone(folder: str) -> None:
     """Load the parameters of ZeRO 3 without optimizer states, which reads the partitions of all ranks."""
     with PipelineParallelGrid("data=4") as grid:
-        config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+        zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+        config = _settings(zero_optimization=zero, gradient_accumulation_steps=1)
         for is_saved in (False, True):
             engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
             if is_saved:
                 engine.load_checkpoint(folder, "whole", load_optimizer_states=False)
             else:
                 engine.save_checkpoint(folder, "whole")
+                engine.save_16bit_model(folder)
             engine.destroy()
 
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -783,6 +784,24 @@ def _reduce_on_one_rank() -> None:
 
 def test_error_of_different_collectives_names_the_debug_mode(world: Worlds) -> None:
     world(2).run(_reduce_on_one_rank, timeout=3.0)
+
+
+def _save_on_one_rank(folder: str) -> None:
+    deepspeed.init_distributed(verbose=False)
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    with _grid("data=2") as grid:
+        config = {**CONFIG, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+        engine = _engine(mpu=grid, config=config)
+        if dist.get_rank() == 0:
+            with pytest.raises(DisagreementError, match=r"(?s)gathering the whole weights.*ranks \[1\] did not come"):
+                engine.save_16bit_model(folder)
+            default_store().set("raised", "")
+        default_store().wait(["raised"], timedelta(seconds=30))
+        engine.destroy()
+
+
+def test_saving_whole_weights_on_one_rank_names_the_others(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save_on_one_rank, str(tmp_path), timeout=3.0)
 
 
 def _forgotten_expert_groups() -> list[float]:
