@@ -35,6 +35,7 @@ from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
@@ -44,9 +45,9 @@ from ds_topo.base.ledger import Patch, always, around, find, ledger
 from ds_topo.engine.config_options import other_slices, passes_of
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
-from ds_topo.errors import EngineOptionError
+from ds_topo.errors import EngineOptionError, listed
 from ds_topo.mpu import MpuGrid
-from ds_topo.topology.axes import EXPERT, MODEL, SEQ
+from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
 
 _OF_TENSORS, _TENSOR_SIZE = "tensor_parallel", "autotp_size"
@@ -81,6 +82,27 @@ def get_tensor_model_parallel_src_rank() -> int:
     if isinstance(deepspeed_groups.mpu, MpuGrid):
         return deepspeed_groups.mpu.get_tensor_model_parallel_src_rank()
     return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))
+
+
+def require_whole_weights(engine: DeepSpeedEngine) -> None:
+    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model.
+
+    Raises:
+        EngineOptionError: DeepSpeed would write the part of rank 0 alone.
+    """
+    grid = engine.mpu
+    slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
+    if grid.get_axis_size(PIPE) > 1:
+        part = f"the stages of {grid.topology().spec!r}"
+    elif grid.get_axis_size(MODEL) > 1 and engine.autotp_size() <= 1 and slices:
+        part = f"the slices {listed(slices)}"
+    else:
+        return
+    raise EngineOptionError(
+        f"save_16bit_model with {part}: DeepSpeed would write those of rank 0 as the whole model. Only slices "
+        'of AutoTP and partitions of ZeRO 3 are put together. Call ds_topo.checkpoint.save(engine, "checkpoints") on '
+        "every rank, and then ds-topo export checkpoints weights.safetensors, which writes all weights into one file"
+    )
 
 
 @contextmanager

@@ -256,7 +256,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     @_call
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
-        """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
+        """Save whole weights where AutoTP has split them, or refuse; DeepSpeed writes the slice of rank 0 alone."""
+        autoparallel.require_whole_weights(self)
         with autoparallel.saving_whole_weights(self):
             return super().save_16bit_model(*arguments, **options)
 
@@ -264,7 +265,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     def _zero3_consolidated_16bit_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Start on all ranks or on none: programs often gather weights on the rank alone that writes them."""
         with agreement(self.mpu.members, _GATHERING):
-            pass
+            autoparallel.require_whole_weights(self)
         return super()._zero3_consolidated_16bit_state_dict(*arguments, **options)
 
     @_call
