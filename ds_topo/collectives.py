@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ds_topo.base.backends import traits_of
-from ds_topo.base.torch_names import devices_of
+from ds_topo.base.torch_names import describe, devices_of
 from ds_topo.errors import DisagreementError
-from ds_topo.process_groups.creation import gathered
+from ds_topo.process_groups.creation import destroyed, gathered
 
 __all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "own_part", "reduce", "reduce_scatter", "scatter"]
 
@@ -326,7 +326,15 @@ def _apply(
     dims = tuple(_checked_dim(operation, x, dim, n if place < divided else 1) for place, dim in enumerate(dims))
     if n == 1:
         return x
-    result: Tensor = _Collective.apply(x, send, dual, group, *dims)  # type: ignore[no-untyped-call]
+    try:
+        result: Tensor = _Collective.apply(x, send, dual, group, *dims)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if not torch.compiler.is_compiling() and group in destroyed:
+            raise RuntimeError(
+                f"{operation}: this group along {describe(group)[0]!r} was destroyed with the {destroyed[group]}: call "
+                "forward and backward before grid.destroy(), or inside of the block if it is \"with ... as grid:\""
+            ) from error
+        raise
     return result
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -27,6 +28,9 @@ _LONGEST_WAIT = timedelta(seconds=10)
 """The longest time that ``destroy()`` waits for members that are still connecting."""
 _BETWEEN_LOOKS = 0.005
 """The time between two looks at the number of members that have connected, in seconds."""
+
+destroyed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+"""What destroyed groups belonged to, such as ``"grid data=2,model=2"``, while a program keeps them."""
 
 
 def require_initialized(what: str) -> None:
@@ -65,6 +69,7 @@ class ProcessGroups:
         self, description: str, groups: Sequence[RankGroup], members: Sequence[int], timeout: timedelta | None = None
     ) -> None:
         self.timeout = timeout or torch_names.job_timeout()
+        self._owner = description.partition(", ")[0]
         self._token = agree(description, members, self.timeout)
         self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
@@ -120,6 +125,7 @@ class ProcessGroups:
             self._await_connections()
             while self._created:
                 group = self._created.pop()
+                destroyed[group] = self._owner
                 if torch_names.is_known(group):  # torch forgets all groups with the world's own
                     key, members = torch_names.key_of_address(group), dist.get_process_group_ranks(group)
                     torch_names.destroy_group(group)

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import collectives
+from ds_topo import ProcessGrid, collectives
 from ds_topo.errors import DisagreementError
+from ds_topo.layers import ParallelLinear
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -35,6 +36,19 @@ def _refuse(case: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_invalid_arguments_raise_with_a_remedy(world: Worlds, case: str) -> None:
     world(2).run(_refuse, case)
+
+
+def _train_after_the_grid() -> None:
+    with ProcessGrid("model=2,data=2") as grid:
+        layer = ParallelLinear(4, 4, dim=0, group=grid.get_group("model"))
+        layer(torch.ones(2, 4)).sum().backward()
+    message = r"group along 'model' was destroyed with the grid model=2,data=2: call forward and backward before"
+    with pytest.raises(RuntimeError, match=message):
+        layer(torch.ones(2, 4))
+
+
+def test_group_of_a_destroyed_grid_names_the_grid(world: Worlds) -> None:
+    world(4).run(_train_after_the_grid)
 
 
 def _disagree() -> None:
