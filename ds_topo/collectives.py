@@ -332,7 +332,7 @@ def _apply(
         if not torch.compiler.is_compiling() and group in destroyed:
             raise RuntimeError(
                 f"{operation}: this group along {describe(group)[0]!r} was destroyed with the {destroyed[group]}: call "
-                "forward and backward before grid.destroy(), or inside of the block if it is \"with ... as grid:\""
+                'forward and backward before grid.destroy(), or inside of the block if it is "with ... as grid:"'
             ) from error
         raise
     return result

@@ -338,7 +338,7 @@ def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
             raise EngineOptionError(
                 f"parameter {name!r} is a DTensor, as parallelize_module and distribute_tensor make them, which a "
                 f"DeepSpeed engine cannot train: split the model by ds_topo.layers or AutoTP "
-                '("tensor_parallel" in the config), or train it without an engine (grid.device_mesh(), GradientReducer)'
+                '("tensor_parallel" in the config), or train without an engine: fully_shard(model, mesh=grid["data"])'
             )
 
 

@@ -252,8 +252,8 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     """Return the state of each trainable parameter of a module, once each, without the ignored ones.
 
     Raises:
-        ValueError: nothing to train, an unknown ignored name, an expert without a group, or a sparse embedding whose
-            weight is used elsewhere.
+        ValueError: nothing to train, an unknown ignored name, a DTensor, an expert without a group, or a sparse
+            embedding whose weight is used elsewhere.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
@@ -261,7 +261,15 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     sparse = {id(part.weight) for part in embeddings if part.sparse}
     states: list[ParameterState] = []
     for name, parameter in module.named_parameters():
-        if not parameter.requires_grad or id(parameter) in ignored:
+        if id(parameter) in ignored:
+            continue
+        if hasattr(parameter, "placements") and (parameter.requires_grad or options.broadcast_at_start):
+            raise ValueError(
+                f"module: parameter {name!r} is a DTensor, as parallelize_module, distribute_tensor and fully_shard "
+                'make them, which a GradientReducer cannot sum: call fully_shard(model, mesh=grid["data"]) instead, '
+                "which reduces gradients itself, or split the model by ds_topo.layers"
+            )
+        if not parameter.requires_grad:
             continue
         region = options.region_of(parameter)
         state = ParameterState(

@@ -547,6 +547,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "reduces its gradients already",
     ),
+    "a reducer of DTensors": (
+        lambda: GradientReducer(distribute_module(nn.Linear(4, 4), (grid := _grid())["model"]), grid=grid),
+        ValueError,
+        "parameter 'weight' is a DTensor",
+    ),
     "inside DDP": (_reduce_inside_ddp, ValueError, "reduces its gradients already"),
     "no module": (lambda: GradientReducer([nn.Linear(4, 4)]), TypeError, "give a torch.nn.Module"),
     "parameters": (lambda: GradientReducer(nn.Linear(4, 4).parameters()), TypeError, "give a torch.nn.Module"),
