@@ -20,6 +20,7 @@ its share.)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +46,7 @@ from ds_topo.base.ledger import Patch, always, around, find, ledger
 from ds_topo.engine.config_options import other_slices, passes_of
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
-from ds_topo.errors import EngineOptionError, listed
+from ds_topo.errors import EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import ExpertPlan
@@ -191,6 +192,31 @@ def tables_of_grid(config: DeepSpeedConfig | None, grid: MpuGrid) -> Iterator[No
 
     with ledger.bound(patches.FOLDING_TABLES, always(expected_folding_group_tables)):
         yield
+
+
+def warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> None:
+    """Warn about each entry of ``layer_specs`` that matches no layer, which AutoTP leaves whole without a word.
+
+    A stage of a pipeline has other layers than the rest, and an entry for other models is not read.
+    """
+    grid, section = engine.mpu, engine._config._param_dict.get(_OF_TENSORS) or {}
+    if grid.get_axis_size(PIPE) > 1 or grid.get_axis_rank(MODEL) or grid.get_sample_rank():
+        return
+    names = [f"{name}.weight" for name, layer in model.named_modules() if hasattr(layer, "weight")]
+    specs = (section.get("partition_config") or {}).get("layer_specs") or []
+    unmatched = [
+        pattern
+        for spec in specs
+        if not spec.get("model_types")
+        and not any(re.match(each, name) for each in spec.get("patterns", []) for name in names)
+        for pattern in spec.get("patterns", [])
+    ]
+    if unmatched:
+        warn(
+            f'config section "tensor_parallel": the patterns {listed(unmatched)} in "layer_specs" match no layer, so '
+            f"AutoTP splits none by them. The names of the model are {listed(names)}: correct the patterns, or remove "
+            "them"
+        )
 
 
 @contextmanager

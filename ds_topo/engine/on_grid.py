@@ -143,9 +143,13 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             return super()._configure_expert_parallel(*arguments, **options)
 
     def _configure_tensor_parallel_states(self, model: Any) -> None:
-        """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine."""
+        """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine.
+
+        Name patterns that match no layer.
+        """
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             require(SLICES_OF_PARTITIONED)
+        autoparallel.warn_of_unmatched_patterns(self, model)
         grid = self.mpu
         super()._configure_tensor_parallel_states(model)
         self.mpu = grid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -111,6 +112,24 @@ def test_training_equals_one_process(world: Worlds, tmp_path: Path, topology: st
     gathered = zero(3, stage3_gather_16bit_weights_on_model_save=True)
     cases = [zero(0), {**zero(1), "gradient_reducer": True}, zero(2), gathered]
     world(4).run(_train_and_compare, topology, gated, [{**CUSTOM, **case} for case in cases], str(tmp_path))
+
+
+def _build_with(pattern: str) -> list[str]:
+    layers = [{"patterns": [pattern], "partition_type": "column"}]
+    section = {"partition_config": {"use_default_specs": False, "layer_specs": layers}}
+    start()
+    with _training_mode_undone(), PipelineParallelGrid("model=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        destroy_engine(engine_on(grid, lambda: nn.Sequential(nn.Linear(8, 8)), 1, tensor_parallel=section))
+    return [str(each.message) for each in said if "match no layer" in str(each.message)]
+
+
+def test_pattern_that_matches_no_layer_is_named_once(world: Worlds) -> None:
+    (text,), others = world(2).run(_build_with, r".*3\.weight$")
+    assert r"the patterns ['.*3\\.weight$'] in" in text
+    assert "names of the model are ['0.weight']" in text
+    assert others == []
+    assert world(2).run(_build_with, r".*0\.weight$") == [[], []]
 
 
 def _train_from_zero_init(topology: str) -> None:
