@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import inspect
 from collections import defaultdict
@@ -51,7 +52,7 @@ from ds_topo.checkpoint.manifest import (
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.checkpoint.table import FileRecorder
-from ds_topo.errors import CheckpointError, abridged, warn
+from ds_topo.errors import CheckpointError, abridged, tell, warn
 from ds_topo.health import guard
 from ds_topo.mpu import MpuGrid
 
@@ -384,6 +385,15 @@ class BackgroundSave:
         """True if this rank has written its files, so that ``finish()`` need not wait for it."""
         return self._files.is_done
 
+    def name_if_unfinished(self) -> None:
+        """Say on rank 0 that the program has ended without :meth:`finish`."""
+        if self._meeting.rank == 0:
+            tell(
+                f"ds_topo: the program ended without finish() of the checkpoint {self._tag!r}, which "
+                f"save_in_background was writing into {self._root}, so it is not in place and cannot be loaded. Call "
+                "finish() of what save_in_background returns, on every rank, before the program ends"
+            )
+
     @guard.over("finish")
     def finish(self) -> Path:
         """Wait for the files of all ranks, and put the checkpoint in place; collective, once. Return its folder.
@@ -517,6 +527,13 @@ def finish_what_is_unfinished() -> None:
     """Finish all saves in the background, before anything else is saved or loaded."""
     while unfinished:
         unfinished[0].finish()
+
+
+@atexit.register
+def name_what_is_unfinished() -> None:
+    """Name the checkpoints that the program leaves without ``finish()``, on rank 0, at the end of the process."""
+    for save in unfinished:
+        save.name_if_unfinished()
 
 
 def _checked_tag(engine: Any, tag: object, keep_last: object) -> str:

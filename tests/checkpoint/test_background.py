@@ -96,3 +96,19 @@ def test_finish_raises_if_disk_was_full(world: Worlds, tmp_path: Path) -> None:
     assert first == second
     assert "ranks [1] on" in first
     assert "No space left on device" in first
+
+
+def _leave_unfinished(folder: Path) -> list[str]:
+    said: list[str] = []
+    with job(Kind("data=2")) as here, mock.patch.object(saving, "tell", said.append):
+        started = checkpoint.save_in_background(here.engine, folder, "one")
+        saving.name_what_is_unfinished()  # as at the end of the process
+        started.finish()
+        saving.name_what_is_unfinished()
+    return said
+
+
+def test_end_of_the_program_names_a_save_without_finish(world: Worlds, tmp_path: Path) -> None:
+    (text,), others = world(2).run(_leave_unfinished, tmp_path)
+    assert f"without finish() of the checkpoint 'one', which save_in_background was writing into {tmp_path}" in text
+    assert others == []
