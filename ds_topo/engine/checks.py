@@ -244,6 +244,7 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
                 f"optimizer={type(optimizer).__name__} has no parameter of the model, which would not be trained: "
                 "create it from model.parameters() of this model"
             )
+        _compare_with_optimizer(engine, model, grid, held)
     check_not_wrapped(model, grid)
     group = domino.TP_group  # the first model's, for the rest of the process
     if group in (None, grid.get_tensor_model_parallel_group()):
@@ -252,6 +253,41 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
         raise EngineOptionError(
             f"DominoTransformer would sum over the group of the first model, not that of {grid.topology().spec!r}: "
             "set deepspeed.runtime.domino.async_linear.TP_group = None before the model is built"
+        )
+
+
+def _compare_with_optimizer(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid, held: list[torch.Tensor]) -> None:
+    """Refuse an optimizer that holds others in place of parameters of the model; warn if it only leaves some out.
+
+    A stage of a pipeline has some of the layers for which an optimizer may have been built. AutoTP and AutoEP replace
+    layers themselves, and DeepSpeed corrects the optimizer. Parameters of a loss function are beside the model.
+
+    Raises:
+        EngineOptionError: most likely, layers were replaced after the optimizer was built.
+    """
+    config = engine._config
+    if isinstance(engine, PipelineEngine) or config.expert_parallel_config.enabled:
+        return
+    if config.tensor_parallel_config.autotp_size > 1:
+        return
+    own, known = {id(each) for each in model.parameters()}, {id(each) for each in held}
+    lacking = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]
+    others = [list(each.shape) for each in held if id(each) not in own]
+    if not lacking:
+        return
+    kind = type(engine.client_optimizer).__name__
+    if others:
+        raise EngineOptionError(
+            f"optimizer={kind} has {len(others)} parameters that are not in the model, such as one of shape "
+            f"{others[0]}, and it lacks {listed(lacking)}, which would not be trained: layers were replaced after it "
+            "was created, such as by ParallelLinear.from_linear. Create the optimizer afterwards, from "
+            "model.parameters()"
+        )
+    if grid.grid_rank == 0 and grid.check_weights:
+        warn(
+            f"optimizer={kind} lacks the parameters {listed(lacking)} of the model, which would not be trained: "
+            "create it from model.parameters(), or freeze them by requires_grad_(False) before "
+            "initialize(), or set grid.check_weights = False if it is intended"
         )
 
 

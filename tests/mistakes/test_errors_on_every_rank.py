@@ -51,6 +51,7 @@ from ds_topo.errors import (
     UnknownAxisError,
     WorldSizeError,
 )
+from ds_topo.layers import ParallelLinear
 from tests.support.world import Worlds
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -126,6 +127,14 @@ class _Broken:
     @property
     def dims(self) -> list[int]:
         return [1 // 0]
+
+
+def _engine_of_replaced_layers() -> None:
+    model, grid = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), _grid()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0] = ParallelLinear.from_linear(model[0], -1, group=grid.get_group("model"))
+    model[1] = ParallelLinear.from_linear(model[1], 0, group=grid.get_group("model"))
+    _engine(model, optimizer=optimizer, mpu=grid)
 
 
 def _on_rank(rank: int, wrong: Any, right: Any) -> Any:
@@ -280,6 +289,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: _engine(mpu=_grid(), optimizer=torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)),
         EngineOptionError,
         "optimizer=SGD has no parameter of the model",
+    ),
+    "an optimizer of replaced layers": (
+        lambda: _engine_of_replaced_layers(),
+        EngineOptionError,
+        "it lacks ['0.weight'",
     ),
     "a misspelt key": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_cliping": 1.0}),

@@ -65,3 +65,23 @@ def test_a_scheduler_that_is_one_step_ahead_twice_is_named(ahead: tuple[int, ...
                 scheduler.last_epoch += 1
             scheduler.last_epoch += further
     assert len(said) == number
+
+
+def _leave_out(is_frozen: bool) -> list[str]:
+    start()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].requires_grad_(not is_frozen)
+    config = settings()
+    del config["optimizer"]
+    with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        initialize(model=model, optimizer=optimizer, mpu=grid, config=config)[0].destroy()
+    return [str(each.message) for each in said if "lacks the parameters" in str(each.message)]
+
+
+def test_parameters_that_the_optimizer_lacks_are_named_once(world: Worlds) -> None:
+    (text,), others = world(2).run(_leave_out, False)
+    assert "SGD lacks the parameters ['1.weight', '1.bias'] of the model" in text
+    assert others == []
+    assert world(2).run(_leave_out, True) == [[], []]
