@@ -23,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
+from torch.utils.data import DistributedSampler
 
 from ds_topo.base import patches
 from ds_topo.base.differences import StockDualPipeVModule
@@ -322,6 +323,11 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
             f"{grid.topology().spec!r}: omit the option"
         )
     count, index = _share_of_samples()
+    loader: Any = given.arguments.get("dataloader")
+    if _is_dealt(loader, grid):
+        if loader.batch_sampler is not None:  # gather_for_metrics counts the samples of all shares
+            loader.batch_sampler.num_processes = count
+        count, index = 1, 0
     given.arguments |= {
         "num_processes": count,
         "process_index": index,
@@ -329,6 +335,24 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
         "torch_device_mesh": None,
     }
     return prepare(*given.args, **given.kwargs)
+
+
+def _is_dealt(loader: Any, grid: MpuGrid) -> bool:
+    """Tell whether a loader, such as that of ``grid.data_loader``, reads this rank's share of the samples already.
+
+    Raises:
+        ValueError: each of several ranks of a share would need other samples of it.
+    """
+    sampler, shares = getattr(loader, "sampler", None), grid.get_sample_world_size()
+    if not isinstance(sampler, DistributedSampler) or shares == 1 or sampler.num_replicas != shares:
+        return False
+    if _ranks_per_sample(grid) > 1:
+        raise ValueError(
+            f"a loader whose {type(sampler).__name__} divides samples over {shares} shares, as grid.data_loader does: "
+            "with sequence parallelism accelerate divides them over the ranks along 'seq', too. Give prepare() a "
+            "torch DataLoader of all samples"
+        )
+    return True
 
 
 @_while_in_use

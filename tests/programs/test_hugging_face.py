@@ -468,6 +468,8 @@ def _learning_rates(spec: str, uses_dummy: bool) -> list[float]:
             rates.append(model.optimizer.param_groups[0]["lr"])
         assert model.train_batch_size() == 4
         _gather_metrics(accelerator)
+        if spec != "stock":
+            _read_what_is_dealt(accelerator, grid)
     assert accelerator.num_processes == dist.get_world_size()
     return rates
 
@@ -479,6 +481,17 @@ def _gather_metrics(accelerator: Any) -> None:
         expected = [4] if accelerator.gradient_state.end_of_dataloader else [0, 1, 2, 3]
         assert accelerator.gather_for_metrics(batch).tolist() == expected
         assert accelerator.gather_for_metrics([f"{int(number)}" for number in batch]) == [*map(str, expected)]
+
+
+def _read_what_is_dealt(accelerator: Any, grid: PipelineParallelGrid) -> None:
+    """Read 21 samples by a loader of the grid, of which one replica has 11, and gather each of them once."""
+    numbers: Any = torch.utils.data.TensorDataset(torch.arange(21))
+    own, whole = [], []
+    for [batch] in accelerator.prepare(grid.data_loader(numbers, 4)):
+        own += batch.tolist()
+        whole += accelerator.gather_for_metrics(batch).tolist()
+    assert own == [*range(grid.get_sample_rank(), 21, 2), *[0] * grid.get_sample_rank()]
+    assert sorted(whole) == list(range(21))
 
 
 def _learning_rates_of_both(spec: str) -> list[list[float]]:
