@@ -85,7 +85,8 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
 
     Raises:
         TypeError: an argument is of another kind.
-        EngineOptionError: the config names an optimizer or a scheduler that neither DeepSpeed nor torch has.
+        EngineOptionError: the config names an optimizer or a scheduler that neither DeepSpeed nor torch has, or the
+            scheduler was built on another optimizer.
     """
     optimizer, scheduler, parameters = (given.get(name) for name in ("optimizer", "lr_scheduler", "model_parameters"))
     if not (optimizer is None or callable(optimizer) or hasattr(optimizer, "param_groups")):
@@ -97,6 +98,15 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
         raise TypeError(
             f"lr_scheduler is the class {scheduler.__name__}: give an instance, or a function of the optimizer that "
             "returns one"
+        )
+    scheduled, chosen = getattr(scheduler, "optimizer", None), optimizer or config.optimizer_name
+    if chosen and not callable(scheduler) and not _share_groups(scheduled, optimizer):
+        kind = type(scheduler).__name__
+        name = chosen if isinstance(chosen, str) else type(chosen).__name__
+        raise EngineOptionError(
+            f"lr_scheduler={kind} was built on another {type(scheduled).__name__} than the engine's optimizer, {name}, "
+            "whose learning rate it would not change: pass its optimizer as optimizer= (and leave it out of the "
+            f"config), or pass a function that builds it: lr_scheduler=lambda optimizer: {kind}(optimizer, ...)"
         )
     if isinstance(parameters, nn.Module):
         raise TypeError(f"model_parameters={type(parameters).__name__}(...): give model.parameters(), or omit it")
@@ -112,6 +122,14 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
             f'config: "scheduler" has the type {named!r}: choose a class of torch.optim.lr_scheduler, or one of '
             f"{lr_schedules.VALID_LR_SCHEDULES}"
         )
+
+
+def _share_groups(scheduled: Any, optimizer: Any) -> bool:
+    """Tell whether a scheduler's optimizer is the engine's, or a wrapper around it; True if it is unknown."""
+    if not hasattr(scheduled, "param_groups"):
+        return True
+    own = {id(group) for group in getattr(optimizer, "param_groups", ())}
+    return any(id(group) in own for group in scheduled.param_groups)
 
 
 _reads_sections: ContextVar[bool] = ContextVar("reads_sections", default=False)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import (
     DualPipeVModule,
@@ -135,6 +136,10 @@ def _engine_of_replaced_layers() -> None:
     model[0] = ParallelLinear.from_linear(model[0], -1, group=grid.get_group("model"))
     model[1] = ParallelLinear.from_linear(model[1], 0, group=grid.get_group("model"))
     _engine(model, optimizer=optimizer, mpu=grid)
+
+
+def _scheduler_of(model: nn.Module) -> LambdaLR:
+    return LambdaLR(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: 0.5**step)
 
 
 def _on_rank(rank: int, wrong: Any, right: Any) -> Any:
@@ -294,6 +299,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: _engine_of_replaced_layers(),
         EngineOptionError,
         "it lacks ['0.weight'",
+    ),
+    "a scheduler of another optimizer": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), lr_scheduler=_scheduler_of(model)),
+        EngineOptionError,
+        "lr_scheduler=LambdaLR was built on another SGD than the engine's optimizer, SGD",
     ),
     "a misspelt key": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_cliping": 1.0}),
