@@ -50,6 +50,8 @@ from ds_topo.checkpoint.table import (
     starred,
 )
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import sample_axes
 
 _LARGEST_TABLE = 1 << 31
 
@@ -70,6 +72,24 @@ def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
     """Return the options of ZeRO that a checkpoint was saved with, from the config in its file of weights."""
     section = (states.get("ds_config") or {}).get("zero_optimization") or {}
     return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
+
+
+def batch_size_of_files(states: Mapping[str, Any], layout: SavedLayout) -> int | None:
+    """Return the samples of a step that a checkpoint was saved with, from the same config; None if it does not say.
+
+    >>> layout = SavedLayout("data=2,model=2", 4, 2, 2, 0, None, "fp32")
+    >>> batch_size_of_files({"ds_config": {"train_micro_batch_size_per_gpu": 8}}, layout)
+    16
+    """
+    config = states.get("ds_config") or {}
+    whole, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if isinstance(whole, int):
+        return whole
+    passes, shares = config.get("gradient_accumulation_steps", 1), layout.replicas
+    if layout.topology is not None:
+        topology = ProcessTopology.from_spec(layout.topology)
+        shares = math.prod(map(topology.get_dim, sample_axes(topology)))
+    return micro * passes * shares if isinstance(micro, int) and isinstance(passes, int) else None
 
 
 def names_of_vectors(partitions: Iterable[Mapping[str, Any]]) -> list[list[str]]:

@@ -32,7 +32,13 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.by_name import load_into
-from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, name_of_model_states, opened, options_of_files
+from ds_topo.checkpoint.deepspeed_reader import (
+    DeepSpeedFiles,
+    batch_size_of_files,
+    name_of_model_states,
+    opened,
+    options_of_files,
+)
 from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
@@ -368,6 +374,24 @@ class _Choice:
                     "states its first updates are too large. Load without them (load_optimizer_states=False), or "
                     "continue without ZeRO and with grid.correct_norms = False"
                 )
+
+        size, own = self._saved_batch_size(chosen.path), int(self._engine.train_batch_size())
+        if self._options.has_states and size not in (None, own):
+            micro = int(self._engine.train_micro_batch_size_per_gpu())
+            yield printable(
+                f"the checkpoint {chosen.tag!r} of {self._root} was saved with a train_batch_size of {size}, but this "
+                f"engine's is {own}, so its steps have other samples than the learning rate and the schedule were "
+                f"chosen for. To go on with {size}, also at another number of replicas: "
+                f"config |= grid.batch_sizes({size}, {micro})"
+            )
+
+    def _saved_batch_size(self, path: Path) -> int | None:
+        """Return the samples of a step of the job that saved the chosen checkpoint; None if its config does not say."""
+        if self._saved is None:
+            return None
+        with suppress(CheckpointError):  # another check names the file
+            return batch_size_of_files(opened(path / name_of_model_states(self._saved, 0)), self._saved)
+        return None
 
     def check(self, path: Path, reason: str) -> dict[str, Any]:
         """Check a share of the files, and this rank's parameters unless the layout differs; on every rank.

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ds_topo import checkpoint
+from ds_topo import PipelineParallelGrid, checkpoint, initialize
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -23,6 +24,7 @@ from ds_topo.errors import (
     UnsafeCheckpointError,
 )
 from tests.checkpoint.jobs import KINDS, Kind, Own, job
+from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -286,3 +288,23 @@ def _by_methods(folder: Path) -> None:
 
 def test_methods_of_engine_keep_deepspeeds_arguments(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_by_methods, tmp_path)
+
+
+def _load_with(micro: int, folder: Path, saves: bool) -> list[str]:
+    start()
+    config = settings(train_micro_batch_size_per_gpu=micro, zero_optimization={"stage": 1})
+    with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
+        checkpoint.save(engine, folder) if saves else checkpoint.load(engine, folder)
+        engine.destroy()
+    return [str(each.message) for each in said if "train_batch_size" in str(each.message)]
+
+
+def test_other_batch_size_is_named_once(world: Worlds, tmp_path: Path) -> None:
+    assert world(2).run(_load_with, 2, tmp_path, True) == [[], []]
+    (text,), others = world(2).run(_load_with, 1, tmp_path, False)
+    assert "was saved with a train_batch_size of 8, but this engine's is 4" in text
+    assert "config |= grid.batch_sizes(8, 1)" in text
+    assert others == []
+    assert world(2).run(_load_with, 2, tmp_path, False) == [[], []]
