@@ -258,10 +258,13 @@ def _wait(runs: Sequence[Ranks], timeout: float, progress: Progress) -> None:
     for each in runs:
         needed = 1 if each.recording.until_update else steps
         if (left := needed - each.steps_done()) > 0:
-            raise VerificationError(
-                f"{each.what}: the program ended {left} of {steps} steps too early: let it train longer, or give "
-                f"fewer --steps; rank 0 wrote:\n{each.last_lines(0)}"
-            )
+            cause = f"the program ended {left} of {steps} steps too early: let it train longer, or give fewer --steps"
+            if not each.steps_done():
+                cause = (
+                    "the program ended without a step of an engine, which verify compares: train by an engine of "
+                    "deepspeed.initialize or ds_topo.initialize, and long enough for one step"
+                )
+            raise VerificationError(f"{each.what}: {cause}; rank 0 wrote:\n{each.last_lines(0)}")
 
 
 def _free_port() -> int:

@@ -99,6 +99,13 @@ def test_fault_of_a_program_is_found(
 
 
 @pytest.mark.exhaustive
+def test_program_without_an_engine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import torch; print(float(torch.nn.Linear(2, 2)(torch.ones(2)).sum()))")
+    assert main(["verify", str(program), "--topology", "data=1"]) == 2
+    assert "the program ended without a step of an engine, which verify compares" in capsys.readouterr().err
+
+
 def test_failure_of_a_program_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "train.py"
     program.write_text("raise ValueError('no data')\n")
