@@ -119,4 +119,6 @@ def _not_understood(command: str, word: str, parser: argparse.ArgumentParser) ->
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
     near = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in options else near
     meant = f"did you mean {near[0]}? " if near else ""
+    if command == "plan" and not word.startswith("-"):
+        meant = f"plan searches for the best topology itself, and --compare {word} shows what that one loses; "
     return f"{word!r} is not an argument of this command: {meant}ds-topo {command} --help lists all"

@@ -117,6 +117,13 @@ def test_export_refuses_arguments_before_it_reads(
     assert message in capsys.readouterr().err
 
 
+def test_plan_names_the_option_for_a_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "data=2,model=2"]) == 2
+    said = capsys.readouterr().err
+    assert "'data=2,model=2' is not an argument of this command: plan searches for the best topology itself" in said
+    assert "--compare data=2,model=2" in said
+
+
 def test_shells_complete_commands_options_choices_and_files(tmp_path: Path) -> None:
     shtab = pytest.importorskip("shtab")
     script = tmp_path / "ds-topo"
