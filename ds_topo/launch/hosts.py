@@ -273,6 +273,9 @@ def _parse_entry(entry: str, where: str) -> Host:
     others = [word for word in words if word not in slots and not re.fullmatch(r"max[_-]slots=\d+", word)] + slots[1:]
     if "=" in name:
         raise HostError(f'{where}: expected "NAME slots=N", such as "worker-0 slots=4"')
+    alone, _, count = name.partition(":")
+    if not words and re.fullmatch(r"[0-9]{1,9}", count):
+        raise HostError(f'{where}: {name!r} is in the form of other launchers; expected "{alone} slots={count}"')
     if others:
         raise HostError(f'{where}: {others[0]!r} is unknown; expected "{name} slots=N"')
     if not counts:

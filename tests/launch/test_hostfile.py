@@ -82,6 +82,7 @@ def test_the_first_hosts_and_slots_are_the_same_as_deepspeeds(pool: dict[str, in
         ("a slots=0", r"line 1, 'a slots=0': host 'a' has no slots"),
         ("a slots=5000", "slots=5000 is more than 4096"),
         ("a", r"the number of slots is missing; expected \"a slots=N\""),
+        ("a:4", r"'a:4' is in the form of other launchers; expected \"a slots=4\""),
         ("slots=4", r"expected \"NAME slots=N\""),
         ("a slots=2 slots=3", r"'slots=3' is unknown; expected \"a slots=N\""),
         ("a slots=", "slots='' is not a whole number"),
