@@ -138,8 +138,20 @@ class ReplicaOptions:
         raise EngineOptionError(f'config section "replicas": {name}={abridged(getattr(self, name))}: {remedy}')
 
 
-def _manager(grid: MpuGrid, options: ReplicaOptions) -> Manager:
-    """Return this rank's manager; collective over the grid.
+class _Changes:
+    """Counts how often the group over replicas was made anew, which torchft does when the quorum has changed."""
+
+    def __init__(self, group: Any) -> None:
+        self.number = 0
+        self._configure, group.configure = group.configure, self
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self.number += 1
+        self._configure(*arguments, **options)
+
+
+def _manager(grid: MpuGrid, options: ReplicaOptions) -> tuple[Manager, _Changes]:
+    """Return this rank's manager, and the count of its groups; collective over the grid.
 
     The store that the ranks of a replica share is new: that of a launcher would still have the addresses of an earlier
     start. Other replicas use it, too.
@@ -157,6 +169,7 @@ def _manager(grid: MpuGrid, options: ReplicaOptions) -> Manager:
     timeout = timedelta(seconds=options.timeout)
     on_gpu = torch.accelerator.is_available()
     group = torchft.ProcessGroupNCCL(timeout) if on_gpu else torchft.ProcessGroupGloo(timeout)
+    changes = _Changes(group)
     manager = torchft.Manager(
         pg=group,
         load_state_dict=None,
@@ -177,7 +190,7 @@ def _manager(grid: MpuGrid, options: ReplicaOptions) -> Manager:
         max_retries=options.max_retries,
     )
     manager.store_of_replica = store  # it ends with the manager
-    return manager
+    return manager, changes
 
 
 class Replicas:
@@ -195,7 +208,7 @@ class Replicas:
         if engine.optimizer is None or facts.inner_optimizer(engine) is None:
             raise EngineOptionError('config section "replicas": the engine has no optimizer, so there are no steps')
         self.engine = engine
-        self.manager = _manager(engine.mpu, options)
+        self.manager, self._changes = _manager(engine.mpu, options)
         """The ``torchft.Manager`` of this rank."""
         self.has_committed = True
         """False if the last step was not committed: then nothing has changed, and the program may repeat it."""
@@ -203,8 +216,8 @@ class Replicas:
         """True from the quorum of a step to its commit."""
         self.attempts = 0
         """The number of steps that began."""
-        self._compared = -1
-        """The quorum in which replicas were last compared."""
+        self._compared = 0
+        """The change of the quorum after which replicas were last compared."""
         self._initial: bytes | None = None
         """A digest of what all ranks of this replica held before the first step, if it has seen that."""
         self._began_otherwise = False
@@ -279,8 +292,8 @@ class Replicas:
         Raises:
             ReplicaError: they differ; raised in all replicas.
         """
-        quorum = self.manager._quorum_id
-        if quorum == self._compared or self.manager.errored() is not None:
+        change = self._changes.number
+        if change == self._compared or self.manager.errored() is not None:
             return
         number = int.from_bytes(self._digest()[:6], "big")
         parts = [number >> 20 & _LAST_20_BITS, number & _LAST_20_BITS]
@@ -288,7 +301,7 @@ class Replicas:
         self._sums.start(lambda: None, sums, dist.ReduceOp.SUM).wait()
         if self.manager.errored() is not None:
             return  # the step will not be committed
-        self._compared = quorum
+        self._compared = change
         *firsts, first_square, second_square = map(int, sums.tolist())
         squares = (first_square, second_square)
         if any(self.size * square != total * total for total, square in zip(firsts, squares, strict=True)):
