@@ -10,6 +10,7 @@ Four ranks train a GPT of 10.7 M parameters by AdamW: at ZeRO 1 as one job of ``
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -51,7 +52,8 @@ _servers: list[Any] = []
 
 def torchft_side(model: torch.nn.Module, data: Any) -> tuple[Step, Step]:
     """Return a step by torchft's own DDP and optimizer, with each rank a replica."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    host = socket.gethostname()
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timedelta(seconds=60)),
         load_state_dict=lambda _: None,
@@ -59,7 +61,7 @@ def torchft_side(model: torch.nn.Module, data: Any) -> tuple[Step, Step]:
         min_replica_size=4,
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=host,
         store_port=store.port,
         lighthouse_addr=lighthouse(4),
         init_sync=False,
