@@ -112,8 +112,8 @@ def _state(
     return state
 
 
-def _route(bucket_bytes: int = 10**9, two_level: Any = None) -> Any:
-    return SimpleNamespace(bucket_bytes=bucket_bytes, two_level=two_level)
+def _route(bucket_bytes: int = 10**9, exchange: Any = None) -> Any:
+    return SimpleNamespace(bucket_bytes=bucket_bytes, exchange=exchange)
 
 
 ROUTE = _route()
@@ -174,7 +174,7 @@ def test_buckets_over_grad_buffers_have_no_gaps() -> None:
 
 
 def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
-    route = _route(two_level=SimpleNamespace(slices=multiple))
+    route = _route(exchange=SimpleNamespace(slices=multiple))
     for state in states:
         state.route = route
     bucket = GradientBucket(7, states)
@@ -329,7 +329,7 @@ def test_layout_follows_the_order_in_which_gradients_last_arrived() -> None:
     states[1].expected, states[1].arrived = None, 2
     states[2].expected = None
     with mock.patch.object(buckets_module.dist, "broadcast") as told:
-        layout.learn("group")  # type: ignore[arg-type]
+        layout.learn("group", keeps_order=False)  # type: ignore[arg-type]
         assert _members(layout) == [[3], [2], [1], [0]], "the new order applies from the next step on"
         layout.renew()
         assert _members(layout) == [[0], [1], [3], [2]], "parameters that did not arrive come last, in reverse order"
@@ -337,7 +337,7 @@ def test_layout_follows_the_order_in_which_gradients_last_arrived() -> None:
         assert layout.arrivals is None
         buckets = list(layout.buckets)
         layout.renew()
-        layout.learn("group")  # type: ignore[arg-type]
+        layout.learn("group", keeps_order=False)  # type: ignore[arg-type]
         assert layout.buckets == buckets
         assert told.call_count == 1
         assert told.call_args.kwargs == {"group_src": 0, "group": "group"}
@@ -353,18 +353,28 @@ def test_layout_follows_the_order_of_the_first_rank_and_stays_if_it_is_equal() -
         layout.arrivals += [0, 1, 2, 3]
         before = list(layout.buckets)
         with mock.patch.object(buckets_module.dist, "broadcast", of_first_rank):
-            layout.learn(None)  # type: ignore[arg-type]
+            layout.learn(None, keeps_order=False)  # type: ignore[arg-type]
         layout.renew()
         assert _members(layout) == [[index] for index in order]
         assert (layout.buckets == before) is (order == [3, 2, 1, 0])
         assert all(len(bucket.flat) == 0 for bucket in before) or layout.buckets == before
     empty = BucketLayout([], GREAT)
-    empty.learn(None)  # type: ignore[arg-type]
+    empty.learn(None, keeps_order=False)  # type: ignore[arg-type]
     assert empty.buckets == []
 
 
+def test_layout_keeps_the_order_of_the_first_step_if_others_must_have_it() -> None:
+    layout = _layout()
+    before = [bucket.members for bucket in layout.buckets]
+    layout.arrivals = [0, 1, 2, 3]
+    layout.learn(None, keeps_order=True)  # type: ignore[arg-type]
+    layout.renew()
+    assert [bucket.members for bucket in layout.buckets] == before
+    assert layout.arrivals is None
+
+
 def test_two_level_buckets_are_padded() -> None:
-    assert [len(bucket.flat) for bucket in _layout(two_level=SimpleNamespace(slices=3)).buckets] == [6] * 4
+    assert [len(bucket.flat) for bucket in _layout(exchange=SimpleNamespace(slices=3)).buckets] == [6] * 4
     assert [len(bucket.flat) for bucket in _layout().buckets] == [4] * 4
 
 

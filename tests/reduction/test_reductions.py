@@ -341,7 +341,7 @@ def test_two_level_padding_is_sent_but_not_copied_back() -> None:
     levels: Any = SimpleNamespace(all_reduce=all_reduce, slices=1)
     for slices in (3, 4):
         with fake_world(0, 2):
-            bucket = _bucket(VALUES, _route(two_level=levels))
+            bucket = _bucket(VALUES, _route(exchange=levels))
             levels.slices = slices
             reduction = Reduction(bucket, True)
             reduction.wait()
@@ -370,7 +370,7 @@ def test_result_of_comm_hook_becomes_the_gradient(kind: str) -> None:
         return futures[-1]
 
     with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
-        route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(slices=3))
+        route = _route(hook=hook, hook_state="state", exchange=SimpleNamespace(slices=3))
         buckets = [_bucket(VALUES, route), _bucket(VALUES, route)]
         in_flight: list[Reduction] = [Reduction(bucket, bucket is buckets[1]) for bucket in buckets]
         route.wait_for_hook()
@@ -452,7 +452,7 @@ def test_two_levels_are_used_if_wanted_or_faster(
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
             options = ReductionOptions(two_level=wish, bucket_bytes=bucket_bytes)
             dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
-            assert (dense.two_level is made) is uses
+            assert (dense.exchange is made) is uses
             assert probed.called is measures
             assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
     assert asked.called is (wish is not False)
@@ -461,14 +461,14 @@ def test_two_levels_are_used_if_wanted_or_faster(
 
 def test_a_stage_without_trainable_parameters_measures_no_levels() -> None:
     with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a", "a", "b", "b"]):
-        assert assign_routes([], ReductionOptions(bucket_bytes=10), dist.group.WORLD, CPU).two_level is None
+        assert assign_routes([], ReductionOptions(bucket_bytes=10), dist.group.WORLD, CPU).exchange is None
 
 
 def test_two_levels_are_refused_if_the_placement_has_none() -> None:
     with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a"] * 4):
         options = ReductionOptions(bucket_bytes=10)
         dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
-        assert dense.two_level is None
+        assert dense.exchange is None
         options = ReductionOptions(bucket_bytes=10, two_level=True)
         with pytest.raises(ValueError, match="two_level=True: the group must span"):
             assign_routes([_state()], options, dist.group.WORLD, CPU)
