@@ -78,7 +78,7 @@ def torchft_side(model: torch.nn.Module, data: Any) -> tuple[Step, Step]:
     return step, lambda: None
 
 
-def measure(rounds: int) -> Times:
+def measure(rounds: int, wanted: str) -> Times:
     """Return the seconds of a step, by side."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
@@ -110,7 +110,9 @@ def measure(rounds: int) -> Times:
         "4 replicas, ZeRO 0": lambda: managed(0, "data=1", alone[rank], 4),
         "torchft's DDP": lambda: torchft_side(PlainGPT(parallel, MODEL), data),
     }
-    times, _ = turns({name: build() for name, build in builders.items()}, rounds, warmup=2, steps=STEPS)
+    times, _ = turns(
+        {name: build() for name, build in builders.items() if wanted in name}, rounds, warmup=2, steps=STEPS
+    )
     return times
 
 
@@ -119,15 +121,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="rate of each host's link; 'none' runs all ranks on one host")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sides", default="", help="run only the sides with this text in their names")
     arguments = parser.parse_args()
     if arguments.rate == "none":
-        times: Times = run_ranks(4, measure, arguments.rounds, deadline=900)[0]
+        times: Times = run_ranks(4, measure, arguments.rounds, arguments.sides, deadline=900)[0]
     else:
         with Cluster(hosts=2, rate=arguments.rate) as cluster:
-            times = cluster.run_ranks(measure, arguments.rounds, ranks_per_host=2, timeout=900)[0]
+            times = cluster.run_ranks(measure, arguments.rounds, arguments.sides, ranks_per_host=2, timeout=900)[0]
     print(f"link {arguments.rate}, {SAMPLES} samples per rank, {arguments.rounds} turns of {STEPS - 1} steps")
     print(table(times))
-    print(ratios(times, [("2 replicas, ZeRO 1", "one job, ZeRO 1"), ("4 replicas, ZeRO 0", "torchft's DDP")]))
+    pairs = [("2 replicas, ZeRO 1", "one job, ZeRO 1"), ("4 replicas, ZeRO 0", "torchft's DDP")]
+    print(ratios(times, [pair for pair in pairs if times.keys() >= {*pair}]))
 
 
 if __name__ == "__main__":
