@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakMethod, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -230,7 +230,10 @@ class Replicas:
             sums = engine.gradient_reducer.driver.sums
             assert sums is not None
             self._sums = sums
-        self.manager.register_state_dict_fn(_STATE, self._load, self._state)
+        self._shut_down = finalize(self, self.manager.shutdown)
+        """Ends torchft's servers, at the latest before the interpreter ends their threads, which it would wait for."""
+        load, state = WeakMethod(self._load), WeakMethod(self._state)
+        self.manager.register_state_dict_fn(_STATE, lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self
         is_pipeline = isinstance(engine, PipelineEngine)
         self._release: Callable[[], None] = adopt(
@@ -483,7 +486,7 @@ class Replicas:
         """Leave the other replicas, who go on. Idempotent."""
         self._release()
         self._sums.rest()
-        self.manager.shutdown()
+        self._shut_down()
 
 
 def _are_alike(own: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
