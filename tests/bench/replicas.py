@@ -10,6 +10,7 @@ Four ranks train a GPT of 10.7 M parameters by AdamW: at ZeRO 1 as one job of ``
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import sys
 import warnings
@@ -111,7 +112,7 @@ def measure(rounds: int, wanted: str) -> Times:
         "torchft's DDP": lambda: torchft_side(PlainGPT(parallel, MODEL), data),
     }
     times, _ = turns(
-        {name: build() for name, build in builders.items() if wanted in name}, rounds, warmup=2, steps=STEPS
+        {name: build() for name, build in builders.items() if re.search(wanted, name)}, rounds, warmup=2, steps=STEPS
     )
     return times
 
@@ -121,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="rate of each host's link; 'none' runs all ranks on one host")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--sides", default="", help="run only the sides with this text in their names")
+    parser.add_argument("--sides", default="", help="run only the sides whose names match this regular expression")
     arguments = parser.parse_args()
     if arguments.rate == "none":
         times: Times = run_ranks(4, measure, arguments.rounds, arguments.sides, deadline=900)[0]
