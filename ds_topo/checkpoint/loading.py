@@ -200,12 +200,17 @@ def load(
     else:
         state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
     meeting.end()
+    return str(root / chosen), _of_program(engine, state)
+
+
+def _of_program(engine: DeepSpeedEngine, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``client_state`` without our own entries, after those were used."""
     of_replicas = state.pop(facts.REPLICAS, None)
     if of_replicas is not None and hasattr(engine, "replicas"):
         engine.replicas.manager.load_state_dict(of_replicas)
-    if facts.WRITER in (state.get(UNIVERSAL_CHECKPOINT_INFO) or ()):  # it is ours, and not the program's
+    if facts.WRITER in (state.get(UNIVERSAL_CHECKPOINT_INFO) or ()):
         del state[UNIVERSAL_CHECKPOINT_INFO]
-    return str(root / chosen), state
+    return state
 
 
 def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custom_load_fn: Any) -> dict[str, Any]:

@@ -184,11 +184,9 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
             f"an engine without mpu while {in_use[-1].topology().spec!r} is in use: deepspeed.initialize was imported "
             "by name before ds_topo.use(grid); call it as deepspeed.initialize, or call use() before that import"
         )
-    ours = [name for name in (TOPOLOGY_SECTION, REPLICAS_SECTION) if name in config._param_dict]
-    ours += [REDUCER_SECTION] if wants_reducer(config) else []
-    if ours and not _reads_sections.get():
+    if unread := _unread_sections(config):
         raise EngineOptionError(
-            f'config section "{ours[0]}" is ignored by deepspeed.initialize, which got no mpu: pass mpu=grid; '
+            f'config section "{unread[0]}" is ignored by deepspeed.initialize, which got no mpu: pass mpu=grid; '
             "ds_topo.initialize reads the section"
         )
     splitting = [grid for grid in grids if grid.is_alive and splits_models(grid)]
@@ -216,6 +214,14 @@ def reading_sections() -> Iterator[None]:
         _reads_sections.reset(token)
 
 
+def _unread_sections(config: DeepSpeedConfig) -> list[str]:
+    """Return the sections of a config that only ``ds_topo.initialize`` reads, if it is not that which builds an engine."""
+    if _reads_sections.get():
+        return []
+    found = [name for name in (TOPOLOGY_SECTION, REPLICAS_SECTION) if name in config._param_dict]
+    return [*found, REDUCER_SECTION] if wants_reducer(config) else found
+
+
 def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     """Raise for sections of the config that the engine would ignore.
 
@@ -223,10 +229,10 @@ def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
         TopologyError: the topology of the config differs from the grid's.
         EngineOptionError: ``deepspeed.initialize`` itself does not read the section of the reducer or of replicas.
     """
-    ignored = REPLICAS_SECTION if REPLICAS_SECTION in config._param_dict else REDUCER_SECTION
-    if (ignored == REPLICAS_SECTION or wants_reducer(config)) and not _reads_sections.get():
+    unread = [name for name in _unread_sections(config) if name != TOPOLOGY_SECTION]  # the grid has one
+    if unread:
         raise EngineOptionError(
-            f'config section "{ignored}" is not read by deepspeed.initialize itself: call '
+            f'config section "{unread[0]}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or call ds_topo.use(grid) first"
         )
     section = config._param_dict.get(TOPOLOGY_SECTION)

@@ -205,9 +205,9 @@ class Replicas:
     def __init__(self, engine: DeepSpeedEngine, options: ReplicaOptions, reduction: Mapping[str, Any]) -> None:
         if not isinstance(engine.mpu, MpuGrid):
             raise EngineOptionError('config section "replicas": the engine has no grid; pass mpu=grid')
-        if engine.optimizer is None or facts.inner_optimizer(engine) is None:
+        if (inner := facts.inner_optimizer(engine)) is None:
             raise EngineOptionError('config section "replicas": the engine has no optimizer, so there are no steps')
-        self.engine = engine
+        self.engine, self._inner = engine, inner
         self.manager, self._changes = _manager(engine.mpu, options)
         """The ``torchft.Manager`` of this rank."""
         self.has_committed = True
@@ -401,31 +401,25 @@ class Replicas:
     def _masters(self) -> dict[int, torch.Tensor]:
         """The tensors that the optimizer steps on, by their index; their states exist from now on."""
         held = [one.held for one in named_parameters(self.engine)]
-        inner = facts.inner_optimizer(self.engine)
-        assert inner is not None
-        begin_states(inner, held)
+        begin_states(self._inner, held)
         masters = {id(one.master): one.master for one in held if one.group is not None}
         return dict(enumerate(masters.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's weights, master weights, states and buffers: its own memory."""
-        inner = facts.inner_optimizer(self.engine)
-        assert inner is not None
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.engine.module.named_parameters():  # at ZeRO 3 this rank's partition
             found[f"weight {name}"] = getattr(parameter, "ds_tensor", parameter).data
         found |= {f"{_BUFFER}{name}": buffer for name, buffer in self.engine.module.named_buffers()}
         for number, master in self._masters.items():
             found[f"master {number}"] = master.data
-            states = inner.state.get(master, {}).items()
+            states = self._inner.state.get(master, {}).items()
             found |= {f"{key} {number}": value for key, value in states if torch.is_tensor(value)}
         return found
 
     def _numbers(self) -> list[dict[str, Any]]:
         """Return the states of each master that are plain numbers."""
-        inner = facts.inner_optimizer(self.engine)
-        assert inner is not None
-        rows = (inner.state.get(master, {}) for master in self._masters.values())
+        rows = (self._inner.state.get(master, {}) for master in self._masters.values())
         return [{key: value for key, value in row.items() if isinstance(value, (int, float))} for row in rows]
 
     def _layout(self) -> dict[str, Any]:
@@ -433,15 +427,13 @@ class Replicas:
 
     def _state(self) -> dict[str, Any]:
         """Return this rank's state for the same rank of another replica; torchft calls it in a thread."""
-        inner = facts.inner_optimizer(self.engine)
-        assert inner is not None
         # a forward pass may change buffers while they travel
         tensors = {name: one.clone() if name.startswith(_BUFFER) else one for name, one in self.tensors().items()}
         return {
             "layout": self._layout(),
             "tensors": tensors,
             "numbers": self._numbers(),
-            "groups": [{key: group[key] for key in group if key != "params"} for group in inner.param_groups],
+            "groups": [{key: group[key] for key in group if key != "params"} for group in self._inner.param_groups],
             "progress": progress_of(self.engine),
             "initial": self._initial,
             "random": facts.random_states(self.engine),
@@ -450,8 +442,7 @@ class Replicas:
     @torch.no_grad()
     def _load(self, saved: Mapping[str, Any]) -> None:
         """Take the state of this rank in another replica."""
-        engine, inner = self.engine, facts.inner_optimizer(self.engine)
-        assert inner is not None
+        engine, inner = self.engine, self._inner
         own = self.tensors()
         self._check_layout(own, saved)
         is_first = self._initial is not None and not saved["progress"]["global_steps"]

@@ -45,7 +45,7 @@ class ReplicaSums:
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
         self._streams: dict[torch.device, SideStream] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_ManagedSum | None] = queue.SimpleQueue()
         self._end: Callable[[], object] | None = None
         """Ends the thread; None while there is none."""
 
@@ -64,7 +64,7 @@ class ReplicaSums:
             thread = threading.Thread(target=_run, args=(self._jobs,), name="ds_topo sums over replicas", daemon=True)
             thread.start()
             self._end = weakref.finalize(self, _end, thread, self._jobs)
-        job = _Job(self.manager, after, tensor, op)
+        job = _ManagedSum(self.manager, after, tensor, op)
         self._jobs.put(job)
         return job
 
@@ -83,7 +83,7 @@ class ReplicaSums:
             self._end = None
 
 
-class _Job:
+class _ManagedSum:
     """One tensor in flight over the replicas."""
 
     def __init__(self, manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -108,13 +108,13 @@ class _Job:
         return time.perf_counter_ns()
 
 
-def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _run(jobs: queue.SimpleQueue[_ManagedSum | None]) -> None:
     while (job := jobs.get()) is not None:
         job.begin()
         del job  # it would keep its tensor alive until the next one
 
 
-def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_ManagedSum | None]) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join()
@@ -130,28 +130,25 @@ class ManagedExchange(Exchange):
     """
 
     def __init__(self, sums: ReplicaSums, group: ProcessGroup, inside: Exchange | None) -> None:
-        self._sums, self._group, self._inside = sums, group, inside
-        self._rank = dist.get_rank(group)
-        self.slices = 1 if inside is None else inside.slices
+        self._sums, self._group, self._by_torch = sums, group, inside is None
+        self._inside = inside or Exchange()
+        self._rank, self.slices = dist.get_rank(group), self._inside.slices
 
     def reduce_scatter(
         self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
     ) -> Pending:
-        assert self._inside is not None
         pending = self._inside.reduce_scatter(flat, op, over_copies=over_copies)
         own = flat.view(self.slices, -1)[self._rank]
         return self._sums.start(pending.wait, own) if over_copies else pending
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        assert self._inside is not None
         return self._inside.gather(flat)
 
     def gather_now(self, flat: torch.Tensor) -> None:
-        assert self._inside is not None
         self._inside.gather_now(flat)
 
     def all_reduce(self, flat: torch.Tensor) -> Pending:
-        if self._inside is not None:
+        if not self._by_torch:
             return self._sums.start(self._inside.all_reduce(flat).wait, flat)
         if dist.get_world_size(self._group) == 1:
             return self._sums.start(lambda: None, flat)
@@ -159,5 +156,4 @@ class ManagedExchange(Exchange):
         return self._sums.start(work.wait, flat)
 
     def rest(self) -> None:
-        if self._inside is not None:
-            self._inside.rest()
+        self._inside.rest()

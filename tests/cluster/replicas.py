@@ -35,6 +35,7 @@ class ReplicaJob(ElasticJob):
         launcher = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
         self._command = [*launcher, "--max-restarts", "100", str(PROGRAM), "--out", str(out), *options]
         last = cluster.hosts[-1]
+        self.replicas = range(len(cluster.hosts) - 1)
         self._variables = VARIABLES | {"TORCHFT_LIGHTHOUSE": f"http://{last.name}:{LIGHTHOUSE_PORT}"}
         command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{LIGHTHOUSE_PORT}"]
         command += ["--min_replicas", "1", "--join_timeout_ms", "500", "--heartbeat_timeout_ms", "2000"]
@@ -51,10 +52,19 @@ class ReplicaJob(ElasticJob):
 
     def kill_in(self, phase: str, index: int) -> None:
         """Let a rank of a replica kill itself in a phase of a step, and wait until it has."""
-        file = self.out / f"die-{phase}-host{index}"
-        file.touch()
-        self.until(lambda: not file.exists())
-        self._note(f"host{index} killed in {phase}")
+        self.kill_in_one_of(phase, index)
+
+    def kill_in_one_of(self, phase: str, *hosts: int) -> list[int]:
+        """Let a rank kill itself in a phase, of the first of these replicas that comes to it; return that."""
+        files = {index: self.out / f"die-{phase}-host{index}" for index in hosts}
+        for file in files.values():
+            file.touch()
+        self.until(lambda: not all(file.exists() for file in files.values()))
+        found = [index for index, file in files.items() if not file.exists()]
+        for file in files.values():
+            file.unlink(missing_ok=True)
+        self._note(f"host{found[0]} killed in {phase}")
+        return found
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return nothing: replicas have no attempts of the whole job."""

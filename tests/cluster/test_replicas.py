@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.cluster.replica_rank import PHASES
 from tests.support.exhaustive import mark_exhaustive
 
 pytest.importorskip("torchft", reason='torchft is not installed: pip install "ds_topo[torchft]"')
@@ -21,29 +20,39 @@ StartCluster = Callable[..., Cluster]
 TIMEOUT = 4.0
 
 
+def _begun(job: ReplicaJob, *hosts: int) -> None:
+    """Start replicas, and wait until all have done some steps."""
+    job.start(*hosts)
+    for index in hosts:
+        job.until_done(index, 5)
+
+
 def _killed(job: ReplicaJob) -> None:
-    job.start(0, 1)
-    job.until_done(1, 5)
+    _begun(job, *job.replicas)
     job.kill_host(1)
+    _again(job, 1)
+
+
+def _again(job: ReplicaJob, *lost: int) -> None:
+    """Start replicas that were killed again, some steps of the first later."""
     job.until_more(0)
-    job.add_host(1, "comes back")
-    job.until_joined(1, 0)
+    for index in lost:
+        job.add_host(index, "comes back")
+    for index in lost:
+        job.until_joined(index, 0)
 
 
 def _first_killed(job: ReplicaJob) -> None:
+    """Kill the replica that has healed another."""
+    _begun(job, 1)
     job.start(0)
-    job.until_done(0, 3)
-    job.start(1)
-    job.until_joined(1, 0)
-    job.kill_host(0)
-    job.until_more(1)
-    job.add_host(0, "comes back")
     job.until_joined(0, 1)
+    job.kill_host(1)
+    _again(job, 1)
 
 
 def _stopped(job: ReplicaJob) -> None:
-    job.start(0, 1)
-    job.until_done(1, 5)
+    _begun(job, *job.replicas)
     job.stop_host(1)
     job.until_more(0)
     job.resume_host(1)
@@ -51,8 +60,7 @@ def _stopped(job: ReplicaJob) -> None:
 
 
 def _cut_off(job: ReplicaJob) -> None:
-    job.start(0, 1)
-    job.until_done(1, 5)
+    _begun(job, *job.replicas)
     job.cut_cable(1)
     job.until_more(0)
     job.cluster.plug_in(1)
@@ -60,8 +68,7 @@ def _cut_off(job: ReplicaJob) -> None:
 
 
 def _slow(job: ReplicaJob) -> None:
-    job.start(0, 1)
-    job.until_done(1, 5)
+    _begun(job, *job.replicas)
     job.cluster.set_rate_of(1, "200kbit")
     job.until_more(0, 5)
     job.cluster.set_rate_of(1, None)
@@ -69,37 +76,41 @@ def _slow(job: ReplicaJob) -> None:
 
 
 def _two_at_once(job: ReplicaJob) -> None:
-    job.start(0, 1, 2)
-    job.until_done(2, 5)
+    _begun(job, *job.replicas)
     job.kill_host(1)
     job.kill_host(2)
-    job.until_more(0)
-    job.add_host(1, "comes back")
-    job.add_host(2, "comes back")
-    job.until_joined(1, 0)
-    job.until_joined(2, 0)
+    _again(job, 1, 2)
 
 
 def _in_phase(phase: str, job: ReplicaJob) -> None:
-    if phase == "state":  # the one that heals dies while the other is healed
-        job.start(1)
-        job.until_done(1, 3)
-        (job.out / "die-state-host1").touch()
-        job.start(0)
-    elif phase == "healing":
-        job.start(0)
-        job.until_done(0, 3)
-        (job.out / "die-healing-host1").touch()
-        job.start(1)
-    else:
-        job.start(0, 1)
-        job.until_done(1, 5)
-        job.until_done(0, 5)
-        if phase == "save":  # only one of them saves
-            (job.out / "die-save-host0").touch()
-    job.kill_in(phase, 1) if phase != "save" else job.until(
-        lambda: not ({path.name for path in job.out.glob("die-save-*")} >= {"die-save-host0", "die-save-host1"})
-    )
+    _begun(job, *job.replicas)
+    job.kill_in(phase, 1)
+    job.until_more(0)
+    job.until_joined(1, 0)
+
+
+def _in_save(job: ReplicaJob) -> None:
+    """Kill a rank of the replica that writes, whichever it is."""
+    _begun(job, *job.replicas)
+    [lost] = job.kill_in_one_of("save", *job.replicas)
+    others = {*job.replicas} - {lost}
+    job.until_more(min(others))
+    job.until_joined(lost, min(others))
+
+
+def _in_state(job: ReplicaJob) -> None:
+    """Kill the only replica that can heal another, while that is healed."""
+    _begun(job, 1)
+    job.start(0)
+    job.kill_in("state", 1)
+    job.until_more(0)
+    job.until_joined(1, 0)
+
+
+def _in_healing(job: ReplicaJob) -> None:
+    _begun(job, *{*job.replicas} - {1})
+    job.start(1)
+    job.kill_in("healing", 1)
     job.until_more(0)
     job.until_joined(1, 0)
 
@@ -108,26 +119,33 @@ def _in_phase(phase: str, job: ReplicaJob) -> None:
 class Case:
     happens: Callable[[ReplicaJob], None]
     options: str
-    hosts: int = 2
+    hosts: int = 3
 
     def __str__(self) -> str:
         name = getattr(self.happens, "__name__", "") or f"in_{self.happens.args[0]}"  # type: ignore[attr-defined]
         return f"{name.strip('_')}-{self.options.replace('--', '').replace(' ', '_')}"
 
 
+SAVING = "--spec shard=2 --zero 1 --save-every 5"
 CASES = [
-    Case(_killed, "--spec shard=2 --zero 1"),
+    Case(_killed, "--spec shard=2 --zero 1", hosts=2),
     Case(_killed, "--spec data=2 --zero 0"),
     Case(_killed, "--spec shard=2 --zero 2 --accumulate 2"),
     Case(_killed, "--spec shard=2 --zero 3"),
     Case(_killed, "--spec pipe=2 --zero 1 --accumulate 2"),
-    Case(_first_killed, "--spec data=2 --zero 2"),
+    Case(_first_killed, "--spec data=2 --zero 2", hosts=2),
     Case(_stopped, "--spec shard=2 --zero 1"),
     Case(_stopped, "--spec shard=2 --zero 3 --accumulate 2"),
     Case(_cut_off, "--spec shard=2 --zero 1"),
     Case(_slow, "--spec shard=2 --zero 1"),
-    Case(_two_at_once, "--spec shard=2 --zero 1", hosts=3),
-    *(Case(partial(_in_phase, phase), "--spec shard=2 --zero 1 --save-every 5") for phase in PHASES),
+    Case(_two_at_once, "--spec shard=2 --zero 1"),
+    *(
+        Case(partial(_in_phase, phase), SAVING)
+        for phase in ("forward", "backward", "sum", "commit", "committed", "step")
+    ),
+    Case(_in_save, SAVING),
+    Case(_in_state, SAVING, hosts=2),
+    Case(_in_healing, SAVING),
 ]
 
 

@@ -256,12 +256,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a plain model on stages": (lambda: _engine(mpu=_grid("pipe=2,data=2")), EngineOptionError, "PipelineModule"),
     "slices without an mpu": (lambda: (_grid(), _engine(_Marked())), EngineOptionError, "pass mpu=grid"),
     "weights of slices as the whole model": (
-        lambda: _engine(_Marked(), mpu=_grid()).save_16bit_model("."),
+        lambda: _engine(_Marked(), mpu=_grid()).save_16bit_model("/dev/null/folder"),
         EngineOptionError,
         "save_16bit_model with the slices ['weight']",
     ),
     "weights of a stage as the whole model": (
-        lambda: _engine(_pipeline(topology="pipe=4", loss_fn=nn.MSELoss())).save_16bit_model("."),
+        lambda: _engine(_pipeline(topology="pipe=4", loss_fn=nn.MSELoss())).save_16bit_model("/dev/null/folder"),
         EngineOptionError,
         "save_16bit_model with the stages of 'pipe=4'",
     ),
