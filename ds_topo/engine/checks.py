@@ -215,7 +215,7 @@ def reading_sections() -> Iterator[None]:
 
 
 def _unread_sections(config: DeepSpeedConfig) -> list[str]:
-    """Return the sections of a config that only ``ds_topo.initialize`` reads, if it is not that which builds an engine."""
+    """Return the sections of a config that only ``ds_topo.initialize`` reads; none while that builds an engine."""
     if _reads_sections.get():
         return []
     found = [name for name in (TOPOLOGY_SECTION, REPLICAS_SECTION) if name in config._param_dict]
