@@ -37,6 +37,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DataLoader, Sampler
 
+from ds_topo.base.backends import traits_of
 from ds_topo.base.classes import REPLICATED, Mixin, adopt
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
@@ -150,8 +151,8 @@ class _Changes:
         self._configure(*arguments, **options)
 
 
-def _manager(grid: MpuGrid, options: ReplicaOptions) -> tuple[Manager, _Changes]:
-    """Return this rank's manager, and the count of its groups; collective over the grid.
+def _manager(grid: MpuGrid, device: torch.device, options: ReplicaOptions) -> tuple[Manager, _Changes]:
+    """Return this rank's manager, and the count of its groups, whose backend is gloo or NCCL; collective over the grid.
 
     The store that the ranks of a replica share is new: that of a launcher would still have the addresses of an earlier
     start. Other replicas use it, too.
@@ -165,10 +166,11 @@ def _manager(grid: MpuGrid, options: ReplicaOptions) -> tuple[Manager, _Changes]
         ) from error
     host = options.hostname or socket.gethostname()
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if grid.grid_rank == 0 else None
-    address, port = gathered((host, store.port if store is not None else 0), grid.get_group(grid.topology().axes))[0]
+    everyone = grid.get_group(grid.topology().axes)
+    address, port = gathered((host, store.port if store is not None else 0), everyone)[0]
     timeout = timedelta(seconds=options.timeout)
-    on_gpu = torch.accelerator.is_available()
-    group = torchft.ProcessGroupNCCL(timeout) if on_gpu else torchft.ProcessGroupGloo(timeout)
+    by_gloo = device.type == "cpu" or traits_of(everyone, device).uses_sockets
+    group = torchft.ProcessGroupGloo(timeout) if by_gloo else torchft.ProcessGroupNCCL(timeout)
     changes = _Changes(group)
     manager = torchft.Manager(
         pg=group,
@@ -208,7 +210,7 @@ class Replicas:
         if (inner := facts.inner_optimizer(engine)) is None:
             raise EngineOptionError('config section "replicas": the engine has no optimizer, so there are no steps')
         self.engine, self._inner = engine, inner
-        self.manager, self._changes = _manager(engine.mpu, options)
+        self.manager, self._changes = _manager(engine.mpu, engine.device, options)
         """The ``torchft.Manager`` of this rank."""
         self.has_committed = True
         """False if the last step was not committed: then nothing has changed, and the program may repeat it."""
@@ -216,12 +218,14 @@ class Replicas:
         """True from the quorum of a step to its commit."""
         self.attempts = 0
         """The number of steps that began."""
-        self._compared = 0
-        """The change of the quorum after which replicas were last compared."""
+        self._settled = self._compared = 0
+        """The changes of the quorum of which all ranks of this replica know, and after which replicas were compared."""
+        self._is_healed = False
+        """True from the healing of this rank until all ranks of this replica know of it."""
         self._initial: bytes | None = None
         """A digest of what all ranks of this replica held before the first step, if it has seen that."""
         self._began_otherwise = False
-        """True if this rank was healed before the first step, by a replica that began with other values."""
+        """True if this rank was healed before the first step by a replica that began with other values; then of all."""
         if engine.zero_optimization_partition_weights():
             self._sums = ReplicaSums(self.manager)
             engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
@@ -235,10 +239,8 @@ class Replicas:
         load, state = WeakMethod(self._load), WeakMethod(self._state)
         self.manager.register_state_dict_fn(_STATE, lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self
-        is_pipeline = isinstance(engine, PipelineEngine)
-        self._release: Callable[[], None] = adopt(
-            engine, ReplicatedPipelineEngine if is_pipeline else ReplicatedPlainEngine
-        )
+        mixin = ReplicatedPipelineEngine if isinstance(engine, PipelineEngine) else ReplicatedPlainEngine
+        self._release: Callable[[], None] = adopt(engine, mixin)
         close = WeakMethod(self.close)
         engine.mpu.on_destroy(lambda: (method := close()) and method())
 
@@ -258,39 +260,46 @@ class Replicas:
         with guard.over("quorum", engine.mpu.members):
             if engine.gradient_reducer is not None:
                 engine.gradient_reducer.driver.wait_for_parameters()
-            if not self.has_committed:
-                self._require_same_step()
             if self.manager.current_step() == 0 and self._initial is None:
                 self._initial = b"".join(gathered(self._digest(), self._everyone))
             before = self.manager.num_participants()
             try:
                 self.manager.start_quorum()
-            except (CheckpointLayoutError, ReplicaError):
+            except CheckpointLayoutError:
                 raise
             except (TimeoutError, RuntimeError) as error:
                 raise QuorumError(
                     f"no quorum before step {engine.global_steps + 1}: {abridged(error)}. The lighthouse must run, and "
                     "at least min_replica_size replicas must be there within quorum_timeout"
                 ) from error
-            if not engine.global_steps and any(gathered(self._began_otherwise, self._everyone)):
-                raise ReplicaError(f"replicas differ before the first step: {_ALIKE}")
+            if self._changes.number != self._settled:
+                self._settle()
             self._compare()
         self._has_begun = True
         self.attempts += 1
         if self.size != before and engine.mpu.grid_rank == 0:
             print(f"ds_topo: {self.size} replicas from step {engine.global_steps + 1} on (was {before})", flush=True)
 
-    def _require_same_step(self) -> None:
-        """Refuse to go on if the last healing has reached some ranks of this replica only; collective over them."""
-        steps = gathered(self.manager.current_step(), self._everyone)
+    def _settle(self) -> None:
+        """Let all ranks of this replica know which of them were healed, after a change of the quorum; collective.
+
+        Before the first step torchft heals some ranks of a replica from the others; later all of one that is behind.
+        """
+        self._settled = self._changes.number
+        mine = (self.manager.current_step(), self._is_healed, self._began_otherwise)
+        steps, healed, differing = zip(*gathered(mine, self._everyone), strict=True)
+        self._is_healed, self._began_otherwise = False, any(differing)
         if len(set(steps)) > 1:
             raise QuorumError(
                 f"ranks of this replica are at the steps {listed(sorted(set(steps)))}, because the replica that healed "
                 "it was lost meanwhile: start this replica again"
             )
+        if any(healed) and self.engine.zero_optimization_partition_weights():  # small parameters are gathered
+            self.engine.optimizer.checkpoint_event_prologue()
+            self.engine.optimizer.checkpoint_event_epilogue()
 
     def _compare(self) -> None:
-        """Compare this rank's state with that of the same rank in all replicas, if the quorum has changed.
+        """Compare this rank's state, and what it began with, with those of all replicas, if the quorum has changed.
 
         Raises:
             ReplicaError: they differ; raised in all replicas.
@@ -300,12 +309,15 @@ class Replicas:
             return
         number = int.from_bytes(self._digest()[:6], "big")
         parts = [number >> 20 & _LAST_20_BITS, number & _LAST_20_BITS]
-        sums = torch.tensor([*parts, *(part * part for part in parts)], dtype=torch.float64, device=self.engine.device)
+        numbers = [self._began_otherwise, *parts, *(part * part for part in parts)]
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.engine.device)
         self._sums.start(lambda: None, sums, dist.ReduceOp.SUM).wait()
         if self.manager.errored() is not None:
             return  # the step will not be committed
         self._compared = change
-        *firsts, first_square, second_square = map(int, sums.tolist())
+        began_otherwise, *firsts, first_square, second_square = map(int, sums.tolist())
+        if began_otherwise:  # raised here, because the replicas that heal others must be there until then
+            raise ReplicaError(f"replicas differ before the first step: {_ALIKE}")
         squares = (first_square, second_square)
         if any(self.size * square != total * total for total, square in zip(firsts, squares, strict=True)):
             raise ReplicaError(
@@ -441,19 +453,15 @@ class Replicas:
 
     @torch.no_grad()
     def _load(self, saved: Mapping[str, Any]) -> None:
-        """Take the state of this rank in another replica."""
+        """Take the state of this rank in another replica. Other ranks of this replica may not, so this is local."""
         engine, inner = self.engine, self._inner
         own = self.tensors()
         self._check_layout(own, saved)
         is_first = self._initial is not None and not saved["progress"]["global_steps"]
         self._began_otherwise = is_first and self._initial != saved["initial"]
-        is_zero_3 = engine.zero_optimization_partition_weights()
-        if is_zero_3:  # small parameters are gathered between steps
-            engine.optimizer.checkpoint_event_prologue()
+        self._is_healed = True
         for name, tensor in own.items():
             tensor.copy_(saved["tensors"][name])
-        if is_zero_3:
-            engine.optimizer.checkpoint_event_epilogue()
         for master, numbers in zip(self._masters.values(), saved["numbers"], strict=True):
             inner.state[master].update(numbers)
         for group, row in zip(inner.param_groups, saved["groups"], strict=True):
@@ -464,8 +472,10 @@ class Replicas:
             print(f"ds_topo: healed from another replica; goes on after step {engine.global_steps}", flush=True)
 
     def _check_layout(self, own: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
-        theirs = saved["tensors"]
-        differ = [name for name in own.keys() | theirs.keys() if not _are_alike(own.get(name), theirs.get(name))]
+        mine, theirs = (
+            {name: (one.shape, one.dtype) for name, one in all_.items()} for all_ in (own, saved["tensors"])
+        )
+        differ = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
         if differ or self._layout() != saved["layout"]:
             raise CheckpointLayoutError(
                 f"this replica is {self._layout()}, and the replica that would heal it is {saved['layout']}, which "
@@ -478,10 +488,6 @@ class Replicas:
         self._release()
         self._sums.rest()
         self._shut_down()
-
-
-def _are_alike(own: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
-    return own is not None and theirs is not None and own.shape == theirs.shape and own.dtype == theirs.dtype
 
 
 class _Samples(Sampler[int]):

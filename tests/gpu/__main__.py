@@ -93,6 +93,7 @@ CHECKS = (
     Check("checkpoints", "save, background, load, other ZeRO stage", EVERYWHERE, 600.0),
     Check("compiled", "torch.compile with the reducer", EVERYWHERE, 900.0),
     Check("pipeline", "two stages with the reducer, ZeRO 0 and 1", SEVERAL),
+    Check("replicas", "torchft: a replica leaves and comes back, ZeRO 0, 1, 3", EVERYWHERE),
     Check("watch_synchronize", "a rank raises, others wait in synchronize()", SEVERAL),
     Check("watch_item", "a rank raises, others wait in item()", SEVERAL),
     Check("check", "ds-topo check", ("one", "many"), command=("ds_topo", "check", "data=-1"), by_torchrun=True),

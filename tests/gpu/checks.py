@@ -44,6 +44,7 @@ from tests.collectives import test_pairs as collective_cases
 from tests.engine import test_arriving_parameters as arriving_programs
 from tests.engine import test_zero_partitions as zero_cases
 from tests.support import reduced_model, strict_backend, strict_calls
+from tests.support.ports import free_port
 from tests.support.small_engines import settings
 from tests.support.training import destroy_engine
 
@@ -636,6 +637,99 @@ def _values_of_all_stages(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for each in everyone for name, value in each.items()}
 
 
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+REPLICA_STEPS = 60
+
+
+def replicas(place: Place) -> None:
+    """Each rank is a replica; the last one leaves, and is healed when it comes back."""
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError as error:
+        raise NotPossible("needs torchft") from error
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if number == 0:
+        server = LighthouseServer("[::]:0", 1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
+        _leave_for_others("lighthouse", server.address())
+    address = _left_by_others("lighthouse")
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT=str(free_port()), TORCHFT_LIGHTHOUSE=address)
+    place.join()
+    leaves = number == size - 1 > 0
+    for stage in (0, 1, 3):
+        sizes = [0] * REPLICA_STEPS
+        with PipelineParallelGrid("data=1") as grid:
+            for last in (3, REPLICA_STEPS) if leaves else (REPLICA_STEPS,):
+                weights = _train_replica(place, grid, stage, last, sizes)
+                time.sleep(3.0 if last == 3 else 0.0)  # the others go on without it
+        _leave_for_others(f"weights-{stage}-{number}", weights)
+        for other in range(size):
+            theirs = _left_by_others(f"weights-{stage}-{other}")
+            assert all(torch.equal(*pair) for pair in zip(weights, theirs, strict=True)), other
+        if number == 0:
+            assert {*sizes} == {1, size}, f"the last replica did not leave and come back: {sizes}"
+            _assert_trained_by_replicas(place, weights, sizes)
+
+
+def _replica_model(place: Place) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to(place.device)
+
+
+def _replica_loss(place: Place, model: nn.Module, step: int, replica: int) -> torch.Tensor:
+    batch = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + replica)).to(place.device)
+    return F.mse_loss(model(batch), batch.sin())
+
+
+def _train_replica(
+    place: Place, grid: PipelineParallelGrid, stage: int, last: int, sizes: list[int]
+) -> list[torch.Tensor]:
+    """Train until a step, and note the number of replicas in each; return the weights, on the CPU."""
+    config = settings(
+        gradient_accumulation_steps=1,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "eps": 1e-3}},
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        replicas={"timeout": 30, "hostname": "localhost"},
+    )
+    engine, *_ = initialize(model=_replica_model(place), mpu=grid, config=config)
+    while engine.global_steps < last:
+        engine.replicas.begin_step()  # which may heal, so that global_steps changes
+        sizes[engine.global_steps] = engine.replicas.size
+        engine.backward(_replica_loss(place, engine, engine.global_steps, engine.replicas.rank))
+        engine.step()
+        time.sleep(0.1)
+    if engine.gradient_reducer is not None:
+        engine.gradient_reducer.wait()
+    weights = [getattr(one, "ds_tensor", one).detach().flatten().cpu() for one in engine.module.parameters()]
+    destroy_engine(engine)
+    return weights
+
+
+def _assert_trained_by_replicas(place: Place, weights: list[torch.Tensor], sizes: list[int]) -> None:
+    """Compare with one process that trains on the samples of so many replicas in each step."""
+    model = _replica_model(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step, size in enumerate(sizes):
+        optimizer.zero_grad()
+        (sum(_replica_loss(place, model, step, replica) for replica in range(size)) / size).backward()
+        optimizer.step()
+    expected = [one.detach().flatten().cpu() for one in model.parameters()]
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+def _leave_for_others(name: str, value: object) -> None:
+    file = Path(tempfile.gettempdir(), name)
+    torch.save(value, file.with_suffix(".part"))
+    file.with_suffix(".part").rename(file)
+
+
+def _left_by_others(name: str) -> Any:
+    file = Path(tempfile.gettempdir(), name)
+    while not file.exists():
+        time.sleep(0.1)
+    return torch.load(file)
+
+
 # -- the watch ---------------------------------------------------------------------------------------------------------
 
 
@@ -674,6 +768,7 @@ CHECKS: dict[str, Callable[[Place], None]] = {
     check.__name__: check
     for check in (
         *(joining, reducer, zero, arriving, streams, two_level, collectives, checkpoints, compiled, pipeline),
+        replicas,
         *(watch_synchronize, watch_item),
     )
 }
