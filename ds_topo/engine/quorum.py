@@ -71,8 +71,8 @@ _STATE = "ds_topo"
 """The key of an engine's state among those that the manager sends."""
 _BUFFER = "buffer "
 """The start of the names of buffers among the tensors of a state."""
-_LAST_20_BITS = (1 << 20) - 1
-"""The square of so many bits, summed over many replicas, is exact in fp64."""
+_RANGE = 1 << 56
+"""The number of different digests that replicas compare; spares take part with zeros."""
 _ALIKE = (
     "give all replicas the same initial weights, by the same seed before the model is built, or load the same "
     "checkpoint in all of them"
@@ -307,19 +307,16 @@ class Replicas:
         change = self._changes.number
         if change == self._compared or self.manager.errored() is not None:
             return
-        number = int.from_bytes(self._digest()[:6], "big")
-        parts = [number >> 20 & _LAST_20_BITS, number & _LAST_20_BITS]
-        numbers = [self._began_otherwise, *parts, *(part * part for part in parts)]
-        sums = torch.tensor(numbers, dtype=torch.float64, device=self.engine.device)
-        self._sums.start(lambda: None, sums, dist.ReduceOp.SUM).wait()
+        number = int.from_bytes(self._digest()[:7], "big")
+        greatest = torch.tensor([self._began_otherwise, number, _RANGE - number], device=self.engine.device)
+        self._sums.start(lambda: None, greatest, dist.ReduceOp.MAX).wait()
         if self.manager.errored() is not None:
             return  # the step will not be committed
         self._compared = change
-        began_otherwise, *firsts, first_square, second_square = map(int, sums.tolist())
+        began_otherwise, most, rest = greatest.tolist()
         if began_otherwise:  # raised here, because the replicas that heal others must be there until then
             raise ReplicaError(f"replicas differ before the first step: {_ALIKE}")
-        squares = (first_square, second_square)
-        if any(self.size * square != total * total for total, square in zip(firsts, squares, strict=True)):
+        if most + rest != _RANGE:
             raise ReplicaError(
                 f"replicas differ after step {self.engine.global_steps}, although all have committed as many steps: "
                 f"{_ALIKE}"

@@ -55,7 +55,7 @@ class ReplicaSums:
         Args:
             after: waits for the sum inside the replica.
             tensor: what all ranks of this number average, of one size in every replica.
-            op: the average, or a sum.
+            op: the average, or what torch reduces with.
         """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.device.type != "cpu":
