@@ -441,3 +441,29 @@ def test_replicas_that_begin_with_other_weights_are_refused(tmp_path: Path) -> N
     for errors in in_replicas(_of_another_kind, 2, str(tmp_path), "weights"):
         for error in errors:
             assert error.startswith("replicas differ before the first step: give all replicas the same initial weights")
+
+
+def _altered(replica: int, address: str) -> str:
+    """Train; one replica alters a weight. Then the group is made anew, as when a replica comes. Return the error."""
+    start()
+    section = {"min_replica_size": 2, "lighthouse_addr": address, "timeout": 10, "hostname": "localhost"}
+    config = settings(zero_optimization={"stage": 1}, replicas=section, gradient_accumulation_steps=1)
+    with PipelineParallelGrid("data=1") as grid:
+        engine, *_ = initialize(model=Model("plain", grid), mpu=grid, config=config)
+        for number in range(4):
+            try:
+                loss = engine(torch.ones(2, WIDTH)).mean()
+            except ReplicaError as error:
+                return f"{number} {error}"
+            if number == 1:
+                engine.replicas.manager.report_error(RuntimeError("a cable was moved"))
+            engine.backward(loss)
+            engine.step()
+            if number == 1 and replica == 1:
+                engine.module.last.bias.data += 1e-6
+    return "no error"
+
+
+def test_replicas_that_differ_later_are_refused_when_the_quorum_changes() -> None:
+    for [error] in in_replicas(_altered, 1):
+        assert error.startswith("2 replicas differ after step 1, although all have committed as many steps: give all")
