@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ds_topo import groups as groups
     from ds_topo import layers as layers
     from ds_topo import parallel_state as parallel_state
+    from ds_topo.engine.gradient_reducer import GradientReducer as GradientReducer
     from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
     from ds_topo.engine.norms import clip_grad_norm_ as clip_grad_norm_
     from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.pipeline import LayerSpec as LayerSpec
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
     from ds_topo.engine.pipeline import TiedLayerSpec as TiedLayerSpec
-    from ds_topo.engine.reducer_drivers import GradientReducer as GradientReducer
-    from ds_topo.engine.replicas import check_replicas as check_replicas
+    from ds_topo.engine.replica_comparison import check_replicas as check_replicas
     from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.engine.start import initialize as initialize
     from ds_topo.engine.use import use as use
@@ -50,14 +50,14 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "DualPipeVModule": "engine.pipeline",
-    "GradientReducer": "engine.reducer_drivers",
+    "GradientReducer": "engine.gradient_reducer",
     "LayerSpec": "engine.pipeline",
     "PipelineModule": "engine.pipeline",
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.process_grid",
     "TiedLayerSpec": "engine.pipeline",
     "Watch": "health.watch",
-    "check_replicas": "engine.replicas",
+    "check_replicas": "engine.replica_comparison",
     "clip_grad_norm_": "engine.norms",
     "init_distributed": "engine.start",
     "initialize": "engine.start",

@@ -125,7 +125,7 @@ class ExpertSizeError(TopologyError, AssertionError):
 
 
 class EngineOptionError(TopologyError, RuntimeError):
-    """An option of DeepSpeed's config assumes another order of ranks than the topology's."""
+    """A config, argument or model cannot work with an engine on this grid. The message gives a remedy."""
 
 
 class ExpertGroupError(RuntimeError, ValueError):

@@ -326,7 +326,7 @@ def parallel_cross_entropy(
 def _require_in_range(what: str, indices: Tensor, size: int, counted: Tensor | None = None) -> None:
     """Refuse indices that no rank holds, of which each rank would compute zeros.
 
-    Not on accelerators: their kernels do not wait for the host, and this would in each call.
+    Not on accelerators: there the check would make the host wait for the device in every call.
     """
     if indices.device.type != "cpu":
         return

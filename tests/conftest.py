@@ -93,7 +93,8 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 LONGEST = [
     *("cluster/test_launch", "test_guides", "examples/test_jobs", "health/test_faults", "engine/test_patches"),
     *("cluster/test_elastic", "cluster/test_virtual_hosts", "checkpoint/test_torch", "engine/test_arriving_parameters"),
-    *("engine/test_plain_engine", "engine/test_replicas", "cluster/test_check", "engine/test_reducer_drivers"),
+    *("engine/test_plain_engine", "engine/test_replica_comparison", "cluster/test_check"),
+    "engine/test_gradient_reducer",
     *("engine/test_moe", "engine/test_zero_partitions", "examples/test_porting", "programs/test_hugging_face"),
     *("launch/test_joining", "checkpoint/test_saving", "health/test_progress", "health/test_watch", "gpu/test_gpu"),
     *("checkpoint/test_background", "engine/test_autoep"),

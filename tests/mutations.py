@@ -128,7 +128,7 @@ TESTS = {
     "engine/parameter_gathers": "engine/test_zero_partitions.py engine/test_arriving_parameters.py",
     "engine/partitioned_optimizers": "engine/test_zero_partitions.py",
     "engine/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",
-    "engine/reducer_drivers": "engine/test_reducer_drivers.py mistakes/test_errors_on_every_rank.py",
+    "engine/gradient_reducer": "engine/test_gradient_reducer.py mistakes/test_errors_on_every_rank.py",
     "engine/start": "engine/test_use.py engine/test_grid.py launch/test_joining.py",
     "engine/use": "engine/test_use.py "
     "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",

@@ -182,7 +182,7 @@ ZERO_INIT = _in_use(
 MODIFIED_BY_ONE = _in_use(
     "deepspeed.runtime.zero.partition_parameters.GatheredParameters",
     "__exit__",
-    "The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.",
+    "The same, but first the rank modifier_rank of the grid sends parameters that are equal on all slices to them.",
     "from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.",
 )
 INFERENCE_GROUP = _in_use(

@@ -38,7 +38,7 @@ NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
 FORMAT, VERSION = "ds_topo checkpoint", 4
 _TABLES_SINCE = 4
-"""The first version with tables that this release reads; files of others are described anew when they are read."""
+"""The oldest version whose tables this release reads; for older ones `deepspeed_reader.tables_of_files` makes them."""
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""

@@ -411,8 +411,8 @@ def require_split(one: Parameter, slices: int) -> None:
         )
     if one.padded is not None and (one.split.real or 0) > min(full, one.size):
         raise CheckpointLayoutError(
-            f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} of "
-            "them are no padding, which must not be more than either. Give other rows (unpadded_size)"
+            f"{one.name!r} has {one.size} rows in the checkpoint and {full} in the new layout, but {one.split.real} "
+            "rows are no padding. Correct that number (unpadded_size), or give the parameter more rows"
         )
     if full % pieces:
         raise CheckpointLayoutError(

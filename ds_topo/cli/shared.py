@@ -60,7 +60,7 @@ def option_of(name: str) -> str:
 
 
 def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Return the spelling of those of the named options that the user gave; the default of each is None."""
+    """Return those of the named options that were given, as they are written; one that is None was not."""
     return [option_of(name) for name in names if getattr(arguments, name) is not None]
 
 

@@ -22,7 +22,7 @@ from ds_topo.launch.placement import changed_ranks, gradients_across_hosts, shar
 from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:
-    from ds_topo.cli.layout_view import LayoutView
+    from ds_topo.cli.show_report import LayoutView
 
 SUMMARY = "show a layout, or compare two"
 DESCRIPTION = "Show the coordinate and the host of every rank, its groups, and what crosses hosts."
@@ -53,11 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ds_topo.cli import layout_view
+    from ds_topo.cli import show_report
 
     _check_output(arguments)
     host_map = host_map_of(arguments)
-    views = [layout_view.LayoutView.of(spec, host_map) for spec in arguments.specs]
+    views = [show_report.LayoutView.of(spec, host_map) for spec in arguments.specs]
     if len({view.topology.world_size() for view in views}) > 1:
         sizes = ", ".join(f"{view.spec} has {view.topology.world_size()}" for view in views)
         raise TopologyError(
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     links = views[-1].axis_to_draw(arguments.links)
     for path in (arguments.svg, arguments.png):
         if path is not None:
-            layout_view.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
+            show_report.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
             print(f"picture: {path}", file=sys.stderr)
     console = new_console()
     if arguments.json:
@@ -78,21 +78,21 @@ def run(arguments: argparse.Namespace) -> int:
         print()
     elif arguments.parameter is not None:
         for view in views:
-            layout_view.print_parameter(console, view, arguments.parameter)
+            show_report.print_parameter(console, view, arguments.parameter)
     elif arguments.replicas is not None:
         for view in views:
-            layout_view.print_replicas(console, view, arguments.replicas)
+            show_report.print_replicas(console, view, arguments.replicas)
     elif arguments.rank is not None:
         for view in views:
-            layout_view.print_rank(console, view, arguments.rank)
+            show_report.print_rank(console, view, arguments.rank)
     else:
         if len(views) == 2:
-            layout_view.print_moves(console, *views)
+            show_report.print_moves(console, *views)
         else:
-            layout_view.print_layout(console, views[0])
-            layout_view.print_axes(console, views[0])
+            show_report.print_layout(console, views[0])
+            show_report.print_axes(console, views[0])
         for view in views if arguments.groups else []:
-            layout_view.print_groups(console, view)
+            show_report.print_groups(console, view)
     return 0
 
 

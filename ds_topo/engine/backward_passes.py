@@ -308,9 +308,9 @@ class BackwardPasses:
     def _require_scaled(self) -> None:
         if self.is_penalized:
             raise RuntimeError(
-                "loss.backward() after torch.autograd.grad(create_graph=True) of an engine's output, with "
-                "gradient_accumulation_steps above 1: a gradient in the loss is divided by that number in engine."
-                "backward(loss) only; call that"
+                "loss.backward() of a loss that contains a gradient (torch.autograd.grad(create_graph=True) of an "
+                "engine's output), with gradient_accumulation_steps above 1: only engine.backward(loss) "
+                "divides that part by this number. Call it instead"
             )
 
 

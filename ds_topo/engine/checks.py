@@ -104,9 +104,10 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
         kind = type(scheduler).__name__
         name = chosen if isinstance(chosen, str) else type(chosen).__name__
         raise EngineOptionError(
-            f"lr_scheduler={kind} was built on another {type(scheduled).__name__} than the engine's optimizer, {name}, "
-            "whose learning rate it would not change: pass its optimizer as optimizer= (and leave it out of the "
-            f"config), or pass a function that builds it: lr_scheduler=lambda optimizer: {kind}(optimizer, ...)"
+            f"lr_scheduler={kind} was built for another optimizer ({type(scheduled).__name__}) than the engine's "
+            f"({name}), so it would not change the engine's learning rate. Pass its optimizer as optimizer= (and leave "
+            "it out of the config), or a function that builds the scheduler: "
+            f"lr_scheduler=lambda optimizer: {kind}(optimizer, ...)"
         )
     if isinstance(parameters, nn.Module):
         raise TypeError(f"model_parameters={type(parameters).__name__}(...): give model.parameters(), or omit it")

@@ -81,8 +81,8 @@ class Option:
     """True if it has groups or a reduction of its own, which ignore the axis ``shard``."""
     with_reducer: str = ""
     """Why a GradientReducer refuses it, and what to do; empty if it does not."""
-    recorded: str = ""
-    """The field of a checkpoint's manifest that records it, because the files depend on it."""
+    manifest_field: str = ""
+    """The field of a checkpoint's manifest that has it, because the files depend on it; a test compares them."""
 
     @property
     def title(self) -> str:
@@ -225,7 +225,7 @@ def passes_of(config: DeepSpeedConfig) -> set[str]:
 def _pass_of_autotp(case: ConfigOnGrid) -> Iterator[str]:
     if others := sorted({"autosp", "z1", "z3"} & passes_of(case.config)):  # DeepSpeed refuses it only in compile()
         yield (
-            f"compile.passes 'autotp' with {others}: DeepSpeed cannot combine them (check DeepSpeedEngine.compile); "
+            f"compile.passes 'autotp' with {others}: DeepSpeed refuses this in DeepSpeedEngine.compile; "
             "leave one out. AutoTP works without its pass, too"
         )
 
@@ -242,8 +242,8 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
         yield f"{start} it needs all ranks of the job: create the grid of all of them"
     if case.degree(MODEL) != case.slices:
         yield (
-            f"{start} its layers can share an axis 'model' with AutoTP only (check "
-            'bwc_tensor_model_parallel_world_size of DeepSpeed). Add a section "tensor_parallel": {} if AutoTP shall '
+            f"{start} its layers can share an axis 'model' with AutoTP only, which DeepSpeed's "
+            'bwc_tensor_model_parallel_world_size requires. Add a section "tensor_parallel": {} if AutoTP shall '
             "split the model, or use deepspeed.moe.layer.MoE in a model that is split already"
         )
     try:
@@ -261,7 +261,7 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
             zero_offload_param=zero.offload_param is not None,
         )
     except ValueError as error:
-        yield f"{start} {error} (check validate_autoep_config of DeepSpeed)"
+        yield f"{start} {error} (DeepSpeed raises this in validate_autoep_config)"
     of_zero_3 = {
         f"an axis 'seq' of {sequences}": sequences > 1,
         "zero_quantized_gradients": zero.zero_quantized_gradients,
@@ -269,8 +269,8 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
     }
     if case.stage == 3 and (given := [name for name, is_given in of_zero_3.items() if is_given]):
         yield (
-            f"{start} ZeRO stage 3 with {given[0]} (check _validate_zero3_moe_compatibility of DeepSpeed). Use stage 1 "
-            "or 2"
+            f"{start} ZeRO stage 3 with {given[0]}, which DeepSpeed refuses in _validate_zero3_moe_compatibility. Use "
+            "stage 1 or 2"
         )
     if case.slices > 1:
         require(SLICES_WITH_EXPERTS)
@@ -318,9 +318,9 @@ def _mesh(case: ConfigOnGrid) -> Iterator[str]:
 def _long_sequence_training(case: ConfigOnGrid) -> Iterator[str]:
     if case.slices > 1:
         yield (
-            "UlyssesSPAttentionHF (ALST) with tensor_parallel (AutoTP): it needs all heads of the model on each rank "
-            "(check 'query input tensor does not match the required shape' of UlyssesSPAttentionHF.forward), which "
-            "AutoTP divides; use DistributedAttention in the model instead, or leave tensor_parallel out"
+            "UlyssesSPAttentionHF (ALST) with tensor_parallel (AutoTP), which splits the heads: its forward() needs "
+            "all heads of the model on each rank ('query input tensor does not match the required shape'). Use "
+            "DistributedAttention in the model instead, or leave tensor_parallel out"
         )
     found = sorted(dist.get_process_group_ranks(parallel_state_sp._SEQUENCE_PARALLEL_GROUP))
     expected = case.grid.get_context_parallel_global_ranks()
@@ -386,7 +386,7 @@ OPTIONS: tuple[Option, ...] = (
             (SHARD,),
             _zero,
             with_reducer=_STAGE_3 if stage == 3 else "",
-            recorded="layout.zero_stage",
+            manifest_field="layout.zero_stage",
         )
         for stage in (1, 2, 3)
     ),
@@ -431,7 +431,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("zero_optimization.elastic_checkpoint", attrgetter("zero_config.elastic_checkpoint"), ignores_shard=True),
     *(
-        Option(f"zero_optimization.{name}", partial(_zero_has, name), recorded=f"structure.options.{name}")
+        Option(f"zero_optimization.{name}", partial(_zero_has, name), manifest_field=f"structure.options.{name}")
         for name in asdict(SavedOptions())  # DeepSpeed 0.19.6 lacks parameter_alignment
     ),
     Option(
@@ -449,7 +449,7 @@ OPTIONS: tuple[Option, ...] = (
         "AutoTP",
         (MODEL,),
         _autotp,
-        recorded="structure.splits",
+        manifest_field="structure.splits",
     ),
     Option("compile.passes: autotp", lambda config: "autotp" in passes_of(config), check=_pass_of_autotp),
     Option(
@@ -459,7 +459,7 @@ OPTIONS: tuple[Option, ...] = (
         (EXPERT,),
         _autoep,
         ignores_shard=True,
-        recorded="layout.experts",
+        manifest_field="layout.experts",
     ),
     Option(
         "expert_parallel with tensor_parallel",

@@ -13,7 +13,6 @@ autocast. An engine without ZeRO gets a scaler that decides with all ranks.
 from __future__ import annotations
 
 import logging
-from itertools import chain
 from typing import Any
 
 import torch
@@ -71,28 +70,6 @@ class LossScaler:
 
     def update(self) -> None:
         """No-op: the optimizer does this in its step."""
-
-
-def undo_step_of_zeros(optimizer: Any) -> None:
-    """Undo the first step of an optimizer of fp16 or bf16 without ZeRO, which DeepSpeed takes with gradients of zero.
-
-    DeepSpeed allocates the optimizer's states by this step. Adam counts it, so that its first updates of training are a
-    quarter too small, and weight decay changes the master weights. Only torch's optimizers and DeepSpeed's Adam are
-    known to start again without states; others keep the step.
-    """
-    if isinstance(optimizer, FP16_Optimizer):
-        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
-    else:
-        return
-    inner = optimizer.optimizer
-    if not type(inner).__module__.startswith(("torch.optim.", "deepspeed.ops.adam.")):
-        return
-    with torch.no_grad():
-        for master, parameter in pairs:
-            master.copy_(parameter)
-    inner.state.clear()
 
 
 # -- torch_autocast ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              replaces it in both cases.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
                              parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
-                             and with experts. ``stages_differ`` refuses it if stages have different numbers of
+                             and with experts. ``group_counts_differ`` refuses it if stages have different numbers of
                              groups. ``FP16_Optimizer`` counts an expert's replicated parameters once per slice;
                              ``fused_gradient_norm`` replaces it with experts. It hangs if stages have experts of
                              different sizes, which ``check_norm`` refuses.
@@ -340,7 +340,7 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
     return _total_norm([parameter.grad for parameter in trained if counts(parameter)], grid)
 
 
-def stages_differ(engine: DeepSpeedEngine) -> bool:
+def group_counts_differ(engine: DeepSpeedEngine) -> bool:
     """Tell whether the stages of a pipeline have different numbers of parameter groups; collective.
 
     DeepSpeed removes the groups of which a stage has no parameter, and reduces the norm once for each that remains.

@@ -44,8 +44,8 @@ from ds_topo.engine.batches import FirstSamples, run_with_enough
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.one_layout import agreement
-from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid
-from ds_topo.engine.replicas import compare_slices
+from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid, undo_step_of_zeros
+from ds_topo.engine.replica_comparison import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
 from ds_topo.health import guard, job_watch
@@ -70,18 +70,18 @@ class EngineParts:
         """The comparison of what ranks read first."""
         self.direct_steps = checks.DirectSteps(engine)
         """Notices steps of the optimizer that the program takes itself."""
-        stages_differ = False
+        group_counts_differ = False
         if self.has_experts:
             experts.check_engine_with_experts(engine)
         elif isinstance(engine, PipelineEngine):
-            stages_differ = norms.stages_differ(engine)
+            group_counts_differ = norms.group_counts_differ(engine)
         self.stock_scaler = engine.torch_autocast_z0_gradscaler
         """DeepSpeed's own loss scaler without ZeRO, if any."""
         loss_scales.share_scale(engine)
         self.corrects_norms = grid.settle_norms()
         if self.corrects_norms:
             loss_scales.scale_losses(engine)
-            loss_scales.undo_step_of_zeros(engine.optimizer)
+            undo_step_of_zeros(engine.optimizer)
             if isinstance(engine, PipelineEngine):
                 norms.log_clipping(engine)
         self.micro_batches = MicroBatches(engine.gradient_accumulation_steps())
@@ -96,7 +96,7 @@ class EngineParts:
             None if isinstance(engine, PipelineEngine) else self.passes,
             has_experts=self.has_experts,
             corrects_norms=self.corrects_norms,
-            stages_differ=stages_differ,
+            group_counts_differ=group_counts_differ,
         )
 
 

@@ -248,7 +248,7 @@ def gradients_of(
     Raises:
         ValueError: no reducer can be attached to the engine; the message says why, and what to use.
     """
-    if (reason := _refusal(engine)) is not None:
+    if (reason := _why_not_attachable(engine)) is not None:
         raise ValueError(f"GradientReducer.attach: {reason}")
     optimizer = engine.optimizer
     if not isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
@@ -261,7 +261,7 @@ def gradients_of(
     return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
 
 
-def _refusal(engine: DeepSpeedEngine) -> str | None:
+def _why_not_attachable(engine: DeepSpeedEngine) -> str | None:
     """Return the reason why no reducer can be attached to an engine, or None."""
     if (reason := refusal_of_reducer(engine._config)) is not None:
         return reason

@@ -77,7 +77,7 @@ def put_optimizer_on_grid(
     *,
     has_experts: bool,
     corrects_norms: bool,
-    stages_differ: bool,
+    group_counts_differ: bool,
 ) -> Callable[[], object]:
     """Give the optimizer of an engine the class of its kind; return the function that gives it its own back.
 
@@ -86,7 +86,7 @@ def put_optimizer_on_grid(
         passes: the backward passes of its step.
         has_experts: expert groups exist on the grid.
         corrects_norms: the grid corrects norms.
-        stages_differ: the stages of a pipeline have different numbers of parameter groups.
+        group_counts_differ: the stages of a pipeline have different numbers of parameter groups.
     """
     optimizer = engine.optimizer
     mixin = next((mixin for kind, mixin in _MIXINS.items() if isinstance(optimizer, kind)), None)
@@ -96,7 +96,7 @@ def put_optimizer_on_grid(
     is_offloaded = kind is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow
     corrects = corrects_norms and has_experts
     if mixin is ZeroOnGrid:
-        corrects = corrects or stages_differ
+        corrects = corrects or group_counts_differ
     elif mixin is UnfusedOnGrid:
         corrects = corrects_norms and (has_experts or engine.mpu.get_model_parallel_world_size() > 1)
     elif mixin is BF16OnGrid:
@@ -138,7 +138,8 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
         """Compare the bucket's parameters between the ranks first.
 
-        Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
+        Buckets are added position by position. With other parameters, or in another order, gradients of different
+        parameters would be added.
         """
         if self.on_grid.compared is not None:
             reduction_order.compare_buckets(self.on_grid.compared, self, comm_dtype)
@@ -321,7 +322,8 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
         """Compare the bucket's parameters between the ranks first.
 
-        Ranks reduce a bucket by places. Those that use other parameters, or another order, would mix them up.
+        Buckets are added position by position. With other parameters, or in another order, gradients of different
+        parameters would be added.
         """
         if self.on_grid.compared is not None:
             reduction_order.compare_partitioned_bucket(self.on_grid.compared, self, comm_dtype)
@@ -436,3 +438,25 @@ _MIXINS: dict[type, type[Mixin]] = {
     FP16_Optimizer: FusedOnGrid,
     FP16_UnfusedOptimizer: UnfusedOnGrid,
 }
+
+
+def undo_step_of_zeros(optimizer: Any) -> None:
+    """Undo the first step of an optimizer of fp16 or bf16 without ZeRO, which DeepSpeed takes with gradients of zero.
+
+    DeepSpeed allocates the optimizer's states by this step. Adam counts it, so that its first updates of training are a
+    quarter too small, and weight decay changes the master weights. Only torch's optimizers and DeepSpeed's Adam are
+    known to start again without states; others keep the step.
+    """
+    if isinstance(optimizer, FP16_Optimizer):
+        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
+    else:
+        return
+    inner = optimizer.optimizer
+    if not type(inner).__module__.startswith(("torch.optim.", "deepspeed.ops.adam.")):
+        return
+    with torch.no_grad():
+        for master, parameter in pairs:
+            master.copy_(parameter)
+    inner.state.clear()

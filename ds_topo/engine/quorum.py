@@ -47,9 +47,9 @@ from ds_topo.checkpoint.engine_state import (
     restore_hyperparameters,
     restore_progress,
 )
+from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.partitioned_optimizers import PartitionedZero
-from ds_topo.engine.reducer_drivers import GradientReducer
-from ds_topo.engine.replicas import digest
+from ds_topo.engine.replica_comparison import digest
 from ds_topo.errors import (
     CheckpointLayoutError,
     EngineOptionError,

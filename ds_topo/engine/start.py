@@ -25,10 +25,10 @@ from typing_extensions import Never
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
 from ds_topo.engine.config_options import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
+from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.quorum import ReplicaOptions, Replicas
-from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
 from ds_topo.launch.joining import as_timeout, join

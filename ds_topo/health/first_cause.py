@@ -5,9 +5,10 @@ evaluations, and saving and loading. If an exception leaves such a call, the ran
 *first cause*, unless another rank was first. On each rank one thread waits for a post, on a connection of its own: the
 store's server answers when there is one, so nothing is polled and a step costs nothing.
 
-A failure alone ends nothing. The rank may handle its error and go on, and all ranks may have raised the same one. A
-rank is ended if its main thread waits in one place of a guarded call for ``GRACE`` seconds after a post of a rank that
-takes part in the call, and that has not begun another guarded call since. Gloo's connections are then shut down (those
+A failure alone ends nothing. The rank may handle its error and go on, and all ranks may have raised the same one. The
+wait of another rank is ended if three things are true: a rank that takes part in the same guarded call has posted; that
+rank has not begun another guarded call since; and this rank's main thread has waited in one place of the call for
+``GRACE`` seconds after the post. Gloo's connections are then shut down (those
 to the store, if it waits for the store), and communicators that can abort are aborted. The guard turns whatever the
 call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that
 cannot be made to raise is ended, with a dump of all stacks.

@@ -4,17 +4,17 @@
 checkpoints (:mod:`ds_topo.checkpoint.meeting`) and to check a cluster (:mod:`ds_topo.health.session`). Collectives
 cannot do this: no group exists yet, or one has failed, and they would pad every rank's value to the longest one.
 
-**Patience.** The rank that decides waits ``GATHERING`` of the timeout for posts. The others wait the whole timeout for
-the answer, so they read which ranks did not come instead of giving up themselves. Where ranks work before they post,
-one may come ``spread`` later than another. Then the first rank waits that much longer, and the others twice as much,
-because the rank that decides may be the last. A store request can block without limit, because torch's own timeout
-does not expire when the store's server process is stopped or its host is cut off. :func:`within` abandons it after
-``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: at the end it waits at most
-``MOMENT`` until the others have read (:meth:`Council.end`).
+**Patience.** The rank that decides waits for posts during the fraction ``GATHERING`` of the timeout. The others wait
+the whole timeout for the answer, so they read which ranks did not come instead of giving up themselves. Where ranks
+work before they post, one may come ``spread`` later than another. Then the first rank waits that much longer, and the
+others twice as much, because the rank that decides may be the last. A store request can block without limit, because
+torch's own timeout does not expire when the store's server process is stopped or its host is cut off. :func:`within`
+abandons it after ``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: at the end it
+waits at most ``MOMENT`` until the others have read (:meth:`Council.end`).
 
 **Costs.** A rank sends three requests, for any number of ranks. The one that decides sends one that waits for all
-posts, one for each ``_AT_ONCE`` of them and one with the answer; a few missing ranks of 16,384 are found by some 30
-more for each. Keys are deleted when no rank needs them any more, see :func:`leave`.
+posts, one for each ``_AT_ONCE`` of them and one with the answer. If a few of 16,384 ranks are missing, it sends some 30
+more for each of these. Keys are deleted when no rank needs them any more, see :func:`leave`.
 
 **Failures.** The rank that decides learns which ranks did not post. An error that it raises is raised on all ranks. A
 rank raises an error of its own if no answer comes, or if the store is lost or does not answer.

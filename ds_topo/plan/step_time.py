@@ -341,10 +341,10 @@ def schedule_bound(costs: Costs, layout: JobLayout, *, even: bool = False) -> fl
 
 
 def mirrored_bubble(pipe: int, one: PassTime) -> float:
-    """Return the bubble of DeepSpeed's DualPipeV schedule relative to that of 1F1B, which is never less than a half.
+    """Return the bubble of DeepSpeed's DualPipeV schedule, divided by that of 1F1B; never less than a half.
 
     With f and b for forward and backward of a half stage and ``b >= 2 f``, the bubble is ``(2b + f) p - 2 (b + f)``
-    instead of ``2 (p - 1) (b + f)``. The tests run the schedule on paper.
+    instead of ``2 (p - 1) (b + f)``. ``tests/engine/test_dualpipe.py`` simulates the schedule.
     """
     forward, backward = one.forward, max(one.backward, 2 * one.forward)
     if pipe == 1:

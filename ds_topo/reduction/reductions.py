@@ -191,7 +191,7 @@ class Reduction:
         self._version: int | None = None
         """The version of the bucket's memory at the start, if only writes of the program change it until the wait."""
         self._pending: Pending | None = None
-        """The sum of a region, or in two levels, which tells the time of its end."""
+        """The exchange of a region, or one in two levels, which knows its end; None for torch's own all-reduce."""
         self._finish = self._start(is_last)
         """Waits for the sum and writes it to the bucket; None after the wait, so that memory is freed."""
 

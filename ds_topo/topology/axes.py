@@ -400,7 +400,7 @@ def _nearest_spec(
     extra_axes: Collection[str] = (),
     flexible: str | None = None,
 ) -> str:
-    """Return a spec for ``world_size`` ranks that a model for the given one can be trained on.
+    """Return a spec for ``world_size`` ranks on which a model made for the given degrees can be trained.
 
     One axis, ``data`` by default, gets the ranks that the others leave. The others are lowered where they do not fit:
     ``pipe`` to any degree, and those that split a model to a divisor of theirs, since its layers divide by that.

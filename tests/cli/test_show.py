@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.cli import main
-from ds_topo.cli.layout_view import LayoutView, draw
+from ds_topo.cli.show_report import LayoutView, draw
 from ds_topo.launch.hosts import Host, HostMap, Hosts
 
 SEED = {
@@ -209,7 +209,7 @@ def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, wid
 
     from rich.console import Console
 
-    from ds_topo.cli import layout_view
+    from ds_topo.cli import show_report
 
     axes = ["pipe", "data", "model"][: len(degrees)]
     topology = ProcessTopology(axes, degrees)
@@ -219,10 +219,10 @@ def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, wid
     view = LayoutView.of(topology.spec, HostMap.block(hosts))
     out = StringIO()
     console = Console(file=out, width=width, color_system=None)
-    layout_view.print_layout(console, view)
+    show_report.print_layout(console, view)
     table = out.getvalue().split("\n\n")[1].splitlines()[1:-1]
     if view.is_large:
-        assert len(table) < layout_view.MOST_ROWS + 4
+        assert len(table) < show_report.MOST_ROWS + 4
         return
     assert all(len(line) <= width for line in table)
     cells = [line.split() for line in table if line.strip()]

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups, initialize
-from ds_topo.engine import reducer_drivers
+from ds_topo.engine import gradient_reducer
 from ds_topo.reduction import reducer, reductions
 from ds_topo.reduction.reductions import suitable_bucket_bytes
 from tests.support.failing import FailsInBackward
@@ -510,4 +510,4 @@ def test_expert_buckets_are_equal_on_all_replicas(world: Worlds) -> None:
 
 
 def test_gradient_reducer_derives_from_the_standalone_reducer() -> None:
-    assert reducer_drivers.GradientReducer.__mro__[1].__module__ == "ds_topo.reduction.reducer"
+    assert gradient_reducer.GradientReducer.__mro__[1].__module__ == "ds_topo.reduction.reducer"

@@ -328,9 +328,9 @@ def test_stages_with_other_numbers_of_groups_are_refused_where_they_would_hang(k
     with mock.patch.object(norms, "gathered", return_value=[*counts]):
         if kind is FP16_UnfusedOptimizer and counts == (1, 2):
             with pytest.raises(EngineOptionError, match=r"parameters in \[1, 2\] groups of the optimizer"):
-                norms.stages_differ(engine)
+                norms.group_counts_differ(engine)
         else:
-            assert norms.stages_differ(engine) == (counts == (1, 2))
+            assert norms.group_counts_differ(engine) == (counts == (1, 2))
 
 
 @pytest.mark.parametrize(

@@ -218,14 +218,18 @@ CANNOT_COMBINE: list[tuple[str, dict[str, Any], str]] = [
         {**AUTOSP, **AUTO_TENSOR},
         r"\(AutoSP\) with tensor_parallel \(AutoTP\): .* use DistributedAttention",
     ),
-    ("data=2,model=2", {**PASSES, **AUTO_TENSOR}, r"'autotp' with \['autosp'\]: .*check DeepSpeedEngine.compile"),
+    (
+        "data=2,model=2",
+        {**PASSES, **AUTO_TENSOR},
+        r"'autotp' with \['autosp'\]: .*refuses this in DeepSpeedEngine.compile",
+    ),
     (
         "seq=2,model=2",
         AUTO_TENSOR,
         r"\(ALST\) with tensor_parallel \(AutoTP\): .* use DistributedAttention in the model",
     ),
     ("pipe=2,model=2", {**EXPERTS, **AUTO_TENSOR}, "AutoEP.* Use deepspeed.moe.layer.MoE in the layers"),
-    ("seq=2,model=2", {**EXPERTS, **AUTO_TENSOR}, "AutoEP.*check validate_autoep_config of DeepSpeed"),
+    ("seq=2,model=2", {**EXPERTS, **AUTO_TENSOR}, "AutoEP.*DeepSpeed raises this in validate_autoep_config"),
     (
         "model=2,data=2",
         {**EXPERTS, **AUTO_TENSOR, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
@@ -414,7 +418,7 @@ def test_experts_with_slices_need_a_release(
 
 def test_a_manifest_records_what_the_table_says() -> None:
     kinds = {"layout": SavedLayout, "structure": SavedStructure, "options": SavedOptions}
-    recorded = {option.recorded.rpartition(".")[::2] for option in OPTIONS if option.recorded}
+    recorded = {option.manifest_field.rpartition(".")[::2] for option in OPTIONS if option.manifest_field}
     for path, name in recorded:
         assert name in {each.name for each in fields(kinds[path.rpartition(".")[2]])}
     defaults = DeepSpeedZeroConfig()

@@ -657,7 +657,7 @@ def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[
     )
     parts = {"refusal_of_reducer": lambda _: None, "is_element_by_element": lambda _: case["by_element"]}
     with mock.patch.multiple(optimizer_gradients, **parts):
-        found = optimizer_gradients._refusal(engine)
+        found = optimizer_gradients._why_not_attachable(engine)
     assert bool(found) == bool(reason)
     assert (found or "").startswith(reason)
 

@@ -303,7 +303,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a scheduler of another optimizer": (
         lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), lr_scheduler=_scheduler_of(model)),
         EngineOptionError,
-        "lr_scheduler=LambdaLR was built on another SGD than the engine's optimizer, SGD",
+        "lr_scheduler=LambdaLR was built for another optimizer (SGD) than the engine's (SGD)",
     ),
     "a misspelt key": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_cliping": 1.0}),

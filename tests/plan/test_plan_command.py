@@ -378,7 +378,7 @@ def test_plan_reads_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str
     content = json.loads(plan(capsys, *job))
     assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 4)
     path.write_text("node1 slots=4\nnode2 slots=2\n")
-    assert "between 2 and 4 slots; a plan needs as many on each: use the first 2" in refused(capsys, *job)
+    assert "between 2 and 4 slots; a plan needs the same number on every host: use the first 2" in refused(capsys, *job)
     content = json.loads(plan(capsys, *job, "--num-gpus", "2"))
     assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 2)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineParallelGrid, check_replicas, initialize
-from ds_topo.engine import replicas
+from ds_topo.engine import replica_comparison as replicas
 from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
 from tests.support.exhaustive import mark_exhaustive
