@@ -254,8 +254,8 @@ def _hosts_and_slots(
     counts = set(host_map.hosts.counts)
     if len(counts) > 1:
         raise TopologyError(
-            f"hosts have between {min(counts)} and {max(counts)} slots; a plan needs the same number on every host: use "
-            f"the first {min(counts)} of each with --num-gpus {min(counts)}, or leave hosts out with --exclude"
+            f"hosts have between {min(counts)} and {max(counts)} slots; a plan needs the same number on every host: "
+            f"use the first {min(counts)} of each with --num-gpus {min(counts)}, or leave hosts out with --exclude"
         )
     if host_map.host_indices != tuple(sorted(host_map.host_indices)):
         raise TopologyError("ranks are not numbered host by host; a plan needs that: use Slurm's block distribution")
