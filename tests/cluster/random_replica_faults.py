@@ -134,13 +134,16 @@ def main() -> None:
             part = differences[: min(last, steps)]
             print(
                 f"greatest relative difference from one process in {len(part)} steps: norms "
-                f"{max(one for _, one, _ in part):.1e}, losses {max(one for *_, one in part):.1e}"
+                f"{max(one for _, one, *_ in part):.1e}, losses {max(one for *_, one, _ in part):.1e} "
+                f"({max(one for *_, one in part):.1e} absolute)"
             )
         if arguments.picture:
             draw_picture(arguments.picture, job, differences, began)
 
 
-def draw_picture(path: Path, job: ReplicaJob, differences: list[tuple[float, float, float]], began: float) -> None:
+def draw_picture(
+    path: Path, job: ReplicaJob, differences: list[tuple[float, float, float, float]], began: float
+) -> None:
     """Draw norms of gradients by step beside those of one process, and the steps of each replica over time."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     upper = figure.add_subplot(2, 1, 1, xlabel="step", ylabel="norm of gradients", title="each step")

@@ -121,11 +121,12 @@ class ReplicaJob(ElasticJob):
         times = sorted(row["time"] for index in hosts for row in self.rows(index) if row["time"] > since - 1.0)
         return max(later - earlier for earlier, later in pairwise(times))
 
-    def replayed(self, hosts: Sequence[int], steps: int) -> list[tuple[float, float, float]]:
+    def replayed(self, hosts: Sequence[int], steps: int) -> list[tuple[float, float, float, float]]:
         """Take the committed steps again in one process, on the same samples.
 
         Returns:
-            For each step the norm and the greatest relative difference of a replica's norm and loss from it.
+            For each step the norm, the greatest relative difference of a replica's norm and loss, and the greatest
+            absolute difference of a replica's loss.
         """
         data, order, before = samples(), list[int](), 0
         model = nn.Sequential(*layers())
@@ -141,14 +142,16 @@ class ReplicaJob(ElasticJob):
                 generator = torch.Generator().manual_seed(7 + len(order) // SAMPLES)
                 order += torch.randperm(SAMPLES, generator=generator).tolist()
             batch = data[order[before * CHUNK : after * CHUNK]]
-            losses = []
+            losses, absolute = [], []
             for row in rows:
                 own = batch[row["place"] * CHUNK : (row["place"] + 1) * CHUNK]
                 share = own if row["whole"] else own[0::2]
-                losses.append(abs(row["loss"] / loss_of(model(share), share).item() - 1))
+                expected = loss_of(model(share), share).item()
+                losses.append(abs(row["loss"] / expected - 1))
+                absolute.append(abs(row["loss"] - expected))
             loss_of(model(batch), batch).backward()
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-            found.append((norm, max(abs(row["norm"] / norm - 1) for row in rows), max(losses)))
+            found.append((norm, max(abs(row["norm"] / norm - 1) for row in rows), max(losses), max(absolute)))
             optimizer.step()
             optimizer.zero_grad()
             before = after
