@@ -303,15 +303,9 @@ def partition_and_sum(
     if ends_step and buffers:
         for parameter in filled:
             del kept[id(parameter)]
-        in_flight.append(_over_copies(buffers, copies, replicas, optimizer.get_param_comm_dtype(filled[0])))
+        group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
+        in_flight.append(_Sum(buffers, group, scale, optimizer.get_param_comm_dtype(filled[0]), replicas))
     return buffers
-
-
-def _over_copies(
-    tensors: list[torch.Tensor], copies: PartitionHolders | None, replicas: ReplicaSums | None, dtype: torch.dtype
-) -> _Sum:
-    group, number = (None, 1) if copies is None else (copies.group, copies.number)
-    return _Sum(tensors, group, 1 / number, dtype, replicas)
 
 
 def wait_for_sums(
@@ -324,7 +318,8 @@ def wait_for_sums(
     stream = optimizer.reduce_and_partition_stream
     with get_accelerator().stream(stream):
         if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
-            in_flight.append(_over_copies(unused, copies, replicas, unused[0].dtype))
+            group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
+            in_flight.append(_Sum(unused, group, scale, unused[0].dtype, replicas))
         for sum_over_copies in in_flight:
             sum_over_copies.wait()
     if not get_accelerator().resolves_data_dependency():

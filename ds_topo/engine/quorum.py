@@ -231,9 +231,7 @@ class Replicas:
             engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
         else:
             engine.gradient_reducer = GradientReducer.attach(engine, **reduction, manager=self.manager)
-            sums = engine.gradient_reducer.driver.sums
-            assert sums is not None
-            self._sums = sums
+            self._sums = engine.gradient_reducer.driver.sums
         self._shut_down = finalize(self, self.manager.shutdown)
         """Ends torchft's servers, at the latest before the interpreter ends their threads, which it would wait for."""
         load, state = WeakMethod(self._load), WeakMethod(self._state)
@@ -426,11 +424,6 @@ class Replicas:
             found |= {f"{key} {number}": value for key, value in states if torch.is_tensor(value)}
         return found
 
-    def _numbers(self) -> list[dict[str, Any]]:
-        """Return the states of each master that are plain numbers."""
-        rows = (self._inner.state.get(master, {}) for master in self._masters.values())
-        return [{key: value for key, value in row.items() if isinstance(value, (int, float))} for row in rows]
-
     def _layout(self) -> dict[str, Any]:
         return {"topology": self.engine.mpu.topology().spec, "zero": int(self.engine.zero_optimization_stage())}
 
@@ -438,10 +431,11 @@ class Replicas:
         """Return this rank's state for the same rank of another replica; torchft calls it in a thread."""
         # a forward pass may change buffers while they travel
         tensors = {name: one.clone() if name.startswith(_BUFFER) else one for name, one in self.tensors().items()}
+        states = (self._inner.state.get(master, {}) for master in self._masters.values())
         return {
             "layout": self._layout(),
             "tensors": tensors,
-            "numbers": self._numbers(),
+            "numbers": [{key: one for key, one in row.items() if isinstance(one, (int, float))} for row in states],
             "groups": [{key: group[key] for key in group if key != "params"} for group in self._inner.param_groups],
             "progress": progress_of(self.engine),
             "initial": self._initial,
