@@ -67,8 +67,6 @@ from ds_topo.reduction.managed import ReplicaSums
 if TYPE_CHECKING:
     from torchft import Manager
 
-_STATE = "ds_topo"
-"""The key of an engine's state among those that the manager sends."""
 _BUFFER = "buffer "
 """The start of the names of buffers among the tensors of a state."""
 _RANGE = 1 << 56
@@ -235,7 +233,7 @@ class Replicas:
         self._shut_down = finalize(self, self.manager.shutdown)
         """Ends torchft's servers, at the latest before the interpreter ends their threads, which it would wait for."""
         load, state = WeakMethod(self._load), WeakMethod(self._state)
-        self.manager.register_state_dict_fn(_STATE, lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
+        self.manager.register_state_dict_fn("ds_topo", lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self
         mixin = ReplicatedPipelineEngine if isinstance(engine, PipelineEngine) else ReplicatedPlainEngine
         self._release: Callable[[], None] = adopt(engine, mixin)
