@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import json
 import os
-import pkgutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
-import ds_topo
 from ds_topo.base import patches, releases, torch_names
 from ds_topo.base.classes import Override, overrides
 from ds_topo.base.ledger import ONE_CALL, Patch, Reliance, Row
-
-for _module in pkgutil.walk_packages(ds_topo.__path__, "ds_topo."):
-    if not _module.name.endswith("__main__"):
-        importlib.import_module(_module.name)  # any of them may define mixins
+from ds_topo.engine import gradient_reducer, grid, quorum, replica_comparison  # noqa: F401 (they define the mixins)
 
 ROWS: tuple[Patch | Reliance | Override, ...] = (*patches.ROWS, *torch_names.ROWS, *overrides())
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
