@@ -186,7 +186,9 @@ def penalty(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 ONE_PASS = "a second backward pass in the last micro-batch of a step, whose gradients are reduced already"
-OF_PENALTY = "backward[(][)] after torch.autograd.grad[(]create_graph=True[)] of an engine's output, with gradient_acc"
+OF_PENALTY = (
+    "contains a gradient [(]torch.autograd.grad[(]create_graph=True[)] of an engine.s output[)], with gradient_acc"
+)
 
 
 def _refusal(losses: Losses, name: str, own: bool, reduced: bool) -> str | None:
