@@ -187,8 +187,6 @@ def penalty(net: Any, data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 ONE_PASS = "a second backward pass in the last micro-batch of a step, whose gradients are reduced already"
 OF_PENALTY = "contains a gradient [(]torch.autograd.grad[(]create_graph=True[)] of an engine.s output[)], with gradient"
-    "contains a gradient [(]torch.autograd.grad[(]create_graph=True[)] of an engine.s output[)], with gradient_acc"
-)
 
 
 def _refusal(losses: Losses, name: str, own: bool, reduced: bool) -> str | None:
