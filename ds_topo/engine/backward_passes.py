@@ -46,7 +46,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_topo.base.differences import is_functorch_transforming
 from ds_topo.base.torch_names import current_backward, is_whole_backward
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16
-from ds_topo.errors import EngineOptionError, abridged
+from ds_topo.errors import EngineOptionError, abridged, warn
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
 
@@ -69,6 +69,21 @@ class MicroBatches:
         self._number = number
         self.backwards = 0
         """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
+        self.forwards = 0
+        """The number of forward passes in training since then."""
+        self._has_stepped = False
+
+    def note_step(self, engine: DeepSpeedEngine) -> None:
+        """Begin to count again. Warn at the first call of ``engine.step`` if it seems to come once in a step only."""
+        number = engine.gradient_accumulation_steps()
+        by_program = engine._is_gradient_accumulation_boundary is not None or not engine.managed_gradient_accumulation()
+        if not (self._has_stepped or by_program) and self.forwards == self.backwards == number > 1:
+            warn(
+                f"engine.step() after {number} forward and backward passes, with gradient_accumulation_steps {number}: "
+                f"it counts one micro-batch, so the optimizer steps after {number * number} passes. Call it after the "
+                "backward pass of each micro-batch; if these passes are of one micro-batch, ignore this"
+            )
+        self._has_stepped, self.backwards, self.forwards = True, 0, 0
 
     def _in_this_step(self, engine: DeepSpeedEngine) -> int:
         """Return how many micro-batches of the current step have gradients already."""

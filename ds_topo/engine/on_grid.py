@@ -314,6 +314,7 @@ class PlainEngineOnGrid(EngineOnGrid):
             inputs, named = parts.passes.of_inputs(self, (inputs, named))
         if self.training:
             parts.micro_batches.settle(self)
+            parts.micro_batches.forwards += 1
             if parts.samples.left:
                 parts.samples.look_at_inputs((inputs, named))
         outputs = super().forward(*inputs, **named)
@@ -351,7 +352,7 @@ class PlainEngineOnGrid(EngineOnGrid):
         passes = self.on_grid.passes
         passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
         passes.have_run = not is_last
-        self.on_grid.micro_batches.backwards = 0
+        self.on_grid.micro_batches.note_step(self)
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -614,3 +615,23 @@ def _sizes() -> None:
 
 def test_batch_sizes_are_compared_with_the_axes_that_count(world: Worlds) -> None:
     world(4).run(_sizes)
+
+
+def _warnings_of_steps(passes: int, forwards: int) -> list[str]:
+    start()
+    with PipelineParallelGrid("data=1") as grid, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, *_ = initialize(model=nn.Linear(2, 1), mpu=grid, config=settings(gradient_accumulation_steps=2))
+        for _ in range(2):
+            outputs = [engine(torch.ones(2, 2)).mean() for _ in range(forwards)]
+            for number in range(passes):
+                engine.backward(outputs[number % forwards] * 1.0, retain_graph=True)
+            engine.step()
+    return [str(each.message) for each in caught if "counts one micro-batch" in str(each.message)]
+
+
+def test_step_called_once_for_all_micro_batches_is_warned_of_once(world: Worlds) -> None:
+    """DeepSpeed's engine would step after four passes, with twice the gradients."""
+    for passes, forwards, number in ((2, 2, 1), (1, 1, 0), (2, 1, 0)):
+        [found] = world(1).run(_warnings_of_steps, passes, forwards)
+        assert len(found) == number, (passes, forwards)
