@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import permutations
@@ -366,6 +367,7 @@ def _live_bytes() -> int:
         assert len(sizes) <= _PIECES_UNDER_WAY * (worker._size - 1), "more buffers than pieces in flight can use"
         assert all(size <= worker._message_bytes for size in sizes)
         received += sum(sizes)
+    time.sleep(0.1)  # a thread of gloo may still hold what it has sent
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     storages = {}
