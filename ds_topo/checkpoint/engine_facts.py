@@ -34,7 +34,7 @@ from deepspeed.pipe import TiedLayerSpec as DeepSpeedTiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.utils import DummyOptim, is_model_parallel_parameter
 from torch import nn
 
 from ds_topo.base.backends import accelerator, device_in_use
@@ -104,7 +104,7 @@ def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     optimizer: Any = engine.optimizer
     while getattr(optimizer, "optimizer", optimizer) is not optimizer:
         optimizer = optimizer.optimizer
-    return optimizer if hasattr(optimizer, "param_groups") else None
+    return optimizer if hasattr(optimizer, "param_groups") and not isinstance(optimizer, DummyOptim) else None
 
 
 def name_of_optimizer(engine: DeepSpeedEngine) -> str | None:

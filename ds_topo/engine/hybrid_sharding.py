@@ -40,6 +40,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -104,7 +105,7 @@ def partitioned_over_shard(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def save_each_partition_once(engine: DeepSpeedEngine) -> None:
     """Let the first of the ranks that hold a partition write it, so that the bytes do not grow with the copies."""
-    if has_shard(engine.mpu) and engine.zero_optimization():
+    if has_shard(engine.mpu) and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer)):
         is_first = engine.mpu.get_copy_rank() == 0
         engine.save_zero_checkpoint = is_first or engine.has_moe_layers
         if engine.zero_optimization_partition_weights():

@@ -34,6 +34,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo.base.classes import stock_class
+from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine.partitioned_optimizers import PartitionedOptimizer
 from ds_topo.errors import listed, warn
 from ds_topo.mpu import MpuGrid
@@ -53,6 +54,8 @@ _AT_A_TIME = 1 << 24
 def written_weights_of(engine: DeepSpeedEngine) -> WrittenWeights | None:
     """Return the search for an engine that has master weights; None if it has none, or another thread writes them."""
     if stock_class(engine.optimizer) not in _PARTS or getattr(engine.optimizer, "zenflow", False):
+        return None
+    if inner_optimizer(engine) is None:  # bf16 without ZeRO, only to evaluate
         return None
     return WrittenWeights(engine.module, engine.optimizer, engine.mpu)
 

@@ -507,3 +507,32 @@ def _overflow_of_an_expert(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_overflow_of_one_expert_skips_the_step_on_all_copies(world: Worlds, stage: int) -> None:
     world(4).run(_overflow_of_an_expert, stage)
+
+
+def _bf16_without_zero(spec: str, folder: str) -> None:
+    """Save and load a pipeline with BF16_Optimizer, which partitions its states at ZeRO 0, too."""
+    start()
+    adam = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
+    config = engine_config(1, bf16={"enabled": True}, optimizer=adam, zero_optimization={"stage": 0})
+    samples, losses = torch.ones(1, 8, dtype=torch.bfloat16), []
+    with PipelineParallelGrid(spec) as grid:
+        for resumes in (False, True):
+            torch.manual_seed(0)
+            module = PipelineModule([nn.Linear(8, 8)], grid=grid, loss_fn=nn.functional.mse_loss)
+            engine, *_ = initialize(model=module, config=config)
+            if resumes:
+                assert engine.load_checkpoint(folder)[0] is not None
+            while engine.global_steps < 3:
+                losses.append(float(engine.train_batch(iter([(samples, samples)]))))
+                if engine.global_steps == 1:
+                    engine.save_checkpoint(folder)
+            destroy_engine(engine)
+    assert losses[3:] == losses[1:3], "the same steps again"
+    assert len(list(Path(folder).rglob("*optim_states.pt"))) == 2
+
+
+@pytest.mark.parametrize(
+    "spec", ["shard=2,data=2,pipe=1", pytest.param("pipe=1,data=2,shard=2", marks=pytest.mark.exhaustive)]
+)
+def test_partitions_of_bf16_without_zero_are_saved_once_in_any_order(world: Worlds, spec: str, tmp_path: Path) -> None:
+    world(4).run(_bf16_without_zero, spec, str(tmp_path))

@@ -19,6 +19,7 @@ from ds_topo.engine import written_weights
 from ds_topo.engine.written_weights import WrittenWeights
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -254,3 +255,17 @@ def test_weights_of_another_shape_are_refused(world: Worlds) -> None:
     for error in world(2).run(_replaced_by_another_shape, expect_failure=True):
         assert isinstance(error, ValueError)
         assert "0.weight.data was replaced by a tensor of shape (16, 8)" in str(error)
+
+
+def _only_evaluates() -> None:
+    start()
+    with PipelineParallelGrid("data=1") as grid:
+        config = settings(bf16={"enabled": True})
+        del config["optimizer"]
+        engine, *_ = initialize(model=nn.Linear(2, 1), mpu=grid, config=config)
+        assert engine(torch.ones(1, 2, dtype=torch.bfloat16)).shape == (1, 1)
+        destroy_engine(engine)
+
+
+def test_an_engine_of_bf16_without_an_optimizer_evaluates(world: Worlds) -> None:
+    world(1).run(_only_evaluates)
