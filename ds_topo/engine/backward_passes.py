@@ -76,8 +76,8 @@ class MicroBatches:
     def note_step(self, engine: DeepSpeedEngine) -> None:
         """Begin to count again. Warn at the first call of ``engine.step`` if it seems to come once in a step only."""
         number = engine.gradient_accumulation_steps()
-        by_program = engine._is_gradient_accumulation_boundary is not None or not engine.managed_gradient_accumulation()
-        if not (self._has_stepped or by_program) and self.forwards == self.backwards == number > 1:
+        seems_once = not self._has_stepped and self.forwards == self.backwards == number > 1
+        if seems_once and engine._is_gradient_accumulation_boundary is None and engine.managed_gradient_accumulation():
             warn(
                 f"engine.step() after {number} forward and backward passes, with gradient_accumulation_steps {number}: "
                 f"it counts one micro-batch, so the optimizer steps after {number * number} passes. Call it after the "
