@@ -59,6 +59,8 @@ from ds_topo.launch.launchers import COORDINATE
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
 _TICK = 0.5
 """The seconds between two looks at the main thread after a failure."""
+_RAISE_LIMIT = 4.0
+"""The seconds within which the main thread must raise once its connections are shut down."""
 _RANKS_PER_TICK = 4096
 """Larger jobs look less often, to spare the store."""
 _STORE_LIMIT = timedelta(seconds=5)
@@ -135,7 +137,7 @@ class FailureListener:
         self._own = -1
         """The number of this rank's last post, which the others may not have read yet."""
         self._judged: GuardedCall | None = None
-        self._ended_at = 0.0
+        self._ended_at = self._seconds_since_end = 0.0
         self._who = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
         self._has_failed = False
         """True if an exception ends this process."""
@@ -333,10 +335,12 @@ class FailureListener:
         call.cause = cause
         now = time.monotonic()
         if self._ended_at <= now - seconds:  # not in this wait
-            self._ended_at = now
+            self._ended_at, self._seconds_since_end = now, 0.0
             if not is_at_store:  # abort_nccl() may block
                 threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
-        elif cause.has_left and now - self._ended_at > GRACE:
+        else:
+            self._seconds_since_end += passed
+        if cause.has_left and self._seconds_since_end > _RAISE_LIMIT:
             why = "It waits for that rank and cannot be made to raise, so it is ended."
             tell(f"{cause}\nHere: {self._who}, {doing}. {why}")
             end_process()
