@@ -113,9 +113,18 @@ def overrides() -> tuple[Override, ...]:
             kind = next(kind for kind in mixin.__mro__ if name in vars(kind))
             by_name.setdefault((owner, name), {})[kind] = None
     return tuple(
-        Override(owner, name, by=", ".join(kind.__name__ for kind in kinds), why=_reason(next(iter(kinds)), name))
+        Override(
+            owner,
+            name,
+            by=", ".join(map(_file_and_name, kinds)),
+            why=_reason(next(iter(kinds)), name),
+        )
         for (owner, name), kinds in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
     )
+
+
+def _file_and_name(kind: type) -> str:
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
 
 
 def _reason(mixin: type, name: str) -> str:

@@ -231,7 +231,7 @@ ATTENTION_DROPOUT = replace(
 CONFIGURE = Patch(
     find("deepspeed.runtime.config.DeepSpeedConfig"),
     "__init__",
-    instead="The same for a config without AutoTP, without ZeRO 1 and 2 in fp32, and with autoep_size 1.",
+    instead="The same. AutoTP, and ZeRO 1 and 2 in fp32, are removed from the config, and autoep_size is 1.",
     why="A reference must not depend on the slices, partitions and groups that it checks.",
     during="ds-topo verify runs a reference",
     process_wide="DeepSpeed reads the config before the engine exists, and programs create layers by this name.",

@@ -51,7 +51,7 @@ from ds_topo.checkpoint.manifest import (
 )
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
-from ds_topo.checkpoint.table import FileRecorder
+from ds_topo.checkpoint.table import FileRecorder, Partition, missing_elements
 from ds_topo.errors import CheckpointError, abridged, tell, warn
 from ds_topo.health import guard
 from ds_topo.mpu import MpuGrid
@@ -477,11 +477,13 @@ class BackgroundSave:
             self._files.start()
             described = table.described(name, (row.name for row in self._rows), recorder.partition)
         rows = self._rows if self._replica == 0 else []
-        return {"files": self._files.finish(), "parameters": rows, "table": described}
+        partitions = None if recorder is None else recorder.partitions()
+        return {"files": self._files.finish(), "parameters": rows, "table": described, "partitions": partitions}
 
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
+        _require_partitions([one["partitions"] for one in posted])
         folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
             place = root / script.name  # DeepSpeed's, for all checkpoints
@@ -521,6 +523,19 @@ class BackgroundSave:
                 "one folder of a file system that all hosts share"
             )
         return manifest
+
+
+def _require_partitions(posted: Sequence[Sequence[Any] | None]) -> None:
+    """Require that each partition of the optimizer is in a file, if all ranks could describe theirs."""
+    if any(one is None for one in posted):
+        return
+    rows = built_from(list[Partition], [row for one in posted for row in one or ()])
+    for name, (numel, total) in sorted(missing_elements(rows).items()):
+        raise CheckpointError(
+            f"no rank has written {numel:,} of the {total:,} elements of the optimizer's tensor with {name!r}, so the "
+            "checkpoint could not be loaded, and is not put in place. This is a defect of ds_topo or of the optimizer: "
+            "report it with the config and the axes of the grid, and save at another ZeRO stage until then"
+        )
 
 
 def finish_what_is_unfinished() -> None:

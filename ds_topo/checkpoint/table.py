@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -424,6 +425,37 @@ class Order:
                 yield Part(number, start, stop, offset)
 
 
+class Partition(NamedTuple):
+    """A rank's partition of a tensor that the optimizer steps on, and how much of it is in the rank's files."""
+
+    name: Text
+    """A parameter in the tensor; one that is split over slices, if there is one, which tells slices apart."""
+    place: Number
+    """The place of its slice."""
+    number: Number
+    """The number of the partition."""
+    total: Number
+    """The number of elements in all partitions."""
+    written: Number
+    """The number of elements in this rank's files; 0 if another rank writes the partition."""
+
+
+def missing_elements(partitions: Iterable[Partition]) -> dict[str, tuple[int, int]]:
+    """Return how many elements of a tensor no rank has written, and how many it has, by the name of a parameter in it.
+
+    Partitions that several ranks have written count once.
+
+    >>> missing_elements([Partition("weight", 0, 0, 10, 5), Partition("weight", 0, 1, 10, 0)])
+    {'weight': (5, 10)}
+    """
+    totals, written = dict[tuple[str, int], int](), defaultdict[tuple[str, int], Counter[int]](Counter)
+    for name, place, number, total, numel in partitions:
+        totals[name, place] = total
+        written[name, place] |= Counter({number: numel})
+    missing = {tensor: total - written[tensor].total() for tensor, total in totals.items()}
+    return {tensor[0]: (numel, totals[tensor]) for tensor, numel in missing.items() if numel > 0}
+
+
 class FileRecorder:
     """A description of the files of one rank, which grows with each file.
 
@@ -457,6 +489,21 @@ class FileRecorder:
         self._vectors: list[Vector] = []
         self._weights: dict[tuple[str, str, torch.dtype, Path], tuple[list[str], list[int]]] = {}
         """The names and the pieces of whole weights, by file, key, type and path."""
+        self._written = Counter[int]()
+        """The number of elements in the files, by the number of the order."""
+        self._is_known = True
+        """False if a file has partitions in a form that is not described."""
+
+    def partitions(self) -> list[Partition] | None:
+        """Return this rank's partitions of the optimizer's tensors; None if it is unknown what the files have."""
+        found = []
+        for number, order in enumerate(self.orders if self._is_known else ()):
+            pieces = [self.pieces[piece] for piece, _ in order.begins]
+            if pieces and order.partitions > 1:
+                name, of = next((one for one in pieces if one.slice.dim is not None), pieces[0])
+                total = sum(one.slice.numel for one in pieces)
+                found.append(Partition(name, of.place, order.partition, total, self._written[number]))
+        return found if self._is_known else None
 
     def table(self) -> Table:
         """Return the description, with the pieces of which the files have a part."""
@@ -530,15 +577,17 @@ class FileRecorder:
         is_stage_3 = _STAGE_3 in saved
         inner, of_masters = saved[_STATES if is_stage_3 else _BASE], _STAGE_3 if is_stage_3 else _STAGE_12
         if not isinstance(inner, Mapping):
-            return  # elastic_checkpoint
+            self._is_known = False  # elastic_checkpoint
+            return
         path: Path = (_STATES, _STATES if is_stage_3 else _BASE)
         for number, (order, master) in enumerate(zip(self.orders, saved[of_masters], strict=True)):
             numel = master.numel()
             if not is_stage_3 and "zero_stage" in saved:  # BF16_Optimizer keeps the padding
                 numel += int(saved[_PADDINGS][number])
-            parts = order.parts(self.pieces, numel, is_by_parameter=is_stage_3) if master.numel() else ()
+            parts = tuple(order.parts(self.pieces, numel, is_by_parameter=is_stage_3) if master.numel() else ())
             masters: dict[str, tuple[Path, Any]] = {MASTER: ((_STATES, of_masters, number), master)}
-            self._add_vector(file, tuple(parts), masters, inner, path, number, numel)
+            self._written[number] += sum(part.stop - part.start for part in parts)
+            self._add_vector(file, parts, masters, inner, path, number, numel)
 
     def _add_optimizer(self, saved: Mapping[str, Any], file: str) -> None:
         """Add an optimizer without ZeRO."""

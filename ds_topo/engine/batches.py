@@ -38,8 +38,9 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
-from ds_topo.engine.activations import Shapes, buffers_for, have_changed, shapes_of
+from ds_topo.engine.activation_shapes import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.engine.autoparallel import uses_autosp
 from ds_topo.engine.config_options import has_dynamic_batches
 from ds_topo.engine.one_layout import axes_of_engine
@@ -52,11 +53,11 @@ from ds_topo.topology.rank_tables import RankGroup, sample_axes
 # -- shares -----------------------------------------------------------------------------------------------------------
 
 
-class SamplerOfShares(DeepSpeedDataSampler):  # type: ignore[misc]
+class SamplerOfShares(Mixin, DeepSpeedDataSampler):  # type: ignore[misc]
     """DeepSpeed's sampler for data efficiency, whose group joins all ranks that read, in every share."""
 
     def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
-        """Return where this rank's share of a global micro-batch starts and ends."""
+        """Return where this rank's share of a global micro-batch starts and ends: several ranks read one sample."""
         whole = self.micro_batch_times_data_parallel_size
         share = (batch_len or whole) / (whole // self.micro_batch_size)
         return round(self.data_parallel_rank * share), round((self.data_parallel_rank + 1) * share)
@@ -66,7 +67,7 @@ def deal_to_all_readers(engine: DeepSpeedEngine, loader: Any) -> None:
     """Let the sampler for data efficiency of a loader send samples to all ranks that read them, if it has one."""
     sampler = loader.data_sampler
     if type(sampler) is DeepSpeedDataSampler and reads_samples(engine):
-        sampler.__class__ = SamplerOfShares
+        adopt(sampler, SamplerOfShares)
         sampler.data_parallel_group = _group_of_readers(engine, engine.mpu)
 
 

@@ -28,7 +28,7 @@ from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
 from ds_topo.engine import (
-    activations,
+    activation_shapes,
     autoparallel,
     backward_passes,
     batches,
@@ -145,7 +145,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     def _configure_tensor_parallel_states(self, model: Any) -> None:
         """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine.
 
-        Name patterns that match no layer.
+        Warn of patterns that match no layer.
         """
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             require(SLICES_OF_PARTITIONED)
@@ -179,7 +179,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         checks.warn_of_tied_weights(self)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Do the same for ZeRO without an optimizer, for which DeepSpeed calls this method alone."""
+        """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""
         with hybrid_sharding.partitioned_over_shard(self) if optimizer is None else nullcontext():
             return super()._configure_zero_optimizer(optimizer)
 
@@ -274,7 +274,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     @_call
     def _replace_module_consolidated_state_dict(self) -> Any:
-        """Start on all ranks or on none, as well, where AutoTP has split the weights."""
+        """Where AutoTP has split the weights, start to gather on all ranks or on none."""
         with agreement(self.mpu.members, _GATHERING):
             pass
         return super()._replace_module_consolidated_state_dict()
@@ -486,7 +486,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     def reset_activation_shape(self) -> None:
         """Forget which shapes of activations were announced to the next stage."""
-        activations.forget_announced(self)
+        activation_shapes.forget_announced(self)
         super().reset_activation_shape()
 
     def _next_batch(self) -> Any:
@@ -499,7 +499,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
     def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
         """Return the same map, with checks of what a stage sends and of the loss."""
         if self.on_grid.instructions is None:
-            self.on_grid.instructions = activations.with_checked_sends(super()._INSTRUCTION_MAP)
+            self.on_grid.instructions = activation_shapes.with_checked_sends(super()._INSTRUCTION_MAP)
         return self.on_grid.instructions
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> Any:

@@ -171,7 +171,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             return super().step(closure)
 
     def update_lp_params(self) -> Any:
-        """Gather updated parameters as in :meth:`step`."""
+        """Gather updated parameters point to point on gloo."""
         with self.on_grid.gathering():
             return super().update_lp_params()
 

@@ -1,4 +1,4 @@
-"""Define what DeepSpeed's optimizers do otherwise while a reducer averages their gradients.
+"""Change the methods of DeepSpeed's optimizers while a reducer averages their gradients.
 
 An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.base.classes.adopt`):
 

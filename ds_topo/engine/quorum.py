@@ -1,4 +1,6 @@
-"""Keep replicas of an engine together by torchft: one that is lost ends no other, and one that comes is healed.
+"""Keep replicas of an engine together by torchft.
+
+If a replica fails, the others continue. A replica that joins copies its state from another.
 
 Each replica is a job of its own, with its own launcher, grid and watch. torchft's lighthouse counts who is alive. A
 step of an engine then goes like this:

@@ -6,8 +6,8 @@ cannot do this: no group exists yet, or one has failed, and they would pad every
 
 **Patience.** The rank that decides waits for posts during the fraction ``GATHERING`` of the timeout. The others wait
 the whole timeout for the answer, so they read which ranks did not come instead of giving up themselves. Where ranks
-work before they post, one may come ``spread`` later than another. Then the first rank waits that much longer, and the
-others twice as much, because the rank that decides may be the last. A store request can block without limit, because
+work before they post, one may come ``spread`` later than another. Then the rank that decides waits ``spread`` longer,
+and the others twice as much, because it may itself come last. A store request can block without limit, because
 torch's own timeout does not expire when the store's server process is stopped or its host is cut off. :func:`within`
 abandons it after ``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: at the end it
 waits at most ``MOMENT`` until the others have read (:meth:`Council.end`).

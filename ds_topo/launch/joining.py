@@ -176,7 +176,7 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
 
 
 def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
-    """Detect the launcher, export its variables, let its end end this process, and choose gloo's interface.
+    """Detect the launcher, export its variables, end this process when the launcher ends, and choose gloo's interface.
 
     With ``alone``, a process that no launcher started is a job of one rank.
     """

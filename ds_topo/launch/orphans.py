@@ -43,6 +43,8 @@ _KINDS = {
     **dict.fromkeys(("init", "systemd", "tini", "dumb-init", "docker-init"), "init"),
 }
 """The kinds of ancestors by the names of commands and modules."""
+_LAUNCHERS = ("launch", "runner", "torchrun", "mpi", "slurm")
+"""The kinds that are processes of a launcher."""
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
 
 
@@ -92,10 +94,9 @@ def launcher_above(ancestors: Sequence[Ancestor]) -> list[int]:
     >>> launcher_above([Ancestor(8, "launch"), Ancestor(7, "runner"), Ancestor(6, "other"), Ancestor(5, "session")])
     [8, 7]
     """
-    launchers = ("launch", "runner", "torchrun", "mpi", "slurm")
-    position = next((index for index, ancestor in enumerate(ancestors) if ancestor.kind in launchers), len(ancestors))
+    position = next((index for index, ancestor in enumerate(ancestors) if ancestor.kind in _LAUNCHERS), len(ancestors))
     found: list[int] = []
-    while position < len(ancestors) and ancestors[position].kind in launchers:
+    while position < len(ancestors) and ancestors[position].kind in _LAUNCHERS:
         found.append(ancestors[position].pid)
         position += 1
     if found and ancestors[position - 1].kind == "launch":

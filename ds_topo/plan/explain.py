@@ -17,7 +17,7 @@ from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
-"""``host_traffic`` counts at most so many hosts."""
+"""``host_traffic`` counts at most this number of hosts."""
 AXIS_NAMES = {GRADIENTS: "data", EXPERT: "experts"}
 
 

@@ -18,7 +18,7 @@ BUCKET_PARAMETERS = 500_000_000
 LIVE_PARAMETERS = 1_000_000_000
 """The most parameters that DeepSpeed's ZeRO 3 keeps gathered (``stage3_max_live_parameters``)."""
 ALIGNMENT = 2
-"""DeepSpeed's ZeRO 1 and 2 pad a rank's partition to a multiple of so many elements."""
+"""DeepSpeed's ZeRO 1 and 2 pad a rank's partition to a multiple of this number of elements."""
 DROPOUT_MASK_BYTES = 1
 
 
@@ -106,7 +106,7 @@ def stage_memory(costs: Costs, kind: Stage, layout: JobLayout) -> MemoryUse:
     """Return the bytes of a rank of one stage at its peak, which is in backward or in the update.
 
     Backward needs the states, the kept activations of the micro-batches in flight, one block's activations again under
-    recomputation, and the gradients at work. The update needs the states and its buffers.
+    recomputation, and the temporary gradients of backward. The update needs the states and its buffers.
     """
     job, parameters = costs.job, costs.parameters(kind, layout)
     states = state_bytes(parameters, layout, job.precision, job.software)
@@ -172,7 +172,7 @@ def _gathered_bytes(parameters: StageParameters, job: Job, layout: JobLayout) ->
 
 @dataclass(frozen=True)
 class _Part(Addable):
-    """The bytes of a part of a block: kept whole, kept under selective recomputation, and at work in backward."""
+    """The bytes of a part of a block: kept whole, kept under selective recomputation, and temporary in backward."""
 
     kept: float
     selective: float

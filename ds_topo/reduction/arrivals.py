@@ -11,15 +11,16 @@ arrived. No reader has to be known in advance:
   nearly all readers wait and get the right value. Only questions about shape, type, gradient and the like are answered
   at once.
 - C++ extensions read memory without asking. Before a module runs, it therefore waits for the parameters that it holds.
-- Scripted modules never ask, and compiled ones would run eagerly: with them nothing may be in flight
-  (:func:`unaware_of_arrivals`).
+- Scripted modules read parameters without ``__torch_function__``, and compiled ones would run eagerly. With either,
+  no parameter may be in flight (:func:`unaware_of_arrivals`).
 - A tensor that shares memory with parameters, such as ``parameter.data`` of an earlier step, does not wait.
   :class:`SharedMemory` notices that such tensors exist; then nothing may be in flight.
 - A forked process has no thread that receives. The fork waits; if that fails, readers in the child get an error.
 
 After its arrival the parameter has its own memory again, at the same address. On an accelerator a wait orders the
 reader's stream only. The parameter's class therefore stays, for readers on other streams, until its values are in
-memory. If an exchange fails, the stand-in stays for good: nobody gets half of a step.
+memory. If an exchange fails, the stand-in stays, so no code reads a partly updated
+parameter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Find the parameters that a reducer serves, define their routes, and notice what the program does to them.
 
 A route is the group and method by which gradients are reduced. A reducer learns by patches that an optimizer is about
-to step and that gradients are discarded, and compares the module with what it was, to refuse what it cannot reduce.
+to step and that gradients are discarded. It also compares the module with its state at construction, and refuses
+changes that it cannot reduce.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class ParameterState:
 
     @property
     def stays_in_grad(self) -> bool:
-        """True if hooks of the program, if there are some, find the sum of all gradients in ``parameter.grad``.
+        """True if a hook of the program must find the sum of all gradients in ``parameter.grad``.
 
         The gradient then stays there until ``finish()``. If it were moved to the partition earlier, changes by the hook
         would be lost. Where gradients have lasting memory, as in ``BF16_Optimizer``, the gradient of every micro-batch

@@ -324,6 +324,35 @@ def test_error_names_ranks_with_different_tags(world: Worlds, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def _one_writes(kind: Kind, folder: Path) -> list[str]:
+    """Save; then again while rank 1 believes that another rank writes its partition; return the errors."""
+    with job(kind) as here:
+        here.train(range(1))
+        checkpoint.save(here.engine, folder, "whole")
+        here.engine.save_zero_checkpoint = dist.get_rank() == 0
+        said = []
+        for save in (
+            lambda: checkpoint.save(here.engine, folder, "lacking"),
+            lambda: checkpoint.save_in_background(here.engine, folder, "lacking").finish(),
+        ):
+            with pytest.raises(CheckpointError, match=r"no rank has written .* not put in place") as raised:
+                save()
+            said.append(str(raised.value))
+        dist.barrier()  # rank 0 has discarded the draft
+        assert [each.tag for each in checkpoints_in(folder)] == ["whole"]
+        assert not (folder / ".lacking.saving").exists()
+        return said
+
+
+PARTITIONED = [KINDS["zero1"], KINDS["zero3"], KINDS["moe"], Kind("data=2", zero=2, bf16=True)]
+
+
+@pytest.mark.parametrize("kind", mark_exhaustive(PARTITIONED, lambda number, _: number == 0), ids=str)
+def test_missing_partition_is_named_when_it_is_saved(world: Worlds, kind: Kind, tmp_path: Path) -> None:
+    first, second = world(2).run(_one_writes, kind, tmp_path)
+    assert first == second
+
+
 def _interrupted(folder: Path) -> str:
     """Save while rank 1 leaves DeepSpeed's function early."""
     with job(KINDS["zero1"]) as here:

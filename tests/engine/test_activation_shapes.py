@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.base.supported import DUALPIPEV, require
-from ds_topo.engine import activations
+from ds_topo.engine import activation_shapes
 from ds_topo.errors import DisagreementError, EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
@@ -40,7 +40,7 @@ BY_DEFAULT = [
 
 
 class Masked(nn.Module):
-    """A layer that passes a mask of another type on, before the activations."""
+    """A layer that passes a mask of another type on, before the activation_shapes."""
 
     def __init__(self, is_first: bool = False, is_last: bool = False) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Sender:
 def test_a_stage_refuses_to_send_shapes_that_the_next_one_does_not_expect() -> None:
     sender = Sender()
     both: dict[type, Any] = {schedule.SendActivation: Sender.send, schedule.ForwardPass: Sender.send}
-    send = activations.with_checked_sends(both)[schedule.SendActivation]
+    send = activation_shapes.with_checked_sends(both)[schedule.SendActivation]
     first, same, other = torch.ones(2, 4), torch.zeros(2, 4), torch.ones(1, 4)
     sender.pipe_buffers["outputs"] = [first, same, other, other.double(), (first, first)]
     send(sender, 0)
@@ -200,7 +200,7 @@ def test_a_stage_refuses_to_send_shapes_that_the_next_one_does_not_expect() -> N
         with pytest.raises(EngineOptionError):
             send(sender, buffer)
     assert sender.sent == [first, same]
-    activations.forget_announced(sender)  # as reset_activation_shape() does
+    activation_shapes.forget_announced(sender)  # as reset_activation_shape() does
     send(sender, 2)
     sender.dynamic_shape = True
     send(sender, 0)

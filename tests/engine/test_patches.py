@@ -453,8 +453,9 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
     "FP16_Optimizer.unscale_and_clip_grads",
     "DeepSpeedZeroOptimizer.update_lp_params",
     "BF16_Optimizer.accumulate_hp_grads_and_remove_lp",
+    "DeepSpeedDataSampler.get_start_end_idx",
 }
-"""Names that DeepSpeed does not call itself, or only for universal checkpoints or with FusedAdam."""
+"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam or in a data loader."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
     patches.DROPOUT,
@@ -561,7 +562,7 @@ def _calls_of_further_features(folder: str) -> set[tuple[str, str]]:
 CALLED_BY_DEEPSPEED = {
     *("accumulate_hp_grads_and_remove_lp", "async_accumulate_grad_in_cpu_via_gpu", "buffered_allreduce_fallback"),
     *("clear_hp_grads", "clip_fp32_gradients", "get_autosp_backend", "get_grad_norm_direct", "get_grads_for_norm"),
-    *("has_overflow", "has_overflow_partitioned_grads_serial", "has_overflow_serial"),
+    *("get_start_end_idx", "has_overflow", "has_overflow_partitioned_grads_serial", "has_overflow_serial"),
     *("independent_gradient_partition_epilogue", "overlapping_partition_gradients_reduce_epilogue"),
     *("partition_grads", "process_gradients", "reduce_gradients", "reduce_ipg_grads", "scaled_global_norm"),
     *("unscale_and_clip_grads", "update_hp_grads", "update_lp_params"),
