@@ -36,7 +36,7 @@ pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 FAKE_CYCLES = 1000
 GLOO_CYCLES = 12
 OBJECTS = 10
-"""The most Python objects that any number of cycles may leave; a leak of one object per cycle leaves more."""
+"""The most objects of one type that any number of cycles may leave; a leak of one object per cycle leaves more."""
 WARM_UP = 5
 """The number of cycles after which every cached object exists."""
 BYTES_PER_CYCLE = 4096
@@ -168,9 +168,8 @@ def _differences(cycles: int, life: Callable[[str], None], spec: str) -> list[st
     late, more_objects, more_resident = _after(cycles, life, spec)
     now = asdict(late)
     grown = [f"{name}: {was} -> {now[name]}" for name, was in asdict(early).items() if now[name] > was]
-    if len(more_objects) - len(objects) > OBJECTS:
-        new = Counter(more_objects) - Counter(objects)  # not before: abc notes which types are no Mapping
-        grown.append(f"objects: {len(objects)} -> {len(more_objects)}, new: {new}")
+    new = Counter(more_objects) - Counter(objects)  # not before: abc notes which types are no Mapping
+    grown += [f"{kind}: {count} new objects" for kind, count in new.items() if count > OBJECTS]
     if more_resident - resident > WORLD_BYTES + cycles * BYTES_PER_CYCLE:
         grown.append(f"bytes: {resident} -> {more_resident}")
     return grown
