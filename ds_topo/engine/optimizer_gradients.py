@@ -249,7 +249,7 @@ def gradients_of(
         ValueError: no reducer can be attached to the engine; the message says why, and what to use.
     """
     if (reason := _why_not_attachable(engine)) is not None:
-        raise ValueError(f"GradientReducer.attach: {reason}")
+        raise ValueError(f"GradientReducer.attach{'' if replicas is None else ', for replicas below ZeRO 3'}: {reason}")
     optimizer = engine.optimizer
     if not isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
         return OptimizerGradients(engine)

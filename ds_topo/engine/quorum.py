@@ -1,6 +1,4 @@
-"""Keep replicas of an engine together by torchft.
-
-If a replica fails, the others continue. A replica that joins copies its state from another.
+"""Keep replicas of an engine together by torchft: if one fails, the others continue.
 
 Each replica is a job of its own, with its own launcher, grid and watch. torchft's lighthouse counts who is alive. A
 step of an engine then goes like this:
@@ -226,14 +224,14 @@ class Replicas:
         """A digest of what all ranks of this replica held before the first step, if it has seen that."""
         self._began_otherwise = False
         """True if this rank was healed before the first step by a replica that began with other values; then of all."""
+        self._shut_down = finalize(self, self.manager.shutdown)
+        """Ends torchft's servers, at the latest before the interpreter ends their threads, which it would wait for."""
         if engine.zero_optimization_partition_weights():
             self._sums = ReplicaSums(self.manager)
             engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
         else:
             engine.gradient_reducer = GradientReducer.attach(engine, **reduction, manager=self.manager)
             self._sums = engine.gradient_reducer.driver.sums
-        self._shut_down = finalize(self, self.manager.shutdown)
-        """Ends torchft's servers, at the latest before the interpreter ends their threads, which it would wait for."""
         load, state = WeakMethod(self._load), WeakMethod(self._state)
         self.manager.register_state_dict_fn("ds_topo", lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self

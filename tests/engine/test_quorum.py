@@ -19,6 +19,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_topo import (
+    DualPipeVModule,
     GradientReducer,
     PipelineModule,
     PipelineParallelGrid,
@@ -43,6 +44,20 @@ STEPS, WIDTH = 4, 8
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, "communication_data_type": "fp32"}
 BF16 = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+AUTOTP = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [r".*first\.weight$"], "partition_type": "column"},
+                {"patterns": [r".*inner\.weight$"], "partition_type": "row"},
+            ],
+        },
+    }
+}
+PARTS_OFF = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 
 
 @dataclass(frozen=True)
@@ -57,10 +72,16 @@ class Case:
     kind: str = "plain"
     overflow: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    of_zero: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [self.spec, f"zero{self.zero}", self.kind, *self.config]
+        words = [self.spec, f"zero{self.zero}", self.kind, *self.config, *self.of_zero]
         return "-".join([*words, "overflow"] if self.overflow else words)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if the engine trains a pipeline."""
+        return self.kind in ("pipeline", "DualPipeV")
 
 
 class Model(nn.Module):
@@ -106,11 +127,12 @@ def trained(
     case: Case, grid: PipelineParallelGrid, replica: int, more: dict[str, Any]
 ) -> tuple[list[Any], list[float]]:
     """Train for some steps; return this rank's weights, and the losses and norms."""
-    zero = {"stage": case.zero, "stage3_param_persistence_threshold": 0}
+    zero = {"stage": case.zero, "stage3_param_persistence_threshold": 0, **case.of_zero}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "eps": 1e-3}}
-    config = settings(zero_optimization=zero, optimizer=optimizer, gradient_clipping=0.3, **case.config, **more)
-    if case.kind == "pipeline":
-        module: Any = PipelineModule(layers(), grid=grid, loss_fn=loss_of, partition_method="uniform")
+    config = settings(zero_optimization=zero, optimizer=optimizer, gradient_clipping=0.3, **more | case.config)
+    if case.is_pipeline:
+        kind = PipelineModule if case.kind == "pipeline" else DualPipeVModule
+        module: Any = kind(layers(), grid=grid, loss_fn=loss_of, partition_method="uniform")
         engine, *_ = initialize(model=module, config=config)
     else:
         if case.kind == "experts":
@@ -119,7 +141,7 @@ def trained(
     found, share = [], grid.get_sample_rank() + (replica * grid.get_sample_world_size() if "replicas" in more else 0)
     for step in range(STEPS):
         batches = [data_of(step, number, share) for number in range(engine.gradient_accumulation_steps())]
-        if case.kind == "pipeline":
+        if case.is_pipeline:
             loss = engine.train_batch(iter([(batch, batch) for batch in batches]))
         else:
             for batch in batches:
@@ -188,6 +210,10 @@ CASES = [
     Case("shard=2", zero=1, config=BF16 | SUMS),
     Case("shard=2", zero=2, config=BF16),
     Case("shard=2", zero=3, config=BF16),
+    Case("shard=2", zero=3, of_zero=OFFLOAD),
+    Case("shard=2", zero=1, config={"gradient_reducer": {"overlap_parameters": True}}),
+    Case("pipe=2", zero=1, kind="DualPipeV", config=PARTS_OFF | {"gradient_accumulation_steps": 4}),
+    Case("model=2", zero=1, config=AUTOTP),
 ]
 DEFAULT = {9}
 
@@ -206,6 +232,18 @@ def test_replicas_train_as_one_job(case: Case) -> None:
         for mine, theirs in zip(weights, expected[rank][0], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
         assert found[4 * STEPS - 3] == int(case.overflow)
+
+
+def _offloaded(_: int, address: str) -> str:
+    with pytest.raises(ValueError, match="attach, for replicas below ZeRO 3: an offloaded optimizer") as raised:
+        one_replica(Case("data=1", zero=1, of_zero=OFFLOAD), 0, address)
+    return str(raised.value)
+
+
+@pytest.mark.exhaustive
+def test_offload_below_zero_3_is_refused() -> None:
+    [first], [second] = in_replicas(_offloaded, 1)
+    assert first == second
 
 
 def _in_plain_loop(replica: int, address: str) -> list[float]:
