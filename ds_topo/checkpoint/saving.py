@@ -371,6 +371,7 @@ class BackgroundSave:
         self._rows: list[SavedParameter] = []
         """This rank's parameters."""
         self._replica, self._model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
+        self._stage = facts.stage_and_slice(engine)[0]
         self._left_early = False
         self._path: Path | None = None
         try:
@@ -478,12 +479,18 @@ class BackgroundSave:
             described = table.described(name, (row.name for row in self._rows), recorder.partition)
         rows = self._rows if self._replica == 0 else []
         partitions = None if recorder is None else recorder.partitions()
-        return {"files": self._files.finish(), "parameters": rows, "table": described, "partitions": partitions}
+        return {
+            "files": self._files.finish(),
+            "parameters": rows,
+            "table": described,
+            "stage": self._stage,
+            "partitions": partitions,
+        }
 
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        _require_partitions([one["partitions"] for one in posted])
+        _require_partitions([(one["stage"], one["partitions"]) for one in posted])
         folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
             place = root / script.name  # DeepSpeed's, for all checkpoints
@@ -525,12 +532,16 @@ class BackgroundSave:
         return manifest
 
 
-def _require_partitions(posted: Sequence[Sequence[Any] | None]) -> None:
-    """Require that each partition of the optimizer is in a file, if all ranks could describe theirs."""
-    if any(one is None for one in posted):
+def _require_partitions(posted: Sequence[tuple[int, Sequence[Any] | None]]) -> None:
+    """Require that each partition of the optimizers of a stage is in a file, if all ranks could describe theirs."""
+    if any(rows is None for _, rows in posted):
         return
-    rows = built_from(list[Partition], [row for one in posted for row in one or ()])
-    for name, (numel, total) in sorted(missing_elements(rows).items()):
+    of_stages = defaultdict[int, list[Any]](list)  # tied layers have the same names in several
+    for stage, rows in posted:
+        of_stages[stage] += rows or ()
+    partitions = [built_from(list[Partition], rows) for rows in of_stages.values()]
+    if missing := [row for of_stage in partitions for row in missing_elements(of_stage).items()]:
+        name, (numel, total) = missing[0]
         raise CheckpointError(
             f"no rank has written {numel:,} of the {total:,} elements of the optimizer's tensor with {name!r}, so the "
             "checkpoint could not be loaded, and is not put in place. This is a defect of ds_topo or of the optimizer: "
