@@ -274,7 +274,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     @_call
     def _replace_module_consolidated_state_dict(self) -> Any:
-        """Where AutoTP has split the weights, start to gather on all ranks or on none."""
+        """Start to gather on all ranks or on none, where AutoTP has split the weights."""
         with agreement(self.mpu.members, _GATHERING):
             pass
         return super()._replace_module_consolidated_state_dict()
