@@ -102,7 +102,19 @@ LONGEST = [
 """The files whose default tests take half a minute or more, the longest first."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest files: no worker of pytest-xdist is left with one of them at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start with the longest files, so that no worker of pytest-xdist is left with one of them at the end."""
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    config.hook.pytest_deselected(items=[item for item in items if _is_repeated_on_gloo(item)])
+    items[:] = [item for item in items if not _is_repeated_on_gloo(item)]
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def _is_repeated_on_gloo(item: pytest.Item) -> bool:
+    """Tell whether a case beyond the default set runs on the stand-in for NCCL, too: its rules are stricter."""
+    marker, case = item.get_closest_marker("backends"), getattr(item, "callspec", None)
+    if marker is None or case is None or case.params.get("backend") != "gloo":
+        return False
+    others = marker.kwargs.get("exhaustive", ())
+    marks = sum(mark.name == "exhaustive" for mark in item.iter_markers())
+    return "strict" in (*marker.args, *others) and marks > ("gloo" in others)
