@@ -314,8 +314,8 @@ def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) ->
     problems = [f"{name} is missing" for name in _missing_names(names, expected)]
     problems += [f"{name} {found[name]}" for name in names if isinstance(found[name], str)]
     problems += [f"{name} is empty" for name in names if found[name] == 0]
-    sizes = {name: size for name, size in found.items() if isinstance(size, int) and size}
-    return problems + unreadable(folder, [name for name in names if name in sizes])
+    filled = [name for name in names if found[name] and not isinstance(found[name], str)]
+    return problems + unreadable(folder, filled)
 
 
 def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterator[str]:

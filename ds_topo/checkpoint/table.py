@@ -326,7 +326,7 @@ class Table(Saved):
                 part = Part(number, 0, self.pieces[number].slice.numel, 0)
                 yield Vector(one.file, {one.key: ((*one.path, name), one.dtype)}, {}, (part,))
 
-    def described(self, path: str, names: Iterable[str], partition: tuple[int, int] = (0, 1)) -> SavedTable:
+    def described(self, path: str, names: Iterable[str], partition: tuple[int, int]) -> SavedTable:
         """Return what the manifest says of the table in the file ``path``.
 
         Args:

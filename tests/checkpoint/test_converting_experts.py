@@ -158,7 +158,9 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
         recorders[number // 2].describe(content, file)
     for part, recorder in enumerate(recorders):
         (tmp_path / f"{part}.json").write_text(recorder.table().to_text())
-    tables = tuple(recorder.table().described(f"{part}.json", [name]) for part, recorder in enumerate(recorders))
+    tables = tuple(
+        recorder.table().described(f"{part}.json", [name], (0, 1)) for part, recorder in enumerate(recorders)
+    )
     source = DeepSpeedFiles(model_of(replace(manifest, tables=tables)), tmp_path)
     for parts in (1, 2, 4):
         numel = whole.numel() // parts

@@ -213,6 +213,13 @@ def test_folder_without_weights_of_a_model_rank_is_no_checkpoint(tmp_path: Path,
     assert wrong_without_manifest(tmp_path) == ["there is no *_model_states.pt of a model rank"]
 
 
+def test_unreadable_file_of_deepspeed_is_named_once(deepspeed_folder: Path) -> None:
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    (deepspeed_folder / name).unlink()
+    (deepspeed_folder / name).symlink_to("nothing")
+    assert len(wrong_without_manifest(deepspeed_folder, LAYOUT)) == 1
+
+
 def test_truncated_file_of_deepspeed_is_named(deepspeed_folder: Path) -> None:
     file = deepspeed_folder / "mp_rank_01_model_states.pt"
     file.write_bytes(file.read_bytes()[:-30])

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ds_topo import ProcessTopology
 from ds_topo.checkpoint.by_name import require_reachable
 from ds_topo.checkpoint.manifest import (
+    MOST_EXPERTS,
     Manifest,
     SavedExperts,
     SavedFile,
@@ -315,6 +316,12 @@ def test_entries_of_a_manifest_are_checked(place: tuple[str | int, ...], value: 
     with pytest.raises(DamagedCheckpointError) as raised:
         from_text(_signed(content), "manifest.json")
     assert said in str(raised.value)
+
+
+def test_largest_number_of_experts_is_read() -> None:
+    content = copy.deepcopy(CONTENTS[0])
+    content["parameters"][0]["experts"] = MOST_EXPERTS
+    assert from_text(_signed(content), "manifest.json").parameters[0].experts == MOST_EXPERTS
 
 
 def test_deep_nesting_is_refused() -> None:

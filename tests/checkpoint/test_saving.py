@@ -229,6 +229,8 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
         (found,) = checkpoint.checkpoints_in(folder)
         estimate = engine_facts.bytes_of_checkpoint(here.engine)
         assert estimate <= found.bytes, "the estimate refuses no save that fits"
+        elements = sum(parameter.numel() for parameter in here.engine.module.parameters())
+        assert estimate >= 12 * elements, "weights and Adam's two states, in fp32, of all ranks"
         checkpoint.save(here.engine, folder, "large", {"samples": torch.zeros(estimate)})
         with (
             mock.patch.object(folders, "free_bytes", return_value=2 * estimate),

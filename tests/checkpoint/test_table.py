@@ -187,7 +187,7 @@ TABLE = Table(
 def test_text_of_a_table_reads_back() -> None:
     assert Table.from_text(TABLE.to_text(), "table") == TABLE
     names = ["0.bias", "0.weight", "1.bias"]
-    assert TABLE.described("table", names) == SavedTable("table", 3, (0, 2))
+    assert TABLE.described("table", names, (0, 1)) == SavedTable("table", 3, (0, 2))
     vectors = replace(TABLE, weights=())
     assert vectors.described("table", names, (0, 2)) == SavedTable("table", 3, (0, 2), False, 0, 2)
     assert vectors.described("table", names, (1, 2)) == SavedTable("table", 3, (0, 2)), "it holds other elements"
