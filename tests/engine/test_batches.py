@@ -142,6 +142,7 @@ def test_shapes_are_read_where_a_step_needs_them(changed: dict[str, Any], only: 
 
 def test_remaining_counts_without_reading() -> None:
     assert remaining(iter([1, 2, 3])) == 3
+    assert remaining(iter([])) == 0
     assert remaining(repeat(0, 5)) == 5
     assert remaining(iter(range(7))) == 7
     for endless in (repeat(0), cycle([1]), RepeatingLoader(_loader(1))):
