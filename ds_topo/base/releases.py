@@ -183,7 +183,9 @@ def warn_of_newer_releases(rows: Callable[[], Iterable[Row]]) -> None:
         release = INSTALLED[library := name.lower()]
         if number(release) > newest:
             names, _, other = changed(all_rows := tuple(rows()), library)
-            names += no_longer_there(all_rows) if library == "deepspeed" else []
+            gone = [str(row) for row in all_rows if is_missing(row) and name_of(row.owner).startswith(library)]
+            gone += no_longer_there(all_rows) if library == "deepspeed" else []
+            names += [f"{name} (missing)" for name in gone]
             warn(
                 f"{name} {release} is newer than {newest}, the newest that ds_topo was run with. Functions that it "
                 f"replaces or relies on and that differ from {other}: {listed(names)}. Compare losses and norms of the "

@@ -254,9 +254,6 @@ def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool:
     return is_first_copy and is_first_replica and (MODEL in covered or on_slice)
 
 
-# -- norms with experts -----------------------------------------------------------------------------------------------
-
-
 def square_of_partition(
     gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], grid: MpuGrid, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -273,10 +270,13 @@ def square_of_partition(
     return sum_of_squares(counted, get_accelerator().current_device_name(), dtype).float()
 
 
+# -- norms with experts -----------------------------------------------------------------------------------------------
+
+
 def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of gradients that ZeRO-1 or 2 has partitioned; -1 for inf or nan, as DeepSpeed expects.
 
-    Collective over the grid. It replaces ``DeepSpeedZeroOptimizer.scaled_global_norm``.
+    Collective over the grid. ``ZeroOnGrid.scaled_global_norm`` returns it in place of DeepSpeed's.
     """
     owned: list[tuple[nn.Parameter, torch.Tensor]] = []
     for group, parameters in enumerate(optimizer.params_in_partition):

@@ -23,7 +23,7 @@ from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.base import OLDEST_PYTHON, differences, releases
-from ds_topo.base.ledger import Patch
+from ds_topo.base.ledger import Patch, Reliance, Row
 from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.base.supported import (
     CHECKPOINTS_ON_CPU,
@@ -44,16 +44,17 @@ from tests.support.world import Worlds
 
 ROOT = Path(__file__).parents[2]
 OWN = Patch(DeepSpeedEngine, "step", "The same.", "An example.", "an example")
+GONE = Reliance(DeepSpeedEngine, "_renamed", "An example.")
 
 
-def _own() -> list[Patch]:
-    return [OWN]
+def _own() -> list[Row]:
+    return [OWN, GONE]
 
 
 @pytest.mark.parametrize(
     ("library", "release", "said"),
     [
-        (DEEPSPEED, "0.20.1", rf"differ from deepspeed {DEEPSPEED.newest}: \['{OWN}'\]\. "),
+        (DEEPSPEED, "0.20.1", rf"differ from deepspeed {DEEPSPEED.newest}: \['{OWN}', '{GONE} \(missing\)'\]\. "),
         (TORCH, "3.0.0", rf"differ from torch {TORCH.newest}\.0: none\. "),
     ],
     ids=["deepspeed", "torch"],
