@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import io
 import os
 import random
 import re
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import nn
 
 from ds_topo import checkpoint
@@ -183,6 +185,49 @@ def test_full_disk_raises_same_error_on_every_rank(world: Worlds, kind: Kind, wh
         r"device \(errno 28\); [\d,]+ bytes are free there",
         text,
     ), text
+
+
+class _WritesAtCommit(CheckpointEngine):  # type: ignore[misc]
+    """A checkpoint engine that writes all files in ``commit()``, as those with writers of their own may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._content: dict[str, io.BytesIO] = {}
+
+    def create(self, info: object) -> None:
+        """Forget nothing: there is one checkpoint."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep the content of a file."""
+        torch.save(state_dict, self._content.setdefault(path, io.BytesIO()))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Load a file."""
+        return torch.load(path, map_location, weights_only=True)
+
+    def commit(self, info: object) -> bool:
+        """Write the files, each at first in part."""
+        for path, content in self._content.items():
+            Path(path).write_bytes(content.getvalue()[:100])
+        time.sleep(0.1)
+        for path, content in self._content.items():
+            Path(path).write_bytes(content.getvalue())
+        return True
+
+
+def _save_with_a_late_writer(folder: Path) -> None:
+    with job(KINDS["zero1"]) as here:
+        here.train(range(1))
+        here.engine.checkpoint_engine = _WritesAtCommit()
+        checkpoint.save(here.engine, folder, "late")
+        saved = here.state()
+        here.train(range(1, 2))
+        checkpoint.load(here.engine, folder, verify="digests")
+        assert here.state() == saved
+
+
+def test_files_that_a_checkpoint_engine_writes_late_are_waited_for(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save_with_a_late_writer, tmp_path)
 
 
 def _two_jobs(folder: Path) -> str:
