@@ -158,8 +158,8 @@ class GradientBucket:
         self.members = sorted(members, key=operator.attrgetter("address"))
         first = self.members[0]
         self.route, self.region, self.is_sparse = first.route, first.region, first.home is ROWS
-        self.is_scattered = first.region is not None and not first.region.is_whole
-        """True if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
+        self.scattered = first.region if first.region is not None and not first.region.is_whole else None
+        """The region if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
         self.memory = first.memory
         """How long it has memory. Lent memory is there from :meth:`open` to :meth:`give_back`."""
         numels = [member.parameter.numel() for member in self.members]

@@ -229,14 +229,14 @@ class Reduction:
 
     def _start_sum(self) -> Callable[[], object]:
         """Sum the bucket in the communication data type, for all ranks, or each slice of a region for its owner."""
-        bucket, route, region = self.bucket, self.route, self.bucket.region
-        if route.size == 1 and route.exchange is None and not bucket.is_scattered:
+        bucket, route, region = self.bucket, self.route, self.bucket.scattered
+        if route.size == 1 and route.exchange is None and region is None:
             return lambda: None
         payload, dtype = bucket.flat, route.communication_dtype
         if dtype is not None and payload.is_floating_point():  # a real type would lose half of complex gradients
             payload = payload.to(dtype)
         pending: Pending | dist.Work
-        if region is not None and bucket.is_scattered:
+        if region is not None:
             pending = self._pending = region.gradients.start_sum(region.region, payload, route.op, route.after)
             region.gradients.note(self)
         elif route.exchange is not None:
@@ -261,8 +261,8 @@ class Reduction:
 
     def _own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of a bucket of which this rank gets the sum: its slice of a region, or all of it."""
-        region = self.bucket.region
-        if region is None or not self.bucket.is_scattered:
+        region = self.bucket.scattered
+        if region is None:
             return flat
         return flat.view(region.region.size, -1)[region.gradients.rank]
 
