@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import pytest
@@ -180,8 +180,21 @@ def test_stock_checkpoints_that_cannot_be_loaded_are_refused(
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
+class _Counted(nn.Linear):
+    """A layer whose outputs depend on a buffer that each pass changes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("passes", torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        self.passes += 1
+        return cast("torch.Tensor", super().forward(inputs) * self.passes.sqrt().to(inputs.dtype))
+
+
 def _specs(*, are_tied: bool = False) -> list[LayerSpec]:
-    specs = [LayerSpec(nn.Linear, *sizes) for sizes in LAYERS]
+    specs = [LayerSpec(_Counted, *sizes) for sizes in LAYERS]
     if are_tied:
         tied = TiedLayerSpec("end", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"])
         return [tied, *specs[:2], torch.tanh, specs[3], tied]
