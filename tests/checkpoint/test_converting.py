@@ -6,9 +6,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from ds_topo import checkpoint, cli
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.by_name import Loader
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles
 from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.checkpoint.saved_model import Parameter, require_split
 from ds_topo.errors import CheckpointError, CheckpointLayoutError
@@ -281,3 +285,26 @@ def _change_byte(path: Path) -> None:
 
 def _change_version(path: Path) -> None:
     path.write_text(path.read_text().replace(f'"version": {manifests.VERSION}', '"version": 999'))
+
+
+@pytest.mark.parametrize(
+    ("split", "slices", "fits"),
+    [
+        (manifests.SavedSplit(0), 3, True),
+        (manifests.SavedSplit(0), 5, False),
+        (manifests.SavedSplit(0, stride=2), 3, True),
+        (manifests.SavedSplit(0, stride=2), 4, False),
+        (manifests.SavedSplit(1), 3, False),
+    ],
+    ids=str,
+)
+def test_slices_of_buffers_are_cut_anew_or_refused(split: manifests.SavedSplit, slices: int, fits: bool) -> None:
+    source: Any = object.__new__(DeepSpeedFiles)
+    structure = SimpleNamespace(splits={"table": split})
+    source.model = SimpleNamespace(slices=2, parameters={}, structure=structure)
+    said = rf"the buffer 'table' \[6\] of 2 slices cannot become {slices} slices"
+    with (
+        mock.patch.object(DeepSpeedFiles, "buffers", return_value={"table": torch.zeros(6)}),
+        nullcontext() if fits else pytest.raises(CheckpointLayoutError, match=said),
+    ):
+        source.require_equal_copies(slices, has_states=True)

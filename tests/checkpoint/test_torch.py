@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from ds_topo.errors import (
     MissingCheckpointError,
     UnsafeCheckpointError,
 )
-from tests.checkpoint import plain_torch
+from tests.checkpoint import plain_torch, torch_jobs
 from tests.checkpoint.jobs import state_of
 from tests.checkpoint.plain_torch import Program
 from tests.checkpoint.torch_jobs import BF16, Job, Layout, job
@@ -506,6 +507,29 @@ def test_frozen_and_single_and_strided_parameters_are_restored(world: Worlds, tm
     for number, settings in enumerate([{}, *stages, OFFLOADED], 1):
         assert world(2).run(_uneven, settings, source, tmp_path / f"{number}") == pytest.approx(loss, rel=1e-6)
         assert_same_content(tmp_path / f"{number}", source)
+
+
+class _AdamOfAnother(torch.optim.Optimizer):
+    """An Adam whose groups lack options of torch's, as DeepSpeed's do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        """Leave the parameters as they are."""
+
+
+def _groups_of_another_adam() -> list[dict[str, Any]]:
+    with mock.patch.object(torch_jobs, "adam", _AdamOfAnother), job(Layout("data=2", 0)) as rank:
+        rank.train(BEFORE)
+        groups: list[dict[str, Any]] = _state(rank).state_dict()["optim"]["param_groups"]
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def test_groups_of_another_adam_have_what_fsdp2_asks_for(world: Worlds) -> None:
+    torchs = torch.optim.AdamW([torch.zeros(1)]).defaults
+    for groups in world(2).run(_groups_of_another_adam):
+        assert groups == [{**torchs, "lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0}] * len(groups)
 
 
 def _load_weights_alone(folder: Path) -> tuple[list[float], int]:
