@@ -92,7 +92,9 @@ TESTS = {
     "checkpoint/deepspeed_reader": "checkpoint/test_table.py checkpoint/test_loading_stock_checkpoints.py "
     "checkpoint/test_converting.py checkpoint/test_damaged_files.py",
     "checkpoint/engine_facts": "engine/test_autotp.py::test_splits_of_automatic_layers_are_known "
-    "checkpoint/test_saving.py checkpoint/test_loading.py",
+    "checkpoint/test_saving.py checkpoint/test_loading.py checkpoint/test_plain_weights.py "
+    "checkpoint/test_converting_values.py",
+    "checkpoint/saving": "checkpoint/test_saving.py checkpoint/test_unusual_input.py checkpoint/test_background.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
     "checkpoint/by_name": "checkpoint/test_matrix.py checkpoint/test_converting_values.py "
     "checkpoint/test_torch.py checkpoint/test_converting_experts.py",
@@ -130,8 +132,7 @@ TESTS = {
     "engine/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",
     "engine/gradient_reducer": "engine/test_gradient_reducer.py mistakes/test_errors_on_every_rank.py",
     "engine/start": "engine/test_use.py engine/test_grid.py launch/test_joining.py",
-    "engine/use": "engine/test_use.py "
-    "programs/test_hugging_face.py::test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas",
+    "engine/use": "engine/test_use.py programs/test_hugging_face.py",
     "launch/agreement": "process_groups/test_agreement.py process_groups/test_leftovers.py",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_logged_numbers.py process_groups/test_device_mesh.py "

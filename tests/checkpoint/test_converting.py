@@ -308,3 +308,17 @@ def test_slices_of_buffers_are_cut_anew_or_refused(split: manifests.SavedSplit, 
         nullcontext() if fits else pytest.raises(CheckpointLayoutError, match=said),
     ):
         source.require_equal_copies(slices, has_states=True)
+
+
+@pytest.mark.parametrize(("experts", "starts"), [(0, [0, 4]), (2, [0, 4, 5])], ids=["dense", "experts"])
+def test_copies_of_several_ranks_give_each_element_once(experts: int, starts: list[int]) -> None:
+    def part(model_rank: int, start: int) -> Any:
+        pieces = {"0": SimpleNamespace(slice=SimpleNamespace(place=0))}
+        table = SimpleNamespace(model_rank=model_rank, pieces=pieces)
+        return SimpleNamespace(table=table, part=SimpleNamespace(piece="0", start=start))
+
+    source: Any = object.__new__(DeepSpeedFiles)
+    source.model = SimpleNamespace(parameters={"tied": SimpleNamespace(experts=experts)})
+    parts = [part(2, 0), part(0, 4), part(2, 5), part(0, 0)]  # tied stages have partitions of different sizes
+    with mock.patch.object(DeepSpeedFiles, "_parts", return_value=parts):
+        assert [one.part.start for one in source._of_slice("tied", "weight")[0]] == starts
