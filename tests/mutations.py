@@ -114,7 +114,8 @@ TESTS = {
     "engine/loss_scales": "engine/test_loss_scales.py engine/test_idle_stages.py engine/test_norms.py",
     "engine/autoparallel": "engine/test_autotp.py engine/test_autosp.py engine/test_autoep.py",
     "engine/backward_passes": "engine/test_accumulation.py",
-    "engine/batches": "engine/test_batches.py engine/test_shares.py mistakes/test_wrong_kinds.py",
+    "engine/batches": "engine/test_batches.py engine/test_shares.py mistakes/test_wrong_kinds.py "
+    "mistakes/test_silent_mistakes.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
     "engine/config_options": "engine/test_options.py mistakes/test_options.py",
     "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from deepspeed.pipe import PipelineModule as StockPipelineModule
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo.checkpoint.without_manifest import layout_of_files
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, DamagedCheckpointError
 from tests.checkpoint.continued_jobs import train_pipeline
 from tests.support.small_engines import start
@@ -121,6 +123,24 @@ def test_stock_checkpoints_load_at_other_degrees_and_stages(
             assert "load by name (convert=True)" in said
         assert bool(said) == (not name.endswith("0") or to > 0), "without ZeRO, any number of replicas reads the files"
         assert losses == pytest.approx(expected[name], rel=1e-5 if name.startswith("fp32") else 1e-2), (name, to)
+
+
+def test_files_that_do_not_name_the_degrees_have_no_slices_on_one_model_rank(
+    stock: tuple[Path, dict[str, list[float]]], tmp_path: Path
+) -> None:
+    (tag,) = (path for path in (stock[0] / "fp321").iterdir() if path.is_dir())
+    expected = layout_of_files(tag, "AdamW")
+    shutil.copytree(tag, tmp_path / "copy")
+    file = tmp_path / "copy/mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    content.pop("checkpoint_parallel_dimensions", None)
+    torch.save(content, file)
+    assert layout_of_files(tmp_path / "copy", "AdamW") == expected
+    content["mp_world_size"] = 2
+    torch.save(content, file)
+    found = layout_of_files(tmp_path / "copy", "AdamW")
+    assert found is not None
+    assert found.topology is None, "two model ranks may be stages or slices"
 
 
 def test_command_exports_stock_checkpoints(stock: tuple[Path, dict[str, list[float]]], tmp_path: Path) -> None:
