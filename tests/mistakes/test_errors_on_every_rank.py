@@ -18,6 +18,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.module import PipelineError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -498,8 +499,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a forward pass of a pipeline": (
         lambda: _engine(_pipeline(topology="pipe=2,data=2", loss_fn=nn.MSELoss()), config=PIPELINE)(_SAMPLE[0]),
-        RuntimeError,
-        "call loss = engine.train_batch(data_iter)",
+        PipelineError,
+        "Only train_batch() is accessible in pipeline mode",
     ),
     # engines
     "a step without a backward pass": (lambda: _engine(mpu=_grid()).step(), RuntimeError, "without a backward pass"),
