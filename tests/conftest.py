@@ -105,13 +105,14 @@ LONGEST = [
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start with the longest files, so that no worker of pytest-xdist is left with one of them at the end."""
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
-    config.hook.pytest_deselected(items=[item for item in items if _is_repeated_on_gloo(item)])
-    items[:] = [item for item in items if not _is_repeated_on_gloo(item)]
+    repeated = {item for item in items if _is_repeated_on_gloo(item)}
+    config.hook.pytest_deselected(items=[*repeated])
+    items[:] = [item for item in items if item not in repeated]
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 def _is_repeated_on_gloo(item: pytest.Item) -> bool:
-    """Tell whether a case beyond the default set runs on the stand-in for NCCL, too: its rules are stricter."""
+    """Tell whether a case beyond the default set also runs on the stand-in for NCCL, whose rules are stricter."""
     marker, case = item.get_closest_marker("backends"), getattr(item, "callspec", None)
     if marker is None or case is None or case.params.get("backend") != "gloo":
         return False

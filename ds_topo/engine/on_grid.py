@@ -475,6 +475,15 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
                 "outputs without a loss, call engine.eval_batch(data_iter, compute_loss=False, reduce_output=None)"
             )
 
+    def _refuse(self, *_: object, **__: object) -> Any:
+        """Say what a pipeline has in place of the methods of other engines."""
+        raise RuntimeError(
+            "a pipeline engine runs the forward and backward passes and the step of all its micro-batches itself: call "
+            "loss = engine.train_batch(data_iter) or engine.eval_batch(data_iter), with an iterator of (inputs, labels)"
+        )
+
+    forward = backward = step = _refuse
+
     def reset_activation_shape(self) -> None:
         """Forget which shapes of activations were announced to the next stage."""
         activation_shapes.forget_announced(self)

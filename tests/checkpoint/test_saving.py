@@ -195,7 +195,7 @@ class _WritesAtCommit(CheckpointEngine):  # type: ignore[misc]
         self._content: dict[str, io.BytesIO] = {}
 
     def create(self, info: object) -> None:
-        """Forget nothing: there is one checkpoint."""
+        """No-op: there is one checkpoint."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep the content of a file."""

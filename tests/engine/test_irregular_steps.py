@@ -139,7 +139,7 @@ def _fail_in_step(stage: int, function: str) -> None:
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("function", ["hand_out", "step"])
 def test_others_name_the_rank_that_fails_in_step(stage: int, function: str) -> None:
-    waiting, failed = run_ranks(2, _fail_in_step, stage, function, timeout=8, deadline=60, expect_failure=True)
+    waiting, failed = run_ranks(2, _fail_in_step, stage, function, timeout=4, deadline=60, expect_failure=True)
     assert "no memory" in str(failed)
     assert re.match("rank 1 [(]data=1[)] on .* failed in (backward|step) after 1 step, so this rank", str(waiting))
     assert "MemoryError: no memory" in str(waiting)
