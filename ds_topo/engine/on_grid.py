@@ -65,7 +65,7 @@ class EngineParts:
         self.copies = hybrid_sharding.copies_of(grid)
         """The ranks with copies of this rank's partition; None if there are no others."""
         self.written = written_weights_of(engine)
-        """The search for weights that the program writes; None if there are no master weights."""
+        """The search for parameters that the program has changed; None if there are no master weights."""
         self.samples = FirstSamples(grid, engine.train_micro_batch_size_per_gpu())
         """The comparison of what ranks read first."""
         self.direct_steps = checks.DirectSteps(engine)
@@ -211,10 +211,9 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         super().set_train_micro_batch_size(micro_batch_size)
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Compare samples and losses once, and keep weights that the program has written.
+        """Compare samples and losses once, and warn of parameters that the program has changed.
 
-        Equal samples of replicas give equal gradients. The optimizer overwrites parameters by its own copy, so what was
-        written since the last step would be lost.
+        Equal samples of replicas give equal gradients. The optimizer overwrites parameters by its own copy.
         """
         parts = self.on_grid
         with parts.direct_steps.of_engine(self):
@@ -223,7 +222,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
                 if not isinstance(self, PipelineEngine):
                     parts.samples.compare_losses(self)
             if parts.written is not None:
-                parts.written.keep()
+                parts.written.look()
             super()._take_model_step(*arguments)
 
     def clip_fp32_gradients(self) -> None:

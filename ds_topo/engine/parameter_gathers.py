@@ -80,6 +80,8 @@ class FlatGroup:
     """The layout in force."""
     averaged: torch.Tensor | None = field(default=None, init=False)
     """The averaged gradients of this rank's partition, from backward to the step."""
+    parts: list[torch.Tensor] = field(default_factory=list, init=False)
+    """Its parts that belong to single parameters, as programs find them."""
     has_linked_states: bool = field(default=False, init=False)
     """True if ``safe_get_full_optimizer_state`` and similar functions find the optimizer states, in this layout."""
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -295,7 +296,8 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
         super().take_gradients()
         for group in self.reduction.groups:
             assert group.averaged is not None
-            self.averaged_gradients[group.index] = group.fragments_of(group.averaged)
+            group.parts = group.fragments_of(group.averaged)
+            self.averaged_gradients[group.index] = list(group.parts)
 
     def step(self, closure: None = None) -> None:
         """Step on this rank's partitions, and send the updated parameters to the other ranks.
@@ -315,8 +317,7 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
         for group in self.reduction.groups:
             with self._timed(OPTIMIZER_GRADIENTS_TIMER):
                 self.free_grad_in_param_list(group.parameters)
-                assert group.averaged is not None
-                group.master.grad = group.averaged.to(group.master.dtype)
+                group.master.grad = self._averaged(group).to(group.master.dtype)
                 self._drop_gradients(group)
                 self.unscale_and_clip_grads([group.master.grad], norm)
             with self._timed(OPTIMIZER_STEP_TIMER):
@@ -325,6 +326,15 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
         with self._timed(OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
         self.timers.log(OPTIMIZER_TIMERS)
+
+    def _averaged(self, group: FlatGroup) -> torch.Tensor:
+        """Return a partition of the averaged gradients, with what the program has put in place of its parts."""
+        now = self.averaged_gradients[group.index]
+        if len(now) != len(group.parts) or not all(map(is_, now, group.parts)):
+            for part, new in zip(group.parts, now, strict=True):
+                part.copy_(new)
+        assert group.averaged is not None
+        return group.averaged
 
     def _checked_norm(self) -> torch.Tensor | None:
         """Return the norm of scaled gradients, or None without one; find out whether any rank has an overflow."""
@@ -348,6 +358,7 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
 
     def _drop_gradients(self, group: FlatGroup) -> None:
         group.averaged = self.averaged_gradients[group.index] = None
+        group.parts = []
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
