@@ -6,7 +6,8 @@ over the copies, once per step:
 
     with a GradientReducer     the reduction of a region goes on over the copies (:mod:`ds_topo.reduction.exchange`),
                                during the last backward pass
-    ZeRO 1 and 2 without one   the optimizer's ``step()`` sums the partition before it reads it
+    ZeRO 1 and 2 without one   the optimizer's ``step()`` sums the partition before it reads it; with Muon, whole
+                               matrices are summed after the last backward pass, before updates are made of them
     BF16_Optimizer             the engine sums whole gradients over all replicas before the step, so nothing is missing
     ZeRO 3                     each bucket of the last micro-batch is summed over the copies while backward goes on
 
@@ -210,8 +211,29 @@ def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer)
         among = None if any(map(is_moe_param, parameters)) else copies.group
         if optimizer.cpu_offload:
             _sum_offloaded(optimizer, group, among, scale)
-        elif gradients := optimizer.averaged_gradients.get(group):
+        elif (gradients := optimizer.averaged_gradients.get(group)) and not _become_updates(optimizer, parameters):
             _Sum(gradients, among, scale, gradients[0].dtype).wait()
+
+
+def sum_matrices_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int) -> None:
+    """Sum the whole gradients of a group of Muon over the copies, before ZeRO 1 or 2 makes updates of them.
+
+    A sum of updates is another one than the update of a sum. The gradients of a rank stay as they are, because a
+    checkpointed module that runs again may add to them.
+    """
+    parameters, gradients = optimizer.bit16_groups[group], optimizer.all_grad_tensors[group]
+    if isinstance(optimizer, ReducedZero) or not gradients or not _become_updates(optimizer, parameters):
+        return
+    scale = 1 / copies.number if optimizer.gradient_average else 1.0
+    among = None if any(map(is_moe_param, parameters)) else copies.group
+    optimizer.all_grad_tensors[group] = [torch.empty_like(gradient) for gradient in gradients]
+    _Sum(gradients, among, scale, gradients[0].dtype).wait(optimizer.all_grad_tensors[group])
+
+
+def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Parameter]) -> bool:
+    """Tell whether ZeRO 1 and 2 turn the gradients of a group into Muon's updates before the step."""
+    uses_muon = "muon" in type(optimizer.optimizer).__name__.lower()  # DeepSpeed's own criterion
+    return uses_muon and any(getattr(parameter, "use_muon", False) for parameter in parameters)
 
 
 def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
@@ -263,11 +285,11 @@ class _Sum:
         wait: Callable[[], object] = (lambda: None) if work is None else work.wait
         self._wait = wait if replicas is None else replicas.start(wait, self._payload).wait
 
-    def wait(self) -> None:
-        """Wait, and write the sums to the tensors."""
+    def wait(self, into: list[torch.Tensor] | None = None) -> None:
+        """Wait, and write the sums to the tensors, or to others of the same shapes."""
         self._wait()
         parts = self._payload.split([tensor.numel() for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
+        for tensor, part in zip(into or self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 

@@ -154,6 +154,12 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 earlier.zero_()
         return super().async_accumulate_grad_in_cpu_via_gpu(param)
 
+    def get_flat_partition(self, *arguments: Any, **options: Any) -> Any:
+        """Sum the gradients of matrices over the copies first: DeepSpeed makes Muon's updates of them here."""
+        if self.on_grid.copies is not None:
+            hybrid_sharding.sum_matrices_over_copies(self.on_grid.copies, self, options["param_group_idx"])
+        return super().get_flat_partition(*arguments, **options)
+
     def step(self, closure: object = None) -> Any:
         """Step after gradients left out were handed over, comparisons were read, and copies were summed.
 

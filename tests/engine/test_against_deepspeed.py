@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.exhaustive
 WIDTH, STEPS, UNUSUAL_STEPS = 8, 5, (1, 3)
 RANKS = 4
 SMALL = {"bucket_bytes": 1200, "first_bucket_bytes": 600, "last_bucket_bytes": 300}
+OPTIMIZERS = {"Muon": {"type": "Muon", "params": {"lr": 0.1, "momentum": 0.9, "torch_adam": True}}}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -72,6 +73,8 @@ class Row:
     offload: bool = False
     clip: float = 0.3
     spec: str = "data=4"
+    optimizer: str = ""
+    """SGD with momentum by default."""
 
 
 @dataclass
@@ -124,6 +127,7 @@ def config_of(row: Row, reduced: bool) -> dict[str, Any]:
         zero_optimization=zero,
         scheduler={"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
         gradient_reducer=SMALL if reduced else False,
+        **({"optimizer": OPTIMIZERS[row.optimizer]} if row.optimizer else {}),
         **PRECISIONS[row.precision],
     )
 
@@ -213,7 +217,8 @@ def train(rows: tuple[Row, ...], side: str) -> list[Record | str]:
             continue
         if row.situation == "engine.compile":
             engine.compile(backend="eager")
-        found.append(record(engine, row))
+        with torch.compiler.set_stance("force_eager") if row.optimizer else nullcontext():  # Muon compiles its kernels
+            found.append(record(engine, row))
         destroy_engine(engine)
         if grid is not None:
             grid.destroy()

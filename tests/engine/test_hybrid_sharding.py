@@ -36,6 +36,7 @@ from tests.engine.test_against_deepspeed import (
     assert_alike,
     train,
 )
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.gpt_training import batch, loss_of, plain_engine, train_pipeline
 from tests.support.ranks import run_ranks
@@ -150,6 +151,18 @@ def test_a_shard_axis_trains_as_stock_deepspeed(world: Worlds) -> None:
 
 def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> None:
     compare(world, (Row(3, accumulation=3),), ("grid",))
+
+
+@pytest.mark.parametrize(
+    ("side", "options"),
+    mark_exhaustive(
+        [("grid", {}), ("grid", {"offload": True}), ("reducer", {}), ("grid", {"accumulation": 1})],
+        lambda number, _: number == 0,
+    ),
+)
+def test_muon_makes_updates_of_the_gradients_of_all_copies(world: Worlds, side: str, options: dict[str, Any]) -> None:
+    stages = (1,) if side == "reducer" else (1, 2)  # a reducer refuses Muon at stage 2
+    compare(world, tuple(Row(stage, **{"accumulation": 3, **options}, optimizer="Muon") for stage in stages), (side,))
 
 
 @pytest.mark.exhaustive

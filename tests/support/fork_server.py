@@ -12,6 +12,9 @@ import os
 from contextlib import suppress
 from typing import Any
 
+import torch
+from torch import nn
+
 import ds_topo
 from tests.support.assertions import show_values_of_asserts
 
@@ -45,6 +48,9 @@ from tests.support import rank_main  # noqa: E402
 from tests.support.gpt_training import some_text  # noqa: E402
 
 some_text()
+with suppress(ModuleNotFoundError):
+    muon = importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    muon.MuonWithAuxAdam([{"params": [nn.Parameter(torch.ones(1, 1))], "use_muon": True}])  # torch wraps its step() now
 
 # ranks.py has compiled the extension. Loaded here, it is not looked up in each job of each rank.
 shared_memory = ShareMemCommBuilder().load()
