@@ -6,8 +6,8 @@ over the copies, once per step:
 
     with a GradientReducer     the reduction of a region goes on over the copies (:mod:`ds_topo.reduction.exchange`),
                                during the last backward pass
-    ZeRO 1 and 2 without one   the optimizer's ``step()`` sums the partition before it reads it; with Muon, whole
-                               matrices are summed after the last backward pass, before updates are made of them
+    ZeRO 1 and 2 without one   the partition is summed after the last backward pass; with Muon, whole matrices are,
+                               before updates are made of them
     BF16_Optimizer             the engine sums whole gradients over all replicas before the step, so nothing is missing
     ZeRO 3                     each bucket of the last micro-batch is summed over the copies while backward goes on
 
@@ -27,7 +27,7 @@ Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
@@ -199,35 +199,60 @@ def _tell_of_links(grid: MpuGrid) -> None:
 # -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
 
 
-def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer) -> None:
+def partition_over_copies(
+    copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int, make: Callable[[], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return this rank's partition of the averaged gradients of ZeRO 1 or 2, summed over its copies.
+
+    DeepSpeed has summed gradients over ``shard``, and divided by the degree of that axis instead of the number of
+    replicas. The tensors that ``make`` reads stay as they are, because a checkpointed module that runs again adds to
+    them.
+
+    Args:
+        copies: the ranks with copies of this rank's partition.
+        optimizer: the optimizer.
+        group: the number of the parameter group.
+        make: DeepSpeed's function, which cuts the partition from whole gradients.
+    """
+    if isinstance(optimizer, ReducedZero):
+        return make()
+    if _become_updates(optimizer, optimizer.bit16_groups[group]):  # a sum of updates is no update of the sum
+        if gradients := optimizer.all_grad_tensors[group]:
+            optimizer.all_grad_tensors[group] = _sum_of(copies, optimizer, group, gradients).take()
+        return make()
+    parts = make()
+    sums = _sum_of(copies, optimizer, group, parts).take()
+    for part, total in zip(parts, sums, strict=True):
+        if getattr(part, "_zero_padding", False):
+            total._zero_padding = True  # type: ignore[attr-defined]
+    return sums
+
+
+def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, summed: Collection[int]) -> None:
     """Sum the gradients of this rank's partition over its copies, before the step of ZeRO 1 or 2.
 
-    DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
+    These are gradients in host memory, and those of another type than the parameters, which DeepSpeed collects in
+    memory of the partition. ``summed`` has the groups that :func:`partition_over_copies` has summed.
     """
     if isinstance(optimizer, ReducedZero):
         return
-    for group, parameters in enumerate(optimizer.bit16_groups):
-        scale = 1 / copies.number if optimizer.gradient_average else 1.0
-        among = None if any(map(is_moe_param, parameters)) else copies.group
+    for group in set(range(len(optimizer.bit16_groups))).difference(summed):
         if optimizer.cpu_offload:
-            _sum_offloaded(optimizer, group, among, scale)
-        elif (gradients := optimizer.averaged_gradients.get(group)) and not _become_updates(optimizer, parameters):
-            _Sum(gradients, among, scale, gradients[0].dtype).wait()
+            _sum_offloaded(copies, optimizer, group)
+        elif gradients := optimizer.averaged_gradients.get(group):
+            _sum_of(copies, optimizer, group, gradients).wait()
 
 
-def sum_matrices_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int) -> None:
-    """Sum the whole gradients of a group of Muon over the copies, before ZeRO 1 or 2 makes updates of them.
-
-    A sum of updates is another one than the update of a sum. The gradients of a rank stay as they are, because a
-    checkpointed module that runs again may add to them.
-    """
-    parameters, gradients = optimizer.bit16_groups[group], optimizer.all_grad_tensors[group]
-    if isinstance(optimizer, ReducedZero) or not gradients or not _become_updates(optimizer, parameters):
-        return
-    scale = 1 / copies.number if optimizer.gradient_average else 1.0
-    among = None if any(map(is_moe_param, parameters)) else copies.group
-    optimizer.all_grad_tensors[group] = [torch.empty_like(gradient) for gradient in gradients]
-    _Sum(gradients, among, scale, gradients[0].dtype).wait(optimizer.all_grad_tensors[group])
+def _sum_of(
+    copies: PartitionHolders,
+    optimizer: DeepSpeedZeroOptimizer,
+    group: int,
+    tensors: list[torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> _Sum:
+    """Start the sum of tensors of a parameter group over the copies of ZeRO 1 or 2."""
+    among = None if any(map(is_moe_param, optimizer.bit16_groups[group])) else copies.group
+    return _Sum(tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype)
 
 
 def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Parameter]) -> bool:
@@ -236,13 +261,13 @@ def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Param
     return uses_muon and any(getattr(parameter, "use_muon", False) for parameter in parameters)
 
 
-def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
+def _sum_offloaded(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int) -> None:
     """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
     get_accelerator().synchronize()  # gradients may still be on their way to host memory
     (master,) = optimizer.param_groups[group]["params"]
     gradients = master.grad.view(-1)
     for piece in gradients.split(int(optimizer.reduce_bucket_size)):
-        _Sum([piece], among, scale, optimizer.bit16_groups_flat[group].dtype).wait()
+        _sum_of(copies, optimizer, group, [piece], optimizer.bit16_groups_flat[group].dtype).wait()
     optimizer.local_overflow |= not bool(gradients.isfinite().all())
     for parameter in optimizer.params_in_partition[group]:
         number = optimizer.get_param_id(parameter)
@@ -285,12 +310,16 @@ class _Sum:
         wait: Callable[[], object] = (lambda: None) if work is None else work.wait
         self._wait = wait if replicas is None else replicas.start(wait, self._payload).wait
 
-    def wait(self, into: list[torch.Tensor] | None = None) -> None:
-        """Wait, and write the sums to the tensors, or to others of the same shapes."""
+    def wait(self) -> None:
+        """Wait, and write the sums to the tensors."""
+        for tensor, total in zip(self._tensors, self.take(), strict=True):
+            tensor.copy_(total)
+
+    def take(self) -> list[torch.Tensor]:
+        """Wait, and return the sums."""
         self._wait()
         parts = self._payload.split([tensor.numel() for tensor in self._tensors])
-        for tensor, part in zip(into or self._tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        return [part.view(tensor.shape) for tensor, part in zip(self._tensors, parts, strict=True)]
 
 
 # -- ZeRO 3 -----------------------------------------------------------------------------------------------------------

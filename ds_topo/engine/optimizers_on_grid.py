@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -54,6 +55,8 @@ class OptimizerParts:
 
     copies: PartitionHolders | None
     """The ranks with copies of this rank's partition; None if there are no others."""
+    summed: set[int] = field(default_factory=set, init=False)
+    """The parameter groups whose gradients are summed over these copies, until the step."""
     compared: ComparedBuckets | None
     """The comparison of the gradients that are reduced; None if their order does not matter."""
     passes: BackwardPasses | None
@@ -155,10 +158,13 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return super().async_accumulate_grad_in_cpu_via_gpu(param)
 
     def get_flat_partition(self, *arguments: Any, **options: Any) -> Any:
-        """Sum the gradients of matrices over the copies first: DeepSpeed makes Muon's updates of them here."""
-        if self.on_grid.copies is not None:
-            hybrid_sharding.sum_matrices_over_copies(self.on_grid.copies, self, options["param_group_idx"])
-        return super().get_flat_partition(*arguments, **options)
+        """Sum the partition over its copies here, where programs and DeepSpeed's functions read it until the step."""
+        make = partial(super().get_flat_partition, *arguments, **options)
+        if self.on_grid.copies is None:
+            return make()
+        group = options["param_group_idx"]
+        self.on_grid.summed.add(group)
+        return hybrid_sharding.partition_over_copies(self.on_grid.copies, self, group, make)
 
     def step(self, closure: object = None) -> Any:
         """Step after gradients left out were handed over, comparisons were read, and copies were summed.
@@ -172,7 +178,8 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if parts.compared is not None:
             parts.compared.read()
         if parts.copies is not None:
-            hybrid_sharding.sum_over_copies(parts.copies, self)
+            hybrid_sharding.sum_over_copies(parts.copies, self, parts.summed)
+            parts.summed.clear()
         with parts.gathering():
             return super().step(closure)
 
