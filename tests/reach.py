@@ -1,0 +1,104 @@
+"""Print the modules of ds_topo that one step of a job loads: ``python -m tests.reach [kind ...]``.
+
+Each kind of job runs in a process of its own, on one rank, from the import of ``ds_topo`` to the end of its first step.
+``--files`` also lists the modules, and ``--trace`` those of which a function runs between ``initialize`` and the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("data=1", {}),
+    "reducer": ("data=1", {"gradient_reducer": True}),
+    "pipeline": ("pipe=1,data=1", {}),
+    "ZeRO 1 with reducer": ("data=1", {"zero_optimization": {"stage": 1}, "gradient_reducer": True}),
+    "ZeRO 3": ("data=1", {"zero_optimization": {"stage": 3}}),
+    "experts": ("data=1", {}),
+    "shard": ("data=1,shard=1", {"zero_optimization": {"stage": 1}}),
+    "AutoTP": ("data=1,model=1", {"tensor_parallel": {"autotp_size": 1}}),
+}
+"""The layout and the config of each kind of job."""
+
+
+def train(kind: str) -> None:
+    """Train one step in this process, and write the modules that are loaded as JSON."""
+    import torch  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    import ds_topo  # noqa: PLC0415
+
+    spec, more = KINDS[kind]
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    ds_topo.init_distributed(verbose=False)
+    grid = ds_topo.PipelineParallelGrid(spec)
+    called: set[str] = set()
+    if kind == "pipeline":
+        layers = ds_topo.PipelineModule([nn.Linear(4, 4)], grid=grid, loss_fn=nn.functional.mse_loss)
+        engine, *_ = ds_topo.initialize(model=layers, config=config)
+        engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))]))
+    else:
+        model: Any = nn.Sequential(nn.Linear(4, 4))
+        if kind == "experts":
+            from deepspeed.moe.layer import MoE  # noqa: PLC0415
+
+            ds_topo.groups.create_expert_groups(grid, 1)
+            model = _Mixture(MoE(4, nn.Linear(4, 4), num_experts=1, min_capacity=0))
+        sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename) if event == "call" else None)
+        engine, *_ = ds_topo.initialize(model=model, mpu=grid, config=config)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        sys.setprofile(None)
+    modules = {name: str(each.__file__) for name, each in sys.modules.items() if name.split(".")[0] == "ds_topo"}
+    json.dump({"modules": modules, "called": sorted(called & set(modules.values()))}, sys.stdout)
+
+
+def _Mixture(experts: Any) -> Any:  # noqa: N802
+    from torch import nn  # noqa: PLC0415
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, hidden: Any) -> Any:
+            return self.experts(hidden)[0]
+
+    return Mixture()
+
+
+def reach_of(kind: str) -> tuple[dict[str, int], list[str]]:
+    """Return the modules that a kind of job loads, each with its lines, and the files of which a function ran."""
+    command = [sys.executable, "-c", f"from tests.reach import train; train({kind!r})"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{kind}: {result.stderr[-2000:]}")
+    found = json.loads(result.stdout[result.stdout.rindex('{"modules"') :])
+    lines = {name: Path(file).read_text(encoding="utf-8").count("\n") for name, file in found["modules"].items()}
+    return lines, found["called"]
+
+
+def main() -> None:
+    """Print a row for each kind of job."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", help=", ".join(KINDS))
+    parser.add_argument("--files", action="store_true", help="list the modules")
+    parser.add_argument("--trace", action="store_true", help="list the files that run")
+    given = parser.parse_args()
+    for kind in given.kinds or KINDS:
+        modules, called = reach_of(kind)
+        print(f"{kind}: {len(modules)} files, {sum(modules.values())} lines; {len(called)} run in the first step")
+        for name, lines in sorted(modules.items()) if given.files else ():
+            print(f"  {lines:5} {name}")
+        for file in called if given.trace else ():
+            print(f"  {file}")
+
+
+if __name__ == "__main__":
+    main()
