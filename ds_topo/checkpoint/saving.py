@@ -50,7 +50,7 @@ from ds_topo.checkpoint.manifest import (
     merged,
 )
 from ds_topo.checkpoint.meeting import Meeting
-from ds_topo.checkpoint.safe_reading import check_client_state
+from ds_topo.checkpoint.safe_reading import REPLICAS, check_client_state, entries_to_save
 from ds_topo.checkpoint.table import FileRecorder, Partition, missing_elements
 from ds_topo.errors import CheckpointError, abridged, tell, warn
 from ds_topo.health import guard
@@ -433,9 +433,9 @@ class BackgroundSave:
             self._files.write(facts.random_states(engine), path)
         with suppress(CheckpointError):  # such checkpoints load in the layout that saved them
             self._recorder = recorder_of(engine)
-        state = dict(client_state or {})
+        state = entries_to_save(client_state or {})
         if hasattr(engine, "replicas"):
-            state[facts.REPLICAS] = engine.replicas.manager.state_dict()
+            state[REPLICAS] = engine.replicas.manager.state_dict()
         with deepspeeds_part(engine), self._files.of(engine), _with_universal_info(engine, self._universal):
             engine.save_checkpoint(
                 str(self._draft),
@@ -643,7 +643,7 @@ def save_as_a_whole(
             f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
             "damaged checkpoint that 'latest' names"
         )
-        return save_checkpoint(save_dir, **given)
+        return save_checkpoint(save_dir, **{**given, "client_state": entries_to_save(given.get("client_state", {}))})
     save(engine, save_dir, keep_random_states=False, **given)
     return True
 
