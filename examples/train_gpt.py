@@ -49,7 +49,7 @@ def main() -> None:
     loss = validate(engine, grid, text, arguments)
     sample = continuation(engine, grid, text, arguments)
     if dist.get_rank() == 0:
-        print(f"validation loss {loss:.4f} nats per byte after {arguments.steps} steps on {grid.topology().spec}")
+        print(f"validation loss {loss:.4f} nats per byte after {len(history)} steps on {grid.topology().spec}")
         print(f"--- continuation, the prompt ends at the bar ---\n{sample}\n---")
         write_history(history, loss, arguments)
     grid.destroy()

@@ -57,7 +57,7 @@ def main() -> None:
     loss = validate(engine, grid, text, arguments)
     load = expert_load(engine, grid, arguments.depth, arguments.experts)
     if dist.get_rank() == 0:
-        print(f"validation loss {loss:.4f} nats per byte after {arguments.steps} steps on {grid.topology().spec}")
+        print(f"validation loss {loss:.4f} nats per byte after {len(history)} steps on {grid.topology().spec}")
         print(load_table(load))
         write_history(history, loss, arguments, expert_load=load)
     grid.destroy()

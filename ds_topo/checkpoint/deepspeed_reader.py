@@ -68,9 +68,15 @@ def name_of_partition(layout: SavedLayout, place: SavedPlace) -> str:
     return f"{prefix}zero_pp_rank_{place.replica}_mp_rank_{place.model_rank:02d}_optim_states.pt"
 
 
+def config_in(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return DeepSpeed's config of the job that saved; empty if the program has put something else in its place."""
+    config = states.get("ds_config")
+    return config if isinstance(config, Mapping) else {}
+
+
 def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
     """Return the options of ZeRO that a checkpoint was saved with, from the config in its file of weights."""
-    section = (states.get("ds_config") or {}).get("zero_optimization") or {}
+    section = config_in(states).get("zero_optimization") or {}
     return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
 
 
@@ -81,7 +87,7 @@ def batch_size_of_files(states: Mapping[str, Any], layout: SavedLayout) -> int |
     >>> batch_size_of_files({"ds_config": {"train_micro_batch_size_per_gpu": 8}}, layout)
     16
     """
-    config = states.get("ds_config") or {}
+    config = config_in(states)
     whole, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     if isinstance(whole, int):
         return whole

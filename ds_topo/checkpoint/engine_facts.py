@@ -430,10 +430,6 @@ def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.Sav
 # DeepSpeed's ``ds_to_universal`` asks which parameters slices split, and how. Its patterns are names here.
 
 _VOCABULARY = "original_vocab_size"
-WRITER = "written_by"
-"""An entry that marks ours, which a program did not supply."""
-REPLICAS = "ds_topo_replicas"
-"""The entry of a ``client_state`` for the counts of torchft's manager, which a program does not see."""
 
 
 def universal_info_of(
@@ -446,7 +442,6 @@ def universal_info_of(
     unsupported: dict[str, str] = {}
     found: dict[str, Any] = {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        WRITER: "ds_topo",
         "tp_replicated_parameter_patterns": [],
         "parameter_with_row_parallelism_patterns": [],
         "parameter_with_sub_params": [],

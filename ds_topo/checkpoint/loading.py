@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.base import patches
@@ -45,7 +44,8 @@ from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace,
 from ds_topo.checkpoint.meeting import Meeting, shared_out
 from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights
 from ds_topo.checkpoint.safe_reading import (
-    OF_DEEPSPEED,
+    REPLICAS,
+    entries_of_program,
     how_to_verify,
     reading_checkpoint,
     refused_types,
@@ -204,13 +204,11 @@ def load(
 
 
 def _of_program(engine: DeepSpeedEngine, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``client_state`` without our own entries, after those were used."""
-    of_replicas = state.pop(facts.REPLICAS, None)
+    """Return the program's own entries of a ``client_state``, after ours were used."""
+    of_replicas = state.get(REPLICAS)
     if of_replicas is not None and hasattr(engine, "replicas"):
         engine.replicas.manager.load_state_dict(of_replicas)
-    if facts.WRITER in (state.get(UNIVERSAL_CHECKPOINT_INFO) or ()):
-        del state[UNIVERSAL_CHECKPOINT_INFO]
-    return state
+    return entries_of_program(state)
 
 
 def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custom_load_fn: Any) -> dict[str, Any]:
@@ -284,7 +282,7 @@ def _load_by_name(
 
     meeting.step("copied", copy)
     meeting.step("weights updated", loader.finish)
-    return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
+    return saved
 
 
 def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -585,11 +583,13 @@ def load_as_a_whole(
     checkpoint itself.
     """
     given = options_of(load_checkpoint, load_dir, *arguments, **options)
-    if not is_ours(engine) or engine.use_node_local_storage():
+    if not is_ours(engine):
         return load_checkpoint(load_dir, **given)
-    if engine.load_universal_checkpoint():
-        with reading_checkpoint(check_folder(load_dir, "load_dir")):
-            return load_checkpoint(load_dir, **given)
+    if engine.use_node_local_storage() or engine.load_universal_checkpoint():
+        is_universal = engine.load_universal_checkpoint()
+        with reading_checkpoint(check_folder(load_dir, "load_dir")) if is_universal else nullcontext():
+            found, state = load_checkpoint(load_dir, **given)
+        return found, state and entries_of_program(state)
     try:
         path, state = load(engine, load_dir, restore_random_states=False, **given)
     except MissingCheckpointError:

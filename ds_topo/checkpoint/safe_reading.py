@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime import state_dict_factory
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -66,6 +67,15 @@ OF_DEEPSPEED = {
     *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size"),
 }
 """Keys that ``DeepSpeedEngine.load_checkpoint`` reads from the file that also holds the program's ``client_state``."""
+_RETURNED = {
+    *("buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
+    *("global_samples", "ds_config", "ds_version", "num_experts", "autoep_layers", "ds_autoep_layers"),
+    *("checkpoint_parallel_dimensions", UNIVERSAL_CHECKPOINT_INFO, "folding"),
+}
+"""DeepSpeed's further keys in that file. Its ``load_checkpoint`` returns them beside the program's own."""
+_ALWAYS_RETURNED = {"buffer_names", "ds_config", "ds_version"}
+REPLICAS, _REPLACED = "ds_topo_replicas", "ds_topo_replaced"
+"""Our entries: the counts of torchft's manager, and the names of DeepSpeed's entries that the program has replaced."""
 
 
 _adding = threading.RLock()
@@ -183,6 +193,22 @@ def check_metadata(folder: Path, *, trusted: bool) -> None:
             return
 
 
+def entries_of_program(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a loaded ``client_state`` that the program has saved, without those of DeepSpeed."""
+    left_out = (OF_DEEPSPEED | _RETURNED | {REPLICAS, _REPLACED}) - set(state.get(_REPLACED, ()))
+    return {key: value for key, value in state.items() if key not in left_out}
+
+
+def entries_to_save(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a ``client_state`` to save, with a note of those that replace DeepSpeed's.
+
+    A state that stock DeepSpeed has loaded also holds DeepSpeed's own entries of that time; these are left out.
+    """
+    own = entries_of_program(state) if state.keys() >= _ALWAYS_RETURNED else dict(state)
+    replaced = sorted(own.keys() & _RETURNED)
+    return {**own, _REPLACED: replaced} if replaced else own
+
+
 def check_client_state(state: object) -> None:
     """Refuse a ``client_state`` that could not be loaded again; warn on rank 0 about types that loading refuses.
 
@@ -194,6 +220,7 @@ def check_client_state(state: object) -> None:
         return
     if not isinstance(state, Mapping):
         raise TypeError(f"client_state={abridged(state)} is not a mapping: give a dict of names and values, or None")
+    state = entries_to_save(state)
     taken = sorted(OF_DEEPSPEED & state.keys())
     if taken:
         raise ValueError(

@@ -17,7 +17,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -50,7 +50,7 @@ from ds_topo.checkpoint.manifest import (
     merged,
 )
 from ds_topo.checkpoint.meeting import Meeting
-from ds_topo.checkpoint.safe_reading import check_client_state
+from ds_topo.checkpoint.safe_reading import REPLICAS, check_client_state, entries_to_save
 from ds_topo.checkpoint.table import FileRecorder, Partition, missing_elements
 from ds_topo.errors import CheckpointError, abridged, tell, warn
 from ds_topo.health import guard
@@ -185,9 +185,7 @@ class WrittenFiles:
 
         A failure to write names the path and the free space of its disk.
         """
-        for path, future in self._started.items():
-            if (error := future.exception()) is not None:
-                self.failure = self.failure or folders.failure_to_write(path, error)
+        wait(self._started.values())
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self.failure is not None:
             raise self.failure
@@ -204,7 +202,17 @@ class WrittenFiles:
             if self.failure is None:
                 work()
         except Exception as error:
-            self.failure = folders.failure_to_write(path, error)
+            self.fail(folders.failure_to_write(path, error))
+
+    def fail(self, failure: Exception) -> None:
+        """Keep the first failure. If nobody waits for the files, say it at once: the next save may be hours away."""
+        if self.failure is None:
+            self.failure = failure
+            if self._copies is not None:
+                tell(
+                    f"ds_topo: a checkpoint in the background has failed: {str(failure) or type(failure).__name__}. It "
+                    "is not put in place: finish(), or the next save or load, raises this error on every rank"
+                )
 
     def _recorded(self, save: Callable[..., Any], *, at_once: bool) -> Callable[..., None]:
         @wraps(save)
@@ -235,8 +243,12 @@ class WrittenFiles:
         return work_without_failure
 
     def _finish(self, path: Path, write: Callable[[], object] = lambda: None) -> SavedFile:
-        write()
-        return finished(path, self._root, dist.get_rank())
+        try:
+            write()
+            return finished(path, self._root, dist.get_rank())
+        except Exception as error:
+            self.fail(folders.failure_to_write(path, error))
+            raise
 
 
 def finished(path: Path, root: Path, rank: int) -> SavedFile:
@@ -379,7 +391,7 @@ class BackgroundSave:
         except Exception as error:  # WrittenFiles keeps failures to write
             guard.report(error)  # others may wait for this rank in DeepSpeed's function
             self._left_early = True
-            self._files.failure = self._files.failure or error
+            self._files.fail(error)
 
     @property
     def is_written(self) -> bool:
@@ -433,9 +445,9 @@ class BackgroundSave:
             self._files.write(facts.random_states(engine), path)
         with suppress(CheckpointError):  # such checkpoints load in the layout that saved them
             self._recorder = recorder_of(engine)
-        state = dict(client_state or {})
+        state = entries_to_save(client_state or {})
         if hasattr(engine, "replicas"):
-            state[facts.REPLICAS] = engine.replicas.manager.state_dict()
+            state[REPLICAS] = engine.replicas.manager.state_dict()
         with deepspeeds_part(engine), self._files.of(engine), _with_universal_info(engine, self._universal):
             engine.save_checkpoint(
                 str(self._draft),
@@ -643,7 +655,7 @@ def save_as_a_whole(
             f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
             "damaged checkpoint that 'latest' names"
         )
-        return save_checkpoint(save_dir, **given)
+        return save_checkpoint(save_dir, **{**given, "client_state": entries_to_save(given.get("client_state", {}))})
     save(engine, save_dir, keep_random_states=False, **given)
     return True
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ds_topo.checkpoint.deepspeed_reader import (
+    config_in,
     name_of_model_states,
     name_of_partition,
     names_of_vectors,
@@ -62,7 +63,7 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     if first.startswith("zero_pp_rank"):
         stage, kind = 3, "DeepSpeedZeroOptimizer_Stage3"
     elif partition is not None:
-        section = (states.get("ds_config") or {}).get("zero_optimization") or {}
+        section = config_in(states).get("zero_optimization") or {}
         stage = int(saved.get("zero_stage", section.get("stage", 1)))
         kind = "DeepSpeedZeroOptimizer" if "zero_stage" in saved else BF16_OPTIMIZER
     elif saved is None:
@@ -92,7 +93,7 @@ def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
     """Return the layout of a checkpoint, and what its config says of the structure, where no job says more."""
     if (layout := layout_of_files(path, None)) is None:
         return None, SavedStructure(None, ())
-    config = opened(path / name_of_model_states(layout, 0)).get("ds_config") or {}
+    config = config_in(opened(path / name_of_model_states(layout, 0)))
     kind = (config.get("optimizer") or {}).get("type")
     kinds = {one.__name__.lower(): one.__name__ for one in ELEMENT_BY_ELEMENT}
     optimizer = kinds.get(str(kind).lower(), str(kind)) if kind else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,25 +75,31 @@ def test_next_save_or_load_finishes_background_save(world: Worlds, tmp_path: Pat
     world(2).run(_next_one_finishes, tmp_path)
 
 
-def _full(folder: Path) -> str:
+def _full(folder: Path) -> tuple[str, list[str]]:
+    said: list[str] = []
+
     def full(path: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with job(KINDS["zero1"]) as here:
         here.train(range(1))
         with mock.patch.object(folders, "flush", full if dist.get_rank() else folders.flush):
-            started = checkpoint.save_in_background(here.engine, folder, "one")
+            with mock.patch.object(saving, "tell", said.append):
+                started = checkpoint.save_in_background(here.engine, folder, "one")
+                wait(started._files._started.values())  # while the program trains
             with pytest.raises(CheckpointError) as raised:
                 started.finish()
         with pytest.raises(CheckpointError, match="was not saved"):
             started.finish()
         dist.barrier()
         assert [path.name for path in folder.iterdir()] == []
-        return str(raised.value)
+        return str(raised.value), said
 
 
 def test_finish_raises_if_disk_was_full(world: Worlds, tmp_path: Path) -> None:
-    first, second = world(2).run(_full, tmp_path)
+    (first, others), (second, [said]) = world(2).run(_full, tmp_path)
+    assert others == []
+    assert "No space left on device" in said, "before finish()"
     assert first == second
     assert "ranks [1] on" in first
     assert "No space left on device" in first

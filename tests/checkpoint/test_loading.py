@@ -214,7 +214,7 @@ def _save_here(kind: Kind, folder: Path) -> dict[tuple[int, ...], tuple[dict[str
 def _load_here(kind: Kind, folder: Path) -> dict[tuple[int, ...], tuple[dict[str, str], list[float]]]:
     with job(kind) as here:
         _, state = checkpoint.load(here.engine, folder)
-        assert state["step"] == 2
+        assert state == {"step": 2}
         return {_place(here): (here.state(), here.train(range(2, 4)))}
 
 
@@ -278,7 +278,7 @@ def _by_methods(folder: Path) -> None:
         assert (folder / "latest").read_text() == "global_step2"
         path, state = here.engine.load_checkpoint(folder)
         assert path == str(folder / "global_step2" / MODEL)
-        assert state["more"] == 1
+        assert state == {"more": 1}
         before = torch.get_rng_state()
         assert here.engine.load_checkpoint(folder, "unnamed", load_module_only=True)[0] is not None
         assert torch.equal(torch.get_rng_state(), before), "the engine's method restores no random states"

@@ -99,7 +99,7 @@ def _load(folder: Path) -> list[tuple[str, int, str, list[float]]]:
                     except CheckpointLayoutError as error:
                         said = str(error)
                         _, state = checkpoint.load(engine, path)
-                assert state["sample"] == 7
+                assert state == {"sample": 7}
                 assert float(engine.module[3].scale.sum()) == 1.0
                 found.append((f"{precision}{zero}", to, said, _train(engine, range(2, 4))))
     return found

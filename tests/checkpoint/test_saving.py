@@ -33,7 +33,7 @@ from ds_topo.checkpoint import engine_facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.meeting import Meeting
-from ds_topo.checkpoint.saving import HostCopies
+from ds_topo.checkpoint.saving import HostCopies, deepspeeds_part
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
 from tests.checkpoint.jobs import KINDS, Kind, Own, job
 from tests.support.exhaustive import mark_exhaustive
@@ -65,7 +65,7 @@ def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[s
         if kind.zero != 3:  # DeepSpeed requires an untrained model there
             here.train(range(7, 8))
         path, state = checkpoint.load(here.engine, folder, verify="digests")
-        assert (path, state["step"]) == (str(folder / "global_step2"), 2)
+        assert (path, state) == (str(folder / "global_step2"), {"step": 2}), "nothing of DeepSpeed's"
         manifest = look_at(folder, "global_step2").manifest
         assert manifest is not None
         assert manifest.layout.has_reducer == kind.reduced
@@ -112,8 +112,17 @@ def _own_states(folder: Path) -> None:
         assert len(told) == (dist.get_rank() == 0)
         assert all("{'config': ['tests.checkpoint.jobs.Own']}" in each for each in told)
         _, found = here.engine.load_checkpoint(folder, tag="plain")
-        for name in ("started", "data", "took"):
-            assert found[name] == plain[name]
+        assert torch.equal(found.pop("tensor"), plain.pop("tensor"))
+        assert found == plain
+        replaced = {"ds_config": "its own", "universal_checkpoint_info": {"vocabulary": 8}}
+        checkpoint.save_in_background(here.engine, folder, "replaced", {**replaced, "step": 1})
+        checkpoint.save(here.engine, folder, "plain", plain)
+        with deepspeeds_part(here.engine):
+            _, by_stock = here.engine.load_checkpoint(folder)
+        assert "ds_version" in by_stock
+        here.engine.save_checkpoint(folder, "by stock", by_stock)
+        for tag, wanted in (("replaced", {**replaced, "step": 1}), ("plain", plain), ("by stock", plain)):
+            assert here.engine.load_checkpoint(folder, tag)[1] == wanted
         with pytest.raises(UnsafeCheckpointError, match="Own"):
             here.engine.load_checkpoint(folder, tag="own")
 

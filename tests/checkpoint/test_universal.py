@@ -51,7 +51,7 @@ def _convert(folder: Path, tag: str = TAG) -> None:
 def _go_on(layout: Layout, folder: Path) -> list[float]:
     settings = {**layout.settings, "checkpoint": {"load_universal": True}}
     with job(replace(layout, settings=settings)) as (engine, grid):
-        engine.load_checkpoint(str(folder), tag="universal")
+        assert engine.load_checkpoint(str(folder), tag="universal")[1] == {"of the program": 7}
         return gpt_training.train(engine, grid, range(BEFORE, BEFORE + AFTER)).losses
 
 

@@ -15,6 +15,7 @@ from attempts import ATTEMPTS, Attempt, cost_of_restarts, describe_restarts, rea
 
 from tests.restarts import SHAPE, curve, train_and_kill
 from tests.support.example_jobs import run_main
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 
 OPTIONS = (*SHAPE, "--topology", "pipe=2", "--steps", "9", "--save-every", "3")
@@ -30,7 +31,7 @@ def test_job_killed_during_save_has_equal_losses(tmp_path: Path) -> None:
     assert [step for step, _ in curve(killed)[0]] == list(range(1, 10))
 
 
-def _terminated(*options: str) -> int:
+def _terminated(name: str, *options: str) -> int:
     """Train until this job's last rank gets SIGTERM in the sixth step; return the exit code of this rank."""
     draw = training.windows
 
@@ -42,19 +43,30 @@ def _terminated(*options: str) -> int:
     training.windows = windows
     former = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        run_main("train_gpt", *options)
+        run_main(name, *options)
     assert signal.getsignal(signal.SIGTERM) is former
     return int(str(ended.value.code))
 
 
-def test_job_that_gets_sigterm_saves_its_step_and_repeats_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    mark_exhaustive(
+        [("train_gpt", OPTIONS), ("train_moe", (*OPTIONS, "--topology", "data=2"))], lambda number, _: not number
+    ),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_job_that_gets_sigterm_saves_its_step_and_repeats_none(
+    name: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
     through, out = tmp_path / "through", tmp_path / "out"
-    run_ranks(2, run_main, "train_gpt", *OPTIONS, "--out", str(through))
-    assert run_ranks(2, _terminated, *OPTIONS, "--out", str(out), "--resume", "auto") == [143, 143]
+    run_ranks(2, run_main, name, *options, "--out", str(through))
+    assert run_ranks(2, _terminated, name, *options, "--out", str(out), "--resume", "auto") == [143, 143]
     assert (out / "latest").read_text() == "global_step6"
-    printed = run_ranks(2, run_main, "train_gpt", *OPTIONS, "--out", str(out), "--resume", "auto")[0]
-    assert curve(out) == curve(through)
-    assert "1 restart, 0 of 9 steps repeated" in printed
+    for _ in ("goes on", "is complete"):
+        printed = run_ranks(2, run_main, name, *options, "--out", str(out), "--resume", "auto")[0]
+        assert curve(out) == curve(through)
+        assert "1 restart, 0 of 9 steps repeated" in printed
+        assert "after 9 steps" in printed
     assert describe_restarts(through) == ""
 
 
