@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.ledger import always
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
@@ -174,6 +175,10 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         if isinstance(self, PipelineEngine):
             model_parameters = with_placeholders(self, client_optimizer, model_parameters)
         model_parameters = experts.with_groups_in_one_order(self, client_optimizer, model_parameters)
+        if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):  # a function builds it
+            built = checks.built_alike(self, client_optimizer, model_parameters)
+            experts.with_groups_in_one_order(self, built, model_parameters)
+            client_optimizer = always(built)
         with hybrid_sharding.partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
         checks.warn_of_tied_weights(self)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,23 @@ class _Broken:
     @property
     def dims(self) -> list[int]:
         return [1 // 0]
+
+
+def _engine_in_another_order(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    found = sorted(model.parameters(), key=lambda each: each.dim(), reverse=_on_rank(1, False, True))
+    build = partial(torch.optim.SGD, found, lr=0.1)
+    given = {"list": {"model_parameters": found}, "function": {"optimizer": lambda _: build()}}
+    _engine(model, mpu=_grid("data=4"), **given.get(kind, {"optimizer": build()}))
+
+
+def _sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def _read(parameters: Iterator[nn.Parameter]) -> Iterator[nn.Parameter]:
+    list(parameters)
+    return parameters
 
 
 def _engine_of_replaced_layers() -> None:
@@ -368,6 +386,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         DisagreementError,
         "'lr': 0.2",
+    ),
+    "an optimizer with parameters in another order": (
+        lambda: _engine_in_another_order("client"),
+        DisagreementError,
+        "optimizer group 0[0]: bias",
+    ),
+    "a list of parameters in another order": (
+        lambda: _engine_in_another_order("list"),
+        DisagreementError,
+        "sort what comes from it",
+    ),
+    "a function that builds an optimizer in another order": (
+        lambda: _engine_in_another_order("function"),
+        DisagreementError,
+        "optimizer group 0[0]: bias",
+    ),
+    "an optimizer with another learning rate": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), optimizer=_sgd(model, _on_rank(1, 0.2, 0.1))),
+        DisagreementError,
+        "'lr': 0.2",
+    ),
+    "a generator that was read before": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), model_parameters=_read(model.parameters())),
+        EngineOptionError,
+        "A generator such as model.parameters() can be read only once",
     ),
     "another clipping": (
         lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "gradient_clipping": _on_rank(1, 1.0, 0.5)}),
