@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo.base.classes import stock_class
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.checkpoint.engine_facts import inner_optimizer, is_element_by_element
+from ds_topo.checkpoint.manifest import PLACEHOLDERS
 from ds_topo.engine import autoparallel
 from ds_topo.engine.config_options import (
     REDUCER_SECTION,
@@ -284,8 +285,9 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
     optimizer = engine.client_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
+        is_empty = all(name.startswith(PLACEHOLDERS) for name, _ in model.named_parameters())
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if own and held and not any(id(parameter) in own for parameter in held):
+        if held and not is_empty and not any(id(parameter) in own for parameter in held):
             raise EngineOptionError(
                 f"optimizer={type(optimizer).__name__} has no parameter of the model, which would not be trained: "
                 "create it from model.parameters() of this model"

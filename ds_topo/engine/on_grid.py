@@ -43,7 +43,7 @@ from ds_topo.engine import (
 from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
 from ds_topo.engine.batches import FirstSamples, run_with_enough
 from ds_topo.engine.current_mpu import current
-from ds_topo.engine.idle_stages import with_placeholders
+from ds_topo.engine.idle_stages import remove_unused_placeholders, with_placeholders
 from ds_topo.engine.one_layout import agreement
 from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid, undo_step_of_zeros
 from ds_topo.engine.replica_comparison import compare_slices
@@ -160,6 +160,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
         """
+        remove_unused_placeholders(self, model)
         checks.agree_on_model(self, model, self.mpu)
         checks.create_missing_expert_groups(self, model, self.mpu)
         current.set(self.mpu)  # again, because experts may have got groups since
