@@ -534,11 +534,20 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
 def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
     """Refuse parameters that ``deepspeed.zero.Init`` has partitioned over other ranks than ZeRO 3 does.
 
-    It gives all of these ranks the values of the first one, which other slices or stages may not have.
+    ``zero.Init`` gives all of these ranks the values of the first one, which other slices or stages may not have. ZeRO 3
+    itself needs parameters of one data type.
 
     Raises:
         EngineOptionError: the message names a parameter, and both sets of ranks.
     """
+    if engine.zero_optimization_stage() == 3 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        kinds = {each.dtype: name for name, each in model.named_parameters() if each.requires_grad}
+        if len(kinds) > 1:
+            raise EngineOptionError(
+                f"parameters of several data types ({listed([f'{name}: {kind}' for kind, name in kinds.items()])}) at "
+                "ZeRO stage 3, which keeps its parts of all parameters in one vector: convert the model to one of them "
+                '(model.float()), set "bf16": {"enabled": true}, which converts it, or use stage 0, 1 or 2'
+            )
     expected = grid.get_ranks(partition_axes(grid.topology()))
     right = [expected]
     if engine._config.tensor_parallel_config.autotp_size > 1:  # AutoTP splits what was whole on all ranks

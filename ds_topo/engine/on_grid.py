@@ -45,7 +45,7 @@ from ds_topo.engine.batches import FirstSamples, run_with_enough
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import remove_unused_placeholders, with_placeholders
 from ds_topo.engine.one_layout import agreement
-from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid, undo_step_of_zeros
+from ds_topo.engine.optimizers_on_grid import keep_groups_of_adagrad, put_optimizer_on_grid, undo_step_of_zeros
 from ds_topo.engine.replica_comparison import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
@@ -182,7 +182,25 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             client_optimizer = always(built)
         with hybrid_sharding.partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
+        keep_groups_of_adagrad(self)
         checks.warn_of_tied_weights(self)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        """Let Muon have an mpu whose ranks hold whole matrices: DeepSpeed refuses it with any mpu."""
+        grid = self.mpu
+        if "muon" in type(optimizer).__name__.lower() and (slices := grid.get_model_parallel_world_size()) > 1:
+            raise EngineOptionError(
+                f"Muon with bf16 and gradients in fp32 on {grid.topology().spec!r}: DeepSpeed's optimizer for that "
+                f"needs whole models on each rank, but here {slices} ranks share one. Use ZeRO 2, or 0 or 1 without "
+                '"grad_accum_dtype": "fp32", or an optimizer such as AdamW'
+            )
+        self.mpu = None  # type: ignore[assignment]
+        try:
+            wrapper = super()._configure_bf16_optimizer(optimizer)
+        finally:
+            self.mpu = grid
+        wrapper.mpu = grid
+        return wrapper
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""

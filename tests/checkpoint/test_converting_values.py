@@ -82,7 +82,7 @@ def _save(folder: Path, topology: str, zero: dict[str, Any], kind: str) -> None:
         checkpoint.save(engine, folder, "saved")
 
 
-# -- entries of groups --------------------------------------------------------------------------------------------------
+# -- entries of groups -------------------------------------------------------------------------------------------------
 
 
 class CountsInGroups(torch.optim.Optimizer):

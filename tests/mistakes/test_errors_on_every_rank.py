@@ -412,6 +412,29 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         EngineOptionError,
         "A generator such as model.parameters() can be read only once",
     ),
+    "parameters of two data types at ZeRO 3": (
+        lambda: _engine(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()),
+            mpu=_grid("data=4"),
+            config={**CONFIG, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True},
+        ),
+        EngineOptionError,
+        "which keeps its parts of all parameters in one vector: convert the model to one of them",
+    ),
+    "Muon in bf16 with sums in fp32 over slices": (
+        lambda: _engine(
+            mpu=_grid(),
+            config={
+                **CONFIG,
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}},
+            },
+        ),
+        EngineOptionError,
+        "here 2 ranks share one. Use ZeRO 2",
+    ),
     "another clipping": (
         lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "gradient_clipping": _on_rank(1, 1.0, 0.5)}),
         DisagreementError,
