@@ -117,7 +117,8 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
     if named is not None and isinstance(parameters, list) and not parameters and trained is not None:
         raise EngineOptionError(
             f"model_parameters is empty, but the model has parameters to train, such as {trained!r}. A generator such "
-            "as model.parameters() can be read only once: omit model_parameters, or call model.parameters() anew"
+            "as model.parameters() can be read only once: omit model_parameters, call model.parameters() anew, or freeze "
+            "the parameters by requires_grad_(False)"
         )
     if named is not None and named.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, named):
         choices = ["AdamW", *DEEPSPEED_OPTIMIZERS]
@@ -534,8 +535,8 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
 def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
     """Refuse parameters that ``deepspeed.zero.Init`` has partitioned over other ranks than ZeRO 3 does.
 
-    ``zero.Init`` gives all of these ranks the values of the first one, which other slices or stages may not have. ZeRO 3
-    itself needs parameters of one data type.
+    ``zero.Init`` gives all of these ranks the values of the first one, which other slices or stages may not have.
+    ZeRO 3 itself needs parameters of one data type.
 
     Raises:
         EngineOptionError: the message names a parameter, and both sets of ranks.
