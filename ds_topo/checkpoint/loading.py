@@ -38,7 +38,14 @@ from ds_topo.checkpoint.deepspeed_reader import (
     opened,
     options_of_files,
 )
-from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
+from ds_topo.checkpoint.engine_state import (
+    SCHEDULER,
+    Named,
+    NamedBuffer,
+    Rename,
+    restore_progress,
+    with_same_groups,
+)
 from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting, shared_out
@@ -219,6 +226,7 @@ def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custo
             reading_checkpoint(path, trusted=options.trusted),
             ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_checkpoint, engine, path)),
             deepspeeds_part(engine),
+            with_same_groups(facts.inner_optimizer(engine)),
         ):
             found, state = engine.load_checkpoint(
                 str(path.parent),

@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.ledger import always
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
@@ -42,9 +43,9 @@ from ds_topo.engine import (
 from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
 from ds_topo.engine.batches import FirstSamples, run_with_enough
 from ds_topo.engine.current_mpu import current
-from ds_topo.engine.idle_stages import with_placeholders
+from ds_topo.engine.idle_stages import remove_unused_placeholders, with_placeholders
 from ds_topo.engine.one_layout import agreement
-from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid, undo_step_of_zeros
+from ds_topo.engine.optimizers_on_grid import keep_groups_of_adagrad, put_optimizer_on_grid, undo_step_of_zeros
 from ds_topo.engine.replica_comparison import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
@@ -159,6 +160,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
         """
+        remove_unused_placeholders(self, model)
         checks.agree_on_model(self, model, self.mpu)
         checks.create_missing_expert_groups(self, model, self.mpu)
         current.set(self.mpu)  # again, because experts may have got groups since
@@ -174,9 +176,31 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         if isinstance(self, PipelineEngine):
             model_parameters = with_placeholders(self, client_optimizer, model_parameters)
         model_parameters = experts.with_groups_in_one_order(self, client_optimizer, model_parameters)
+        if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):  # a function builds it
+            built = checks.built_alike(self, client_optimizer, model_parameters)
+            experts.with_groups_in_one_order(self, built, model_parameters)
+            client_optimizer = always(built)
         with hybrid_sharding.partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
+        keep_groups_of_adagrad(self)
         checks.warn_of_tied_weights(self)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        """Let Muon have an mpu whose ranks hold whole matrices: DeepSpeed refuses it with any mpu."""
+        grid = self.mpu
+        if "muon" in type(optimizer).__name__.lower() and (slices := grid.get_model_parallel_world_size()) > 1:
+            raise EngineOptionError(
+                f"Muon with bf16 and gradients in fp32 on {grid.topology().spec!r}: DeepSpeed's optimizer for that "
+                f"needs whole models on each rank, but here {slices} ranks share one. Use ZeRO 2, or 0 or 1 without "
+                '"grad_accum_dtype": "fp32", or an optimizer such as AdamW'
+            )
+        self.mpu = None  # type: ignore[assignment]
+        try:
+            wrapper = super()._configure_bf16_optimizer(optimizer)
+        finally:
+            self.mpu = grid
+        wrapper.mpu = grid
+        return wrapper
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""

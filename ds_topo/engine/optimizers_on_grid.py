@@ -128,6 +128,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
+    _hp_optimizer_states_linked: bool
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
         """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them.
@@ -171,6 +172,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
         DeepSpeed hands only gradients of the last micro-batch to an offloaded optimizer. It does not sum over the ranks
         that hold the same partition. It gathers parameters by collectives that use a link in one direction at a time.
+        It links states to parameters after the step of the first group, when other groups have none.
         """
         parts = self.on_grid
         if parts.keeps_gradients:
@@ -181,7 +183,11 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             hybrid_sharding.sum_over_copies(parts.copies, self, parts.summed)
             parts.summed.clear()
         with parts.gathering():
-            return super().step(closure)
+            before, result = self._hp_optimizer_states_linked, super().step(closure)
+        if before != self._hp_optimizer_states_linked:
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
+        return result
 
     def update_lp_params(self) -> Any:
         """Gather updated parameters point to point on gloo."""
@@ -451,6 +457,30 @@ _MIXINS: dict[type, type[Mixin]] = {
     FP16_Optimizer: FusedOnGrid,
     FP16_UnfusedOptimizer: UnfusedOnGrid,
 }
+
+
+def keep_groups_of_adagrad(engine: DeepSpeedEngine) -> None:
+    """Put the Adagrad of an engine back into ZeRO, whose constructor builds another one, of one group.
+
+    With several groups DeepSpeed's step fails. With one, the group's own settings, a scheduler of the program and a
+    subclass have no effect.
+    """
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    kinds = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    if not isinstance(basic, torch.optim.Adagrad) or not isinstance(optimizer, kinds) or optimizer.optimizer is basic:
+        return
+    states, optimizer.optimizer = optimizer.optimizer.state, basic
+    basic.state.clear()
+    basic.state.update(states)  # that of each partition, which torch's Adagrad creates in its constructor
+    for group in basic.param_groups:
+        for master in group["params"]:
+            if master in states:
+                states[master]["sum"].fill_(group["initial_accumulator_value"])
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):  # which has done this for the first group alone
+        optimizer._link_all_hp_params()
+        optimizer._param_slice_mappings = optimizer._create_param_mapping()
+        if optimizer.cpu_offload:
+            optimizer._create_optimizer_mapping()
 
 
 def undo_step_of_zeros(optimizer: Any) -> None:

@@ -247,7 +247,7 @@ def initialize(
     if options is not None:
         Replicas(engine, options, reduction or {})  # attaches a reducer itself
     elif reduction is not None:
-        engine.gradient_reducer = GradientReducer.attach(engine, **reduction)
+        GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 
 

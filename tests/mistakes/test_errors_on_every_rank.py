@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,23 @@ class _Broken:
     @property
     def dims(self) -> list[int]:
         return [1 // 0]
+
+
+def _engine_in_another_order(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    found = sorted(model.parameters(), key=lambda each: each.dim(), reverse=_on_rank(1, False, True))
+    build = partial(torch.optim.SGD, found, lr=0.1)
+    given = {"list": {"model_parameters": found}, "function": {"optimizer": lambda _: build()}}
+    _engine(model, mpu=_grid("data=4"), **given.get(kind, {"optimizer": build()}))
+
+
+def _sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def _read(parameters: Iterator[nn.Parameter]) -> Iterator[nn.Parameter]:
+    list(parameters)
+    return parameters
 
 
 def _engine_of_replaced_layers() -> None:
@@ -368,6 +386,54 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         DisagreementError,
         "'lr': 0.2",
+    ),
+    "an optimizer with parameters in another order": (
+        lambda: _engine_in_another_order("client"),
+        DisagreementError,
+        "optimizer group 0[0]: bias",
+    ),
+    "a list of parameters in another order": (
+        lambda: _engine_in_another_order("list"),
+        DisagreementError,
+        "sort what comes from it",
+    ),
+    "a function that builds an optimizer in another order": (
+        lambda: _engine_in_another_order("function"),
+        DisagreementError,
+        "optimizer group 0[0]: bias",
+    ),
+    "an optimizer with another learning rate": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), optimizer=_sgd(model, _on_rank(1, 0.2, 0.1))),
+        DisagreementError,
+        "'lr': 0.2",
+    ),
+    "a generator that was read before": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), model_parameters=_read(model.parameters())),
+        EngineOptionError,
+        "A generator such as model.parameters() can be read only once",
+    ),
+    "parameters of two data types at ZeRO 3": (
+        lambda: _engine(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()),
+            mpu=_grid("data=4"),
+            config={**CONFIG, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True},
+        ),
+        EngineOptionError,
+        "which keeps its parts of all parameters in one vector: convert the model to one of them",
+    ),
+    "Muon in bf16 with sums in fp32 over slices": (
+        lambda: _engine(
+            mpu=_grid(),
+            config={
+                **CONFIG,
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}},
+            },
+        ),
+        EngineOptionError,
+        "here 2 ranks share one. Use ZeRO 2",
     ),
     "another clipping": (
         lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "gradient_clipping": _on_rank(1, 1.0, 0.5)}),
