@@ -8,7 +8,7 @@ of an engine compare their settings and models; if one rank fails, all raise. Op
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -44,7 +44,7 @@ from ds_topo.engine.config_options import (
     splits_models,
     wants_reducer,
 )
-from ds_topo.engine.experts import create_expert_groups
+from ds_topo.engine.experts import create_expert_groups, in_one_order
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid, registry
@@ -112,6 +112,12 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
     if isinstance(parameters, nn.Module):
         raise TypeError(f"model_parameters={type(parameters).__name__}(...): give model.parameters(), or omit it")
     named = config.optimizer_name if optimizer is None else None
+    trained = next((name for name, each in given["model"].named_parameters() if each.requires_grad), None)
+    if named is not None and isinstance(parameters, list) and not parameters and trained is not None:
+        raise EngineOptionError(
+            f"model_parameters is empty, but the model has parameters to train, such as {trained!r}. A generator such "
+            "as model.parameters() can be read only once: omit model_parameters, or call model.parameters() anew"
+        )
     if named is not None and named.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, named):
         choices = ["AdamW", *DEEPSPEED_OPTIMIZERS]
         raise EngineOptionError(
@@ -123,6 +129,21 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
             f'config: "scheduler" has the type {named!r}: choose a class of torch.optim.lr_scheduler, or one of '
             f"{lr_schedules.VALID_LR_SCHEDULES}"
         )
+
+
+CLIENT_PARAMETERS = "client_parameters"
+"""The attribute of an engine with the ``model_parameters`` that it got, until the ranks have compared them."""
+
+
+def as_lists(parameters: Any, config: DeepSpeedConfig) -> Any:
+    """Return ``model_parameters`` with lists in place of generators, so that they can be compared and used.
+
+    AutoTP and AutoEP replace parameters of the model before DeepSpeed reads generators.
+    """
+    is_lazy = config.tensor_parallel_config.autotp_size > 1 or config.expert_parallel_config.enabled
+    if parameters is None or isinstance(parameters, (list, nn.Module)) or is_lazy:
+        return parameters
+    return list(parameters)
 
 
 def _share_groups(scheduled: Any, optimizer: Any) -> bool:
@@ -557,7 +578,10 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
     with ExitStack() as agreements:
         if everyone != grid.dp_group:
             agreements.enter_context(agreement(everyone, "stages and slices"))
-        subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
+        subject = (
+            f"the parameters of replicas along {gradient_axes(grid.topology())}, and their order in the optimizer (a "
+            "set has another one in each process: sort what comes from it)"
+        )
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_model(engine, model, grid)
         check_sparse_layers(engine, model)
@@ -568,8 +592,29 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
             shape = list(getattr(parameter, "ds_shape", parameter.shape))
             frozen = "" if parameter.requires_grad else " frozen"
             lines.append(f"{name} {shape} {parameter.dtype}{frozen}")
+        parameters = vars(engine).pop(CLIENT_PARAMETERS, None)
+        if isinstance(engine.client_optimizer, torch.optim.Optimizer):
+            lines += _lines_of_groups(model, engine.client_optimizer.param_groups, engine.client_optimizer.defaults)
+        elif isinstance(parameters, list):
+            has_groups = parameters and isinstance(parameters[0], Mapping)
+            lines += _lines_of_groups(model, parameters if has_groups else [{"params": parameters}])
         if is_pipeline:
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
+
+
+def _lines_of_groups(model: nn.Module, groups: Any, settings: Iterable[str] = ()) -> Iterator[str]:
+    """Describe the groups of an optimizer: their settings, and the names of their parameters in order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(in_one_order(groups)):
+        of_group = {key: group[key] for key in settings if key in group}
+        yield f"optimizer group {number}: {of_group}"
+        given = group["params"]
+        if not isinstance(given, (list, tuple)):
+            given = group["params"] = [given] if torch.is_tensor(given) else list(given)
+        for position, each in enumerate(given):
+            parameter = each[1] if isinstance(each, tuple) else each  # torch takes named parameters, too
+            name = names.get(id(parameter), f"not in the model, {list(parameter.shape)}")
+            yield f"optimizer group {number}[{position}]: {name}"
 
 
 def _settings(config: DeepSpeedConfig, grid: MpuGrid, optimizer: str | None) -> list[str]:

@@ -190,7 +190,8 @@ def reading_configs(construct: Any, config: DeepSpeedConfig, *args: Any, **optio
 @around
 def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     """Replace ``DeepSpeedEngine.__init__``: an engine whose mpu is a grid gets the class of engines on a grid."""
-    given = inspect.signature(construct).bind(engine, *args, **options).arguments
+    call = inspect.signature(construct).bind(engine, *args, **options)
+    given = call.arguments
     model, mpu = given["model"], given.get("mpu")
     with guard.over("initialize", mpu.members) if isinstance(mpu, MpuGrid) else nullcontext(), ExitStack() as undo:
         checks.check_is_module(model)
@@ -207,11 +208,13 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         check_release(config)
         if given.get("mesh_device"):  # as the constructor does first
             deepspeed_groups.mesh_device = given["mesh_device"]
+        given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
         checks.check_with_all_ranks(engine, config, mpu, given)
         release = put_engine_on_grid(engine)
         undo.callback(release)
+        vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
         with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns():
-            construct(engine, *args, **options)
+            construct(*call.args, **call.kwargs)
         complete(engine)
         mpu.on_destroy(release)
         undo.pop_all()
