@@ -266,6 +266,9 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
 deepspeed.runtime.base_optimizer.ZeROOptimizer
   _backward_hook_state: tells which backward pass has been prepared, and whether one is running
+deepspeed.runtime.torch_autocast
+  TORCH_AUTOCAST_INITIALIZED: is False while an engine is built, until its own config sets it
+  TORCH_AUTOCAST_DTYPE: has the value of before when the engine is built
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule

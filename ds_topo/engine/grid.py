@@ -29,7 +29,7 @@ from ds_topo.base.classes import overrides
 from ds_topo.base.differences import check_release
 from ds_topo.base.ledger import Row, always, around, ledger
 from ds_topo.base.releases import warn_of_newer_releases
-from ds_topo.engine import autoparallel, checks
+from ds_topo.engine import autoparallel, checks, loss_scales
 from ds_topo.engine.config_options import check_sections_and_sizes
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import complete, put_engine_on_grid
@@ -213,7 +213,7 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         release = put_engine_on_grid(engine)
         undo.callback(release)
         vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
-        with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns():
+        with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns(), loss_scales.of_its_own():
             construct(*call.args, **call.kwargs)
         complete(engine)
         mpu.on_destroy(release)

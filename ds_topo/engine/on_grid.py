@@ -11,6 +11,7 @@ records, then those of the reducer, then these.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -253,13 +254,21 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """Clip by the norm over the grid, by a few kernels, and keep it.
 
         DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
-        It starts several kernels for each parameter.
+        It starts several kernels for each parameter. A step that ``torch_autocast`` skips has the norm inf, as in ZeRO.
         """
-        if self.on_grid.corrects_norms:
+        scaler = self.torch_autocast_z0_gradscaler
+        if isinstance(scaler, loss_scales.AutocastScaler) and scaler.has_overflow:
+            self._global_grad_norm = torch.tensor(math.inf)
+        elif self.on_grid.corrects_norms:
             limit = self.gradient_clipping()
             self._global_grad_norm = norms.clip_grad_norm_(self.module.parameters(), limit, self.mpu)
         else:
             super().clip_fp32_gradients()
+
+    def destroy(self) -> None:
+        """Take back what the loss scaler has set on the program's optimizer."""
+        _release_scaler(vars(self).get("torch_autocast_z0_gradscaler"))
+        super().destroy()
 
     # -- checkpoints
 
@@ -552,7 +561,13 @@ def complete(engine: DeepSpeedEngine) -> None:
 def _restore_scaler(engine: weakref.ref[DeepSpeedEngine], scaler: Any) -> None:
     living = engine()
     if living is not None and "on_grid" in vars(living):  # it was not destroyed
+        _release_scaler(living.torch_autocast_z0_gradscaler)
         living.torch_autocast_z0_gradscaler = scaler
+
+
+def _release_scaler(scaler: Any) -> None:
+    if isinstance(scaler, loss_scales.AutocastScaler):
+        scaler.release()
 
 
 def _time_backward_once(engine: PipelineEngine) -> None:

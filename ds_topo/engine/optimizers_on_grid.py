@@ -30,6 +30,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -68,6 +69,8 @@ class OptimizerParts:
     corrects_norm: bool
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
+    autocasts: bool
+    """True if the engine uses ``torch_autocast``."""
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather of updated parameters runs."""
     replicas: ReplicaSums | None = None
@@ -99,7 +102,8 @@ def put_optimizer_on_grid(
     is_offloaded = kind is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow
     corrects = corrects_norms and has_experts
     if mixin is ZeroOnGrid:
-        corrects = corrects or group_counts_differ
+        has_slices = engine.mpu.get_slice_parallel_world_size() > 1
+        corrects = corrects or group_counts_differ or bool(is_offloaded and has_slices)  # of which each looks at all
     elif mixin is UnfusedOnGrid:
         corrects = corrects_norms and (has_experts or engine.mpu.get_model_parallel_world_size() > 1)
     elif mixin is BF16OnGrid:
@@ -113,6 +117,7 @@ def put_optimizer_on_grid(
         keeps_gradients=kind is DeepSpeedZeroOptimizer_Stage3 or bool(is_offloaded),
         corrects_norm=corrects,
         has_experts=has_experts,
+        autocasts=bool(engine.torch_autocast_enabled()),
         gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
     with ExitStack() as undo:
@@ -194,6 +199,10 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         with self.on_grid.gathering():
             return super().update_lp_params()
 
+    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
+        return _comm_dtype(self, param)
+
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
         """Look for overflows on all replicas, because experts may overflow on any of them."""
         found = bool(super().has_overflow(*arguments, **options))
@@ -272,6 +281,7 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
         if parts.has_experts:
             return norms.norm_as_gradients(norms.bf16_gradient_norm(self, self.mpu), self.mpu)
         counted, of_experts = super().get_grads_for_norm(for_clipping)
+        counted += norms.bf16_uncounted(self, self.mpu)
         return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,6 +398,24 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             _hand_over_partitions(self)
         return super().step(closure)
 
+    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
+        return _comm_dtype(self, param)
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
+        """Look at what later slices do not count, too: a nan there alone would not reach the norm."""
+        if self.model_parallel_rank > 0:
+            gradients, params = norms.with_uncounted(gradients, params)
+        norm: torch.Tensor = super().get_grad_norm_direct(gradients, params, norm_type)
+        return norm
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> torch.Tensor:
+        """Count what is not finite on later slices, too: a nan there alone would not reach the norm."""
+        if self.model_parallel_rank > 0:
+            params = norms.counting_infinities(params, self.norm_for_param_grads, self.get_param_id)
+        norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return norm
+
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Note that the step may have another backward pass: programs discard gradients by this method, too."""
         super().zero_grad(*arguments, **options)
@@ -400,6 +428,11 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         places = [place for place, module in enumerate(FWD_MODULE_STACK) if module is self.module]
         if places:
             del FWD_MODULE_STACK[places[0]]
+
+
+def _comm_dtype(optimizer: Any, parameter: torch.nn.Parameter) -> torch.dtype:
+    own: torch.dtype = optimizer.communication_data_type
+    return get_comm_dtype(parameter) if optimizer.on_grid.autocasts else own
 
 
 def _hand_over_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:

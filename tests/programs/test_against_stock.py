@@ -380,7 +380,8 @@ def _trained(case: Case, spec: str, folder: str, resumes: bool) -> list[Any]:
     with recorded_steps() as steps:
         trainer.train(resume_from_checkpoint=checkpoint)
     assert not case.fp16 or any(skipped for *_, skipped in steps)
-    known = ("loss", "learning_rate", "grad_norm", "eval_loss", "epoch")
+    norm = ("grad_norm",) if case.zero else ()  # stock DeepSpeed keeps none without ZeRO
+    known = ("loss", "learning_rate", *norm, "eval_loss", "epoch")
     found += [tuple(float(row[name]) for name in known if name in row) for row in trainer.state.log_history]
     return [*found, *steps, trainer.state.global_step]
 

@@ -46,14 +46,18 @@ def _without_reducer(make_config: Callable[..., dict[str, Any]], *arguments: Any
 
 @contextmanager
 def recorded_steps() -> Iterator[list[tuple[float, ...]]]:
-    """Record the learning rate, norm, loss scale and number of skipped steps after every step of an engine."""
+    """Record the learning rate, norm, loss scale and number of skipped steps after every step of an engine.
+
+    Stock DeepSpeed keeps no norm without ZeRO.
+    """
     found: list[tuple[float, ...]] = []
     take = DeepSpeedEngine._take_model_step
 
     def recording(engine: Any, *args: Any, **options: Any) -> None:
         take(engine, *args, **options)
-        norm, scale = engine.get_global_grad_norm() or 0.0, getattr(engine.optimizer, "cur_scale", 1.0)
-        found.append((engine.get_lr()[0], float(norm), float(scale), engine.skipped_steps))
+        norm = engine.get_global_grad_norm() if engine.zero_optimization() else None
+        scale = getattr(engine.optimizer, "cur_scale", 1.0)
+        found.append((engine.get_lr()[0], float(norm or 0.0), float(scale), engine.skipped_steps))
 
     with patch.object(DeepSpeedEngine, "_take_model_step", recording):
         yield found
