@@ -40,7 +40,7 @@ from ds_topo.engine import (
     reduction_order,
 )
 from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
-from ds_topo.engine.batches import FirstSamples, run_with_enough
+from ds_topo.engine.batches import FirstSamples, Starts, run_with_enough
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import with_placeholders
 from ds_topo.engine.one_layout import agreement
@@ -68,6 +68,8 @@ class EngineParts:
         """The search for weights that the program writes; None if there are no master weights."""
         self.samples = FirstSamples(grid, engine.train_micro_batch_size_per_gpu())
         """The comparison of what ranks read first."""
+        self.starts = Starts()
+        """Notices that all steps of a pipeline begin with the same batch."""
         self.direct_steps = checks.DirectSteps(engine)
         """Notices steps of the optimizer that the program takes itself."""
         group_counts_differ = False
@@ -191,7 +193,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """
         with batches.counting_shares(self):
             loader = super().deepspeed_io(*arguments, **options)
-        batches.deal_to_all_readers(self, loader)
+        batches.complete_loader(self, loader)
         return loader
 
     # -- a step
@@ -225,6 +227,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             if parts.written is not None:
                 parts.written.keep()
             super()._take_model_step(*arguments)
+        self.mpu.progress.steps += 1
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over the grid, by a few kernels, and keep it.
