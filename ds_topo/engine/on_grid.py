@@ -347,6 +347,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         if not self.on_grid.passes.have_run:
             backward_passes.refuse_step(self)
         is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
+        if is_last and self.on_grid.passes.is_local and not self.on_grid.passes.are_reduced:
+            self.on_grid.passes.check_reduced(self)
         result = super().step(*arguments, **options)
         taken = self.global_steps
         is_due = taken != before and not taken % STEPS_BETWEEN
@@ -375,7 +377,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         super().zero_grad()
         if self.zero_optimization_partition_weights():
             self.optimizer.zero_grad()
-        self.on_grid.passes.are_discarded = True
+        if not isinstance(self.optimizer, BF16_Optimizer):  # it keeps its sums
+            self.on_grid.passes.are_discarded = True
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -395,8 +398,10 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     def _backward_prologue(self) -> None:
         """Prepare once in each backward pass; the engine's own mpu is current from here."""
-        if not self.on_grid.passes.must_be_prepared(self):
+        parts = self.on_grid
+        if not parts.passes.must_be_prepared(self):
             return
+        parts.passes.warn_of_discarded(self, parts.micro_batches.done_before(self))
         current.begin_backward(self)
         try:
             super()._backward_prologue()
@@ -412,6 +417,11 @@ class PlainEngineOnGrid(EngineOnGrid):
         finally:
             current.end_backward(self)
         self.on_grid.passes.end_backward(self)
+
+    def allreduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """Note it: a program may call it after the backward passes of ``no_sync()``."""
+        super().allreduce_gradients(*arguments, **options)
+        self.on_grid.passes.is_local = False
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient itself: hooks of the outputs divide it.

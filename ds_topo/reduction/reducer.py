@@ -381,6 +381,11 @@ class BucketReducer:
             self._is_unreduced = False
 
     @property
+    def is_unreduced(self) -> bool:
+        """True if gradients of earlier micro-batches wait for the last one."""
+        return self._is_unreduced
+
+    @property
     def is_in_step(self) -> bool:
         """True if gradients of a step have arrived and ``finish()`` was not called yet."""
         return self._state is REDUCING
