@@ -21,7 +21,7 @@ from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
 from ds_topo.errors import UnknownAxisError, abridged, refuse_others, warn
 from ds_topo.launch.agreement import agree
-from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
+from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import Spec, axis_in_spec, canonical_axis, check_meanings, divisors
@@ -216,6 +216,8 @@ class ProcessGrid:
             agree("", members, job_timeout(), failure=error)
             raise
         rank = members.index(dist.get_rank())
+        if rank == 0:
+            warn_of_misspelt_variables()
         groups = [
             RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
             for group in rank_tables.grid_groups(agreed, rank)
