@@ -50,6 +50,7 @@ from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
 from ds_topo.health import guard, job_watch
 from ds_topo.mpu import MpuGrid, registry
+from ds_topo.topology.axes import PIPE
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -445,7 +446,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     @using_bf16_optimizer.setter
     def using_bf16_optimizer(self, value: bool) -> None:
-        pass
+        self.__dict__["using_bf16_optimizer"] = isinstance(self.optimizer, BF16_Optimizer)  # for when the grid is gone
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Read this rank's share of samples, on stages that read samples.
@@ -532,6 +533,7 @@ def complete(engine: DeepSpeedEngine) -> None:
     hybrid_sharding.save_each_partition_once(engine)
     if isinstance(engine, PipelineEngine):
         _time_backward_once(engine)
+        engine.mpu.on_destroy(partial(_end_pipeline, weakref.ref(engine)))
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     engine.on_grid = EngineParts(engine)
@@ -543,6 +545,14 @@ def _restore_scaler(engine: weakref.ref[DeepSpeedEngine], scaler: Any) -> None:
     living = engine()
     if living is not None and "on_grid" in vars(living):  # it was not destroyed
         living.torch_autocast_z0_gradscaler = scaler
+
+
+def _end_pipeline(engine: weakref.ref[PipelineEngine]) -> None:
+    """Let later steps raise on every rank: otherwise one stage fails, and the others wait for it without end."""
+    living = engine()
+    if living is not None:
+        grid = living.mpu
+        vars(living)["_exec_schedule"] = lambda _: grid.get_group(PIPE)
 
 
 def _time_backward_once(engine: PipelineEngine) -> None:
