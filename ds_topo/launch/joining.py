@@ -346,7 +346,10 @@ def _problems_of(came: Mapping[int, Mapping[str, Any]], launch: Launch, waited: 
     problems = []
     if missing:
         count = f"{len(missing)} of {launch.world_size} ranks did not come within {waited}"
-        problems.append(f"{count}: {fold_numbers(missing)}. These came: {_by_host(came)}")
+        problems.append(
+            f"{count}: {fold_numbers(missing)}. These came: {_by_host(came)}. Start a process for each missing "
+            "rank, or raise the timeout if some are slower"
+        )
     if others:
         sizes = ", ".join(map(str, sorted({place["world_size"] for place in others.values()})))
         differ = f"{len(others)} ranks have WORLD_SIZE={sizes}, but rank 0 has {launch.world_size}"
