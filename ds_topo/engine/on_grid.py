@@ -42,7 +42,7 @@ from ds_topo.engine import (
     reduction_order,
 )
 from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
-from ds_topo.engine.batches import FirstSamples, run_with_enough
+from ds_topo.engine.batches import FirstSamples, Starts, run_with_enough
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import remove_unused_placeholders, with_placeholders
 from ds_topo.engine.one_layout import agreement
@@ -52,6 +52,7 @@ from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
 from ds_topo.health import guard, job_watch
 from ds_topo.mpu import MpuGrid, registry
+from ds_topo.topology.axes import PIPE
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -70,6 +71,8 @@ class EngineParts:
         """The search for parameters that the program has changed; None if there are no master weights."""
         self.samples = FirstSamples(grid, engine.train_micro_batch_size_per_gpu())
         """The comparison of what ranks read first."""
+        self.starts = Starts()
+        """Notices that all steps of a pipeline begin with the same batch."""
         self.direct_steps = checks.DirectSteps(engine)
         """Notices steps of the optimizer that the program takes itself."""
         group_counts_differ = False
@@ -216,7 +219,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """
         with batches.counting_shares(self):
             loader = super().deepspeed_io(*arguments, **options)
-        batches.deal_to_all_readers(self, loader)
+        batches.complete_loader(self, loader)
         return loader
 
     # -- a step
@@ -249,6 +252,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             if parts.written is not None:
                 parts.written.look()
             super()._take_model_step(*arguments)
+        self.mpu.progress.steps += 1
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over the grid, by a few kernels, and keep it.
@@ -376,6 +380,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         if not self.on_grid.passes.have_run:
             backward_passes.refuse_step(self)
         is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
+        if is_last and self.on_grid.passes.is_local and not self.on_grid.passes.are_reduced:
+            self.on_grid.passes.check_reduced(self)
         result = super().step(*arguments, **options)
         taken = self.global_steps
         is_due = taken != before and not taken % STEPS_BETWEEN
@@ -404,7 +410,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         super().zero_grad()
         if self.zero_optimization_partition_weights():
             self.optimizer.zero_grad()
-        self.on_grid.passes.are_discarded = True
+        if not isinstance(self.optimizer, BF16_Optimizer):  # it keeps its sums
+            self.on_grid.passes.are_discarded = True
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -424,8 +431,10 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     def _backward_prologue(self) -> None:
         """Prepare once in each backward pass; the engine's own mpu is current from here."""
-        if not self.on_grid.passes.must_be_prepared(self):
+        parts = self.on_grid
+        if not parts.passes.must_be_prepared(self):
             return
+        parts.passes.warn_of_discarded(self, parts.micro_batches.done_before(self))
         current.begin_backward(self)
         try:
             super()._backward_prologue()
@@ -441,6 +450,11 @@ class PlainEngineOnGrid(EngineOnGrid):
         finally:
             current.end_backward(self)
         self.on_grid.passes.end_backward(self)
+
+    def allreduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """Note it: a program may call it after the backward passes of ``no_sync()``."""
+        super().allreduce_gradients(*arguments, **options)
+        self.on_grid.passes.is_local = False
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient itself: hooks of the outputs divide it.
@@ -464,7 +478,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     @using_bf16_optimizer.setter
     def using_bf16_optimizer(self, value: bool) -> None:
-        pass
+        self.__dict__["using_bf16_optimizer"] = isinstance(self.optimizer, BF16_Optimizer)  # for when the grid is gone
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Read this rank's share of samples, on stages that read samples.
@@ -551,6 +565,7 @@ def complete(engine: DeepSpeedEngine) -> None:
     hybrid_sharding.save_each_partition_once(engine)
     if isinstance(engine, PipelineEngine):
         _time_backward_once(engine)
+        engine.mpu.on_destroy(partial(_end_pipeline, weakref.ref(engine)))
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     engine.on_grid = EngineParts(engine)
@@ -568,6 +583,14 @@ def _restore_scaler(engine: weakref.ref[DeepSpeedEngine], scaler: Any) -> None:
 def _release_scaler(scaler: Any) -> None:
     if isinstance(scaler, loss_scales.AutocastScaler):
         scaler.release()
+
+
+def _end_pipeline(engine: weakref.ref[PipelineEngine]) -> None:
+    """Let later steps raise on every rank: otherwise one stage fails, and the others wait for it without end."""
+    living = engine()
+    if living is not None:
+        grid = living.mpu
+        vars(living)["_exec_schedule"] = lambda _: grid.get_group(PIPE)
 
 
 def _time_backward_once(engine: PipelineEngine) -> None:

@@ -284,6 +284,12 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
         counted += norms.bf16_uncounted(self, self.mpu)
         return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
 
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Note that sums of earlier micro-batches are lost."""
+        super().zero_grad(*arguments, **options)
+        if self.on_grid.passes is not None:
+            self.on_grid.passes.are_discarded = True
+
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
         return _states_of_replica(self, super().state_dict())

@@ -202,6 +202,30 @@ def _ends_badly() -> Any:
     raise OSError("disk on fire")
 
 
+def _reduce_late() -> None:
+    layer = nn.Linear(4, 4)
+    layer(torch.ones(2, 4)).sum().backward()
+    reducer = GradientReducer(layer)
+    try:
+        reducer.finish()
+    finally:
+        reducer.detach()
+
+
+def _step_after_destroy(call: str, reduced: bool) -> None:
+    """Call a method that a program has kept, of an engine whose grid was destroyed."""
+    config = {**CONFIG, "zero_optimization": {"stage": 1}, "gradient_reducer": reduced}
+    config["zero_allow_untested_optimizer"] = True
+    engine = initialize(model=_pipeline(topology="pipe=2,data=2", loss_fn=nn.MSELoss()), config=config)[0]
+    kept = getattr(engine, call)
+    engine.train_batch(iter([_SAMPLE]))
+    engine.mpu.destroy()
+    try:
+        kept(iter([_SAMPLE]))
+    finally:
+        engine.destroy()
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # grids
     "pip": (lambda: _grid("pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
@@ -245,6 +269,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such axis": (lambda: _grid().get_group("pip"), UnknownAxisError, "its axes are|is not in the topology"),
     "no such index": (lambda: _grid().stage_to_global(3), CoordinateError, "out of range"),
     "after destroy": (lambda: _after("destroy").get_group("data"), RuntimeError, "build a new grid"),
+    "a layer without a group": (
+        lambda: (_grid(), ParallelLinear(4, 4, dim=-1)),
+        RuntimeError,
+        "pass group=grid.get_group('model') to the layer",
+    ),
+    "a reducer after the backward pass": (_reduce_late, RuntimeError, "build it before the forward pass"),
+    "a step after destroy": (lambda: _step_after_destroy("train_batch", False), RuntimeError, "build a new grid"),
+    "a step with a reducer after destroy": (
+        lambda: _step_after_destroy("train_batch", True),
+        RuntimeError,
+        "build a new grid",
+    ),
+    "a kept method of a pipeline": (lambda: _step_after_destroy("step", True), Exception, "Only train_batch"),
     "a torch grid of nonsense": (lambda: ProcessGrid("nope=4"), UnknownAxisError, "has no meaning here"),
     # experts
     "experts that do not divide": (lambda: groups.create_expert_groups(_grid("data=4"), 3), ExpertSizeError, "3"),
