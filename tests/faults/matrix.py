@@ -26,8 +26,20 @@ ENGINES = (
     "plain0-reducer", "plain1-reducer", "plain2-reducer", "pipe0-reducer", "pipe1-reducer",
     "moe", "reducer", "reducer-two-level",
 )  # fmt: skip
-FAULTS = ("kill", "stop", "gone", "cut", "exception", "handler", "skip-step", "skip-collective", "flap")
-PHASES = ("start", "forward", "backward", "step", "save", "evaluation")
+FAULTS = (
+    "kill",
+    "stop",
+    "gone",
+    "cut",
+    "exception",
+    "handler",
+    "skip-step",
+    "skip-collective",
+    "flap",
+    "exit",
+    "leave",
+)
+PHASES = ("start", "grid", "construction", "between", "forward", "backward", "step", "save", "evaluation")
 RANKS_PER_HOST, HOSTS = 2, 2
 ALLOWED_SECONDS = 5.0
 """Seconds that a rank has to end after the watch's limit."""
@@ -43,6 +55,9 @@ class Case:
     phase: str
     victim: int = 3
     limit: float = 4.0
+    """The limit of the watch; 0 for none."""
+    timeout: float = 90.0
+    """The timeout of the job."""
 
     @property
     def broken(self) -> set[int]:
@@ -169,7 +184,7 @@ class Rig:
 
     def _start(self, case: Case, logs: dict[int, Path]) -> None:
         self._cases += 1
-        arguments = [case.engine, case.fault, case.phase, str(case.victim), str(case.limit)]
+        arguments = [case.engine, case.fault, case.phase, str(case.victim), str(case.limit), str(case.timeout)]
         for rank, log in logs.items():
             log.touch()
             variables = rank_environment(rank, len(logs), RANKS_PER_HOST, self._cluster.hosts[0].address)
