@@ -127,8 +127,8 @@ class Departure(NamedTuple):
         if self.after:
             return f"{self.who} has ended its program, or destroyed its grid, after {self.after}"
         return (
-            f"{self.who} has ended its program, or destroyed its grid, without an error. Let all ranks take the "
-            "same steps: decide when to stop by a number that is equal on all of them, such as "
+            f"{self.who} has ended its program, or destroyed its grid, without reporting an error. Let all ranks "
+            "take the same steps: decide when to stop by a number that is equal on all of them, such as "
             "grid.mean_over_replicas(loss), and call train_batch(), eval_batch() and the like on every rank"
         )
 
@@ -226,7 +226,7 @@ class FailureListener:
             with suppress(RuntimeError):
                 linger(self._is_read, 2 * _LINGER)
         self._stopping.set()
-        departure = departure_of(self._guard.calls, is_end=is_end)
+        departure = departure_of(self.rank, self._guard.calls, is_end=is_end)
 
         def leave(store: Store) -> None:
             if not self.has_failed:
@@ -246,7 +246,9 @@ class FailureListener:
         """Post this rank's failure; return the first cause, which may be of another rank, or None without an answer."""
         self.reported, self._calls_at_post = id(error), self._guard.calls
         text = "".join(traceback.format_exception_only(error)).strip()
-        own = FirstCause(self.rank, here(), call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
+        own = FirstCause(
+            self.rank, here(self.rank), call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left
+        )
 
         def write(store: Store) -> FirstCause:
             written, number = json.dumps(own), self._number
@@ -282,23 +284,24 @@ class FailureListener:
 
         Wait a moment for a rank that reports a cause. If none does, ask all ranks where they are.
         """
+        self.where, self._calls_at_post = self._observer.read_traceback(error.__traceback__), self._guard.calls
         self.has_news.wait(_CAUSE_LIMIT)
-        if self.known is None:
-            self.where, self._calls_at_post = self._observer.read_traceback(error.__traceback__), self._guard.calls
-            left = self._left
-            with suppress(RuntimeError):  # the store does not answer
-                left = apart(self._job_store, _STORE_LIMIT, "who has left", self._departure)
-            if left is not None and left.rank in members and left.rank != self.rank:
-                return left.as_cause()
-            key, text = self._key(self._number, "asked"), f"{self.rank} {first_line(error)}"
+        if self.known is not None:
+            return self.known
+        left = self._left
+        with suppress(RuntimeError):  # the store does not answer
+            left = apart(self._job_store, _STORE_LIMIT, "who has left", self._departure)
+        if left is not None and left.rank in members and left.rank != self.rank:
+            return left.as_cause()
+        key, me = self._key(self._number, "asked"), str(self.rank)
 
-            def ask(store: Store) -> None:
-                if store.compare_set(key, "", text).decode() == text:
-                    _wake_all(store, self._world_size)
+        def ask(store: Store) -> None:
+            if store.compare_set(key, "", me).decode() == me:
+                _wake_all(store, self._world_size)
 
-            with suppress(RuntimeError):
-                apart(self._job_store, _STORE_LIMIT, "the question where ranks are", ask)
-                self.has_news.wait(2 * _INQUIRY_LIMIT.total_seconds())
+        with suppress(RuntimeError):
+            apart(self._job_store, _STORE_LIMIT, "the question where ranks are", ask)
+            self.has_news.wait(2 * _INQUIRY_LIMIT.total_seconds())
         return self.known
 
     def _departure(self, store: Store | None = None) -> Departure | None:
@@ -356,7 +359,7 @@ class FailureListener:
         asked = self._key(self._number, "asked")
         if self._answered < self._number and self._connection.check([asked]):
             self._answered = self._number
-            self._answer(*self._connection.get(asked).decode().split(" ", 1))
+            self._answer(is_asking=int(self._connection.get(asked)) == self.rank)
         has_ended = left is not None and left.is_end
         with suppress(dist.DistStoreError):  # after a week, or a tick
             self._connection.wait([_wake(self.rank)], timedelta(seconds=self._tick) if has_ended else _FOREVER)
@@ -365,20 +368,23 @@ class FailureListener:
         if left is not None and has_ended and call is not None and call.number > left.calls:
             self._consider(left.as_cause(), self._tick, only_at_store=True)
 
-    def _answer(self, asking: str, error: str) -> None:
+    def _answer(self, *, is_asking: bool) -> None:
         """Report where this rank is; the rank that asked compares all, and posts what it finds."""
         call, doing = self._guard.call, self.where or self._observer.look()
         doing = replace(doing, seconds=0.0, handled=0.0)  # so that equal places have equal texts
+        if call is not None:
+            doing = replace(doing, phase=call.name, step=doing.step if call.steps is None else call.steps)
         waits = self.where is not None or doing.wait is not None
-        name = str(call) if call is not None else f"{doing.phase} {doing.step}"
         answers, count = self._key(self._number, "answers"), self._key(self._number, "answered")
-        append(self._connection, answers, f"{json.dumps([self.rank, waits, name, str(doing)])}\n")
+        line = json.dumps([self.rank, waits, f"{doing.phase} {doing.step}", str(doing)])
+        append(self._connection, answers, f"{line}\n")
         self._connection.add(count, 1)
-        if self.rank == int(asking):
+        if is_asking:
             linger(lambda: self._connection.add(count, 0) >= self._world_size, _INQUIRY_LIMIT)
             lines = map(json.loads, self._connection.get(answers).decode().splitlines())
-            text = f"{here()} could not reach other ranks ({error}), and no rank has reported an error of its own. "
-            found = FirstCause(self.rank, here(), "", text + compared(lines, self._world_size), is_inferred=True)
+            text = f"{here(self.rank)} could not reach other ranks, and no rank has reported an error of its own. "
+            text += compared(lines, self._world_size)
+            found = FirstCause(self.rank, here(self.rank), "", text, is_inferred=True)
             self._connection.compare_set(self._key(self._number), "", json.dumps(found))
             _wake_all(self._connection, self._world_size)
 
@@ -423,7 +429,7 @@ class FailureListener:
             self._seconds_since_end += passed
         if cause.has_left and self._seconds_since_end > _RAISE_LIMIT:
             why = "It waits for that rank and cannot be made to raise, so it is ended."
-            tell(f"{cause}\nHere: {here()}, {doing}. {why}")
+            tell(f"{cause}\nHere: {here(self.rank)}, {doing}. {why}")
             end_process()
         shut_down(self._place[1] if is_at_store else 0, self._ports)
 
@@ -568,7 +574,7 @@ class Guard:
         if self._listener is not None:
             self._listener.stop(is_end=True)
         elif _can_listen():
-            size, departure = dist.get_world_size(), departure_of(self.calls, is_end=True)
+            size, departure = dist.get_world_size(), departure_of(dist.get_rank(), self.calls, is_end=True)
             with suppress(RuntimeError):  # the store does not answer
                 apart(default_store(), _STORE_LIMIT, "the end of a rank", lambda store: departure.leave_in(store, size))
 
@@ -649,16 +655,16 @@ def _kind(cause: FirstCause) -> str:
     return cause.error.partition("\n")[0]
 
 
-def here() -> str:
+def here(rank: int) -> str:
     """Describe this rank."""
-    return named(dist.get_rank(), socket.gethostname(), os.environ.get(COORDINATE, ""))
+    return named(rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
 
 
-def departure_of(calls: int, *, is_end: bool) -> Departure:
+def departure_of(rank: int, calls: int, *, is_end: bool) -> Departure:
     """Return the note that this rank leaves after so many guarded calls."""
     error = sys.exc_info()[1]
     is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-    return Departure(dist.get_rank(), here(), first_line(error) if error and is_failure else "", calls, is_end)
+    return Departure(rank, here(rank), first_line(error) if error and is_failure else "", calls, is_end)
 
 
 def compared(answers: Iterable[tuple[int, bool, str, str]], world_size: int) -> str:

@@ -203,9 +203,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     deepspeed.utils.logger.setLevel(logging.ERROR)
     init_distributed(timeout=float(timeout), watch=float(limit) or None, verbose=False)
-    import faulthandler
 
-    faulthandler.dump_traceback_later(4, repeat=True)
     fault = Fault(kind, phase, dist.get_rank() == int(victim))
     fault.may_happen("start")
     build = alone if engine_kind.startswith("reducer") else pipeline if engine_kind.startswith("pipe") else plain
