@@ -76,7 +76,7 @@ _SECONDS_BETWEEN_ATTEMPTS = 60.0
 """The time before a store that did not answer is asked again, so that calls are not slow meanwhile."""
 _CAUSE_LIMIT = 2.0
 """The seconds for which a rank that could not reach another one waits for the first cause."""
-_INQUIRY_LIMIT = timedelta(seconds=2)
+_INQUIRY_LIMIT = timedelta(seconds=3)
 """The seconds that the ranks have to report where they are."""
 _LINGER = timedelta(seconds=1.5)
 """The seconds for which a process that serves the store and ends waits for the others to read why."""
@@ -138,7 +138,7 @@ class Departure(NamedTuple):
         before = Departure(*json.loads(found))
         if before.rank == self.rank:
             if found != note:  # it has destroyed its grids before
-                store.compare_set(_LEFT, found, json.dumps(self._replace(after=before.after or self.after)))
+                store.compare_set(_LEFT, found, json.dumps(before._replace(is_end=self.is_end)))
             _wake_all(store, world_size)
 
     def as_cause(self) -> FirstCause:
@@ -202,7 +202,7 @@ class FailureListener:
         self._connection = apart(store, _STORE_LIMIT, "another connection to the store", lambda other: other)
         self._ports = ports_towards(place[1]) - before
         self._connection.add(_LISTENERS, 1)
-        left = self._departure()
+        left = departure_in(self._connection)
         if left is not None and left.rank == self.rank:  # it has come back
             self._connection.compare_set(_LEFT, json.dumps(left), "")
         bytes_elsewhere = partial(bytes_moved, {place[1], *self._ports})
@@ -290,7 +290,7 @@ class FailureListener:
             return self.known
         left = self._left
         with suppress(RuntimeError):  # the store does not answer
-            left = apart(self._job_store, _STORE_LIMIT, "who has left", self._departure)
+            left = apart(self._job_store, _STORE_LIMIT, "who has left", departure_in)
         if left is not None and left.rank in members and left.rank != self.rank:
             return left.as_cause()
         key, me = self._key(self._number, "asked"), str(self.rank)
@@ -303,11 +303,6 @@ class FailureListener:
             apart(self._job_store, _STORE_LIMIT, "the question where ranks are", ask)
             self.has_news.wait(2 * _INQUIRY_LIMIT.total_seconds())
         return self.known
-
-    def _departure(self, store: Store | None = None) -> Departure | None:
-        """Return the note of the first rank that has left."""
-        found = (store or self._connection).compare_set(_LEFT, "", "")
-        return Departure(*json.loads(found)) if found else None
 
     def _is_read(self) -> bool:
         """Return whether all others have read this rank's post, or it was withdrawn."""
@@ -355,7 +350,7 @@ class FailureListener:
 
         Once a process has ended, also end a wait at the store in a call that it did not begin.
         """
-        self._left = left = self._departure()
+        self._left = left = departure_in(self._connection)
         asked = self._key(self._number, "asked")
         if self._answered < self._number and self._connection.check([asked]):
             self._answered = self._number
@@ -382,8 +377,7 @@ class FailureListener:
         if is_asking:
             linger(lambda: self._connection.add(count, 0) >= self._world_size, _INQUIRY_LIMIT)
             lines = map(json.loads, self._connection.get(answers).decode().splitlines())
-            text = f"{here(self.rank)} could not reach other ranks, and no rank has reported an error of its own. "
-            text += compared(lines, self._world_size)
+            text = compared(lines, self._world_size)
             found = FirstCause(self.rank, here(self.rank), "", text, is_inferred=True)
             self._connection.compare_set(self._key(self._number), "", json.dumps(found))
             _wake_all(self._connection, self._world_size)
@@ -470,10 +464,8 @@ class Guard:
     def __init__(self) -> None:
         self.call: GuardedCall | None = None
         self.calls = 0
-        """The number of guarded calls that the main thread has begun in this job."""
+        """The number of guarded calls that the main thread has begun, since it last had neither grids nor calls."""
         self.ending: Ending | None = None
-        self._job: Callable[[], Store | None] = lambda: None
-        """The store of the job whose calls are counted."""
         self._listener: FailureListener | None = None
         self._next_attempt_at = 0.0
         """The time before which a store that did not answer is not asked again; 0 without grids and calls."""
@@ -604,6 +596,7 @@ class Guard:
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
+        self.calls = 0
         if self.ending is not None and not self.ending.stays:
             self.ending.remove()
 
@@ -667,12 +660,19 @@ def departure_of(rank: int, calls: int, *, is_end: bool) -> Departure:
     return Departure(rank, here(rank), first_line(error) if error and is_failure else "", calls, is_end)
 
 
+def departure_in(store: Store) -> Departure | None:
+    """Return the note of the first rank that has left."""
+    found = store.compare_set(_LEFT, "", "")
+    return Departure(*json.loads(found)) if found else None
+
+
 def compared(answers: Iterable[tuple[int, bool, str, str]], world_size: int) -> str:
     """Name the ranks that keep others waiting: those that do not answer, do not wait, or are in another call than most.
 
     Each answer is a rank, whether it waits for others, the name of its call, and where it is.
 
     >>> print(compared([(0, True, "step", "in step"), (1, True, "step", "in step"), (2, True, "save", "in save")], 3))
+    ranks could not reach each other, and none has reported an error of its own.
     Ranks [2] are in another call than most: one was left out, or made twice.
       ranks [2]: in save
       ranks [0, 1]: in step
@@ -685,23 +685,25 @@ def compared(answers: Iterable[tuple[int, bool, str, str]], world_size: int) -> 
     most, number = Counter(calls.values()).most_common(1)[0]
     silent = [rank for rank in range(world_size) if rank not in calls]
     at_work = [rank for rank in calls if rank not in waiting]
-    others = [rank for rank, call in calls.items() if call != most]
+    others = [rank for rank, call in calls.items() if call != most and rank in waiting]
+    said = ["ranks could not reach each other, and none has reported an error of its own."]
     if silent:
-        said = (
+        said.append(
             f"Ranks {listed(silent, _SHOWN_RANKS)} do not answer: their processes have ended or were stopped, their "
             "hosts are cut off, or they are in a call that holds the interpreter."
         )
-    elif at_work and waiting:
-        said = f"Ranks {listed(at_work, _SHOWN_RANKS)} do not wait for others: look at what they do."
-    elif others and 2 * number > world_size:
-        said = f"Ranks {listed(others, _SHOWN_RANKS)} are in another call than most: one was left out, or made twice."
+    if at_work and waiting:
+        said.append(f"Ranks {listed(at_work, _SHOWN_RANKS)} do not wait for others: look at what they do.")
+    if others and 2 * number > len(calls):
+        where = f"Ranks {listed(others, _SHOWN_RANKS)} are in another call than most"
+        said.append(f"{where}: one was left out, or made twice.")
     elif others:
-        said = "Ranks are in different calls: one was left out, or made twice."
-    else:
-        said = "All ranks are in the same call: compare the places, and look at the network between them."
+        said.append("Ranks are in different calls: one was left out, or made twice.")
+    elif not silent and not at_work:
+        said.append("All ranks are in the same call: compare the places, and look at the network between them.")
     shown = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
-    lines = [f"\n  ranks {listed(ranks, _SHOWN_RANKS)}: {place}" for place, ranks in shown[:_SHOWN_PLACES]]
-    return "".join((said, *lines, f"\n  and {len(shown) - _SHOWN_PLACES} more" if len(shown) > _SHOWN_PLACES else ""))
+    said += [f"  ranks {listed(ranks, _SHOWN_RANKS)}: {place}" for place, ranks in shown[:_SHOWN_PLACES]]
+    return "\n".join(said + [f"  and {len(shown) - _SHOWN_PLACES} more"] * (len(shown) > _SHOWN_PLACES))
 
 
 def _wake(rank: int) -> str:

@@ -1,7 +1,7 @@
 """Run a rank of a small training with a broken rank.
 
-``python -m tests.faults.job ENGINE FAULT PHASE VICTIM LIMIT TIMEOUT``: the limit of the watch, or 0 for none, and the
-timeout of the job.
+``python tests/faults/job.py ENGINE FAULT PHASE VICTIM LIMIT TIMEOUT``: the limit of the watch, or 0 for none, and the
+timeout of the job. Further arguments tell this job from others.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Fault:
         skips = self._is_due and self._kind == kind and self.step == BROKEN_STEP
         if skips:
             self._is_due = False
-            print(HAPPENED, flush=True)
+            print(f"{HAPPENED} at {time.monotonic()}", flush=True)
         return skips
 
     def _happen(self) -> None:
         if self._kind.startswith("skip"):
             self._is_due = True
             return
-        print(HAPPENED, flush=True)
+        print(f"{HAPPENED} at {time.monotonic()}", flush=True)
         if self._kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._kind == "stop":
@@ -199,7 +199,7 @@ def failing_optimizer(fault: Fault) -> Callable[[Any], torch.optim.Optimizer]:
 
 def main() -> None:
     """Train until the fault or the end of the job."""
-    engine_kind, kind, phase, victim, limit, timeout = sys.argv[1:]
+    engine_kind, kind, phase, victim, limit, timeout = sys.argv[1:7]
     warnings.simplefilter("ignore")
     deepspeed.utils.logger.setLevel(logging.ERROR)
     init_distributed(timeout=float(timeout), watch=float(limit) or None, verbose=False)
