@@ -141,11 +141,14 @@ def test_a_killed_launcher_leaves_no_rank(
 # -- ranks that fail alone ---------------------------------------------------------------------------------------------
 
 ALONE = [
-    *product(("srun", "openmpi", "torchrun"), ("exception forward", "exception between", "exit between"), (0, 1), (0,)),
-    *product(
-        ("srun", "openmpi", "torchrun"), ("exception start", "exception construction", "kill forward"), (0,), (0,)
-    ),
-    *product(("srun", "openmpi", "torchrun"), ("exception forward", "kill forward"), (0,), (4,)),
+    (launcher, fault, victim, watch)
+    for launcher in ("srun", "openmpi", "torchrun")
+    for faults, victims, watch in (
+        (("exception forward", "exception between", "exit between"), (0, 1), 0),
+        (("exception start", "exception construction", "kill forward"), (0,), 0),
+        (("exception forward", "kill forward"), (0,), 4),
+    )
+    for fault, victim in product(faults, victims)
 ]
 
 
@@ -153,7 +156,7 @@ ALONE = [
 def test_all_ranks_end_soon_after_one_fails_alone(
     launcher: str, fault: str, victim: int, watch: int, start_hosts: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The job has its default timeout; ``health/test_faults.py`` has the same faults in processes without a launcher."""
+    """The job has its default timeout. ``health/test_faults.py`` has ranks without a launcher."""
     cluster, variables = start_hosts(launcher)
     job = [str(FAULTY_JOB), "plain1", *fault.split(), str(victim), str(watch), "600", str(tmp_path)]
     processes = start_job(cluster, launcher, job, tmp_path, env=variables)
