@@ -169,11 +169,13 @@ def test_all_ranks_end_soon_after_one_fails_alone(
             time.sleep(0.05)
         ended.append(time.monotonic())
 
-    threading.Thread(target=wait, daemon=True).start()
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
     end = time.monotonic() + START_SECONDS
     output = "".join(output_until(end, process) for process in processes)
     happened = re.search(rf"{HAPPENED} at ([\d.]+)", output)
     assert happened, output[-6000:]
+    waiting.join(END_SECONDS)
     assert ended, f"ranks are left: {output[-6000:]}"
     print(f"{launcher}, {fault}, rank {victim}, watch {watch}: {ended[0] - float(happened[1]):.1f} s")
     if fault.startswith("exception"):
