@@ -42,6 +42,7 @@ from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 
+_CONSTRUCTION = "the construction of a grid"
 _FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""
 
@@ -86,6 +87,7 @@ class PipelineParallelGrid(MpuGrid):
     >>> dist.destroy_process_group()
     """
 
+    @guard.over(_CONSTRUCTION)
     def __init__(
         self,
         topology: AnyTopology | None = None,
@@ -95,6 +97,8 @@ class PipelineParallelGrid(MpuGrid):
         extra_axes: Iterable[str] = (),
         **others: Never,
     ) -> None:
+        if isinstance(process_group, ProcessGroup):
+            guard.narrow(_CONSTRUCTION, torch.distributed.get_process_group_ranks(process_group))
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes, **others)
         if torch.distributed.get_rank(process_group) == 0:
             warn_of_newer_releases(_rows)

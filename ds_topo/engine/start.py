@@ -93,6 +93,8 @@ def init_distributed(
         _unlink_shared_memory(launch)
     if limit is not None:
         job_watch.start(limit)
+    else:
+        guard.join()
     return launch
 
 
