@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -75,6 +75,8 @@ class OptimizerParts:
     """The context in which DeepSpeed's own gather of updated parameters runs."""
     replicas: ReplicaSums | None = None
     """The averages over the replicas of a ``Manager`` at ZeRO 3; without one, or with a reducer, None."""
+    sums_over_seq: bool = True
+    """True if gradients are summed over ``seq`` at ZeRO 3 as at every other stage."""
 
 
 def put_optimizer_on_grid(
@@ -348,10 +350,11 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
         Every other stage sums gradients over ``seq`` and averages them over ``data``. ZeRO 3 does the same except where
         it uses reduce-scatter, which divides by all ranks: with ``reduce_scatter`` true (the default), without
-        ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``.
+        ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``. The losses of programs for
+        DeepSpeed alone fit its own scale; see :func:`keep_scale`.
         """
         partitions: list[torch.Tensor] = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(*arguments)
-        factor = self.sequence_parallel_size
+        factor = self.sequence_parallel_size if self.on_grid.sums_over_seq else 1
         return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
@@ -439,6 +442,16 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 def _comm_dtype(optimizer: Any, parameter: torch.nn.Parameter) -> torch.dtype:
     own: torch.dtype = optimizer.communication_data_type
     return get_comm_dtype(parameter) if optimizer.on_grid.autocasts else own
+
+
+def keep_scale(engine: DeepSpeedEngine) -> None:
+    """Let an engine average gradients over ``seq`` at ZeRO 3 where DeepSpeed does.
+
+    The loss of transformers, which DeepSpeed's guide to long sequences has, too, is that of the whole sequence on each
+    rank. Its gradient is the whole one times the degree of ``seq`` where gradients are summed, at ZeRO 0 to 2.
+    """
+    if isinstance(engine.optimizer, Zero3OnGrid):
+        engine.optimizer.on_grid = replace(engine.optimizer.on_grid, sums_over_seq=False)
 
 
 def _hand_over_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:
