@@ -117,8 +117,8 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
     if named is not None and isinstance(parameters, list) and not parameters and trained is not None:
         raise EngineOptionError(
             f"model_parameters is empty, but the model has parameters to train, such as {trained!r}. A generator such "
-            "as model.parameters() can be read only once: omit model_parameters, call model.parameters() anew, or freeze "
-            "the parameters by requires_grad_(False)"
+            "as model.parameters() can be read only once: omit model_parameters, call model.parameters() anew, or "
+            "freeze the parameters by requires_grad_(False)"
         )
     if named is not None and named.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, named):
         choices = ["AdamW", *DEEPSPEED_OPTIMIZERS]
