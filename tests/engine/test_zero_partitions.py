@@ -492,7 +492,9 @@ def _freezes(zero: int) -> None:
             if ours:
                 engine.gradient_reducer.detach()
             engine.module[2].weight.requires_grad_(False)
+            assert engine.gradient_reducer is None
             reducer = GradientReducer.attach(engine, bucket_bytes=1 << 20) if ours else None
+            assert engine.gradient_reducer is reducer
             ends.append((_train(engine, 1, 2), _state(engine)))
             if reducer is not None:
                 reducer.detach()
