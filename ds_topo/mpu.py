@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -22,7 +22,7 @@ from ds_topo.errors import ExpertGroupError, abridged
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid, Progress
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, RankGroup
 
 refuse_older_releases()
@@ -333,6 +333,11 @@ class MpuGrid(ProcessGrid):
 
 _OWN = frozenset({"correct_norms", "get_copy_group", "get_copy_rank", "get_partition_group"})
 """The names of grids that are neither those of ``ProcessGrid`` nor of another library."""
+
+
+def has_shard(grid: object) -> TypeGuard[MpuGrid]:
+    """Tell whether a grid partitions over the axis ``shard``."""
+    return isinstance(grid, MpuGrid) and SHARD in grid.topology().axes
 
 
 def require_grid(value: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
     Named,
@@ -234,7 +235,7 @@ class Loader:
     ) -> None:
         self._engine, self.source, self._named, self._buffers = engine, source, named, buffers
         _, self._place, self._slices = facts.stage_and_slice(engine)
-        self._inner = facts.inner_optimizer(engine)
+        self._inner = inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
         self._rows: list[MatchedParameter] = []
 

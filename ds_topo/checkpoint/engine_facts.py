@@ -7,7 +7,6 @@ not detect that the parameters of a program have another order.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import platform
 import random
 import re
@@ -25,20 +24,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import constants
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.moe.layer import MoE
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.pipe import TiedLayerSpec as DeepSpeedTiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import DummyOptim, is_model_parallel_parameter
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ds_topo.base.backends import accelerator, device_in_use
 from ds_topo.base.classes import stock_class
+from ds_topo.base.marks import inner_optimizer, is_element_by_element
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.table import head_of, starred
 from ds_topo.mpu import MpuGrid, registry
@@ -99,37 +96,10 @@ def stage_and_slice(engine: DeepSpeedEngine) -> tuple[int, int, int]:
     return *divmod(int(engine.checkpoint_mp_rank), slices), slices
 
 
-def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps, inside DeepSpeed's wrappers; None if the engine has none."""
-    optimizer: Any = engine.optimizer
-    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
-        optimizer = optimizer.optimizer
-    return optimizer if hasattr(optimizer, "param_groups") and not isinstance(optimizer, DummyOptim) else None
-
-
 def name_of_optimizer(engine: DeepSpeedEngine) -> str | None:
     """Return the class of the optimizer that steps; None if the engine has none."""
     inner = inner_optimizer(engine)
     return type(inner).__name__ if inner is not None else None
-
-
-ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
-    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
-    *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
-    *(FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad),
-)
-"""The optimizers that update each element by its own gradient and states alone."""
-
-
-def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is known to update each element by its own gradient and states alone.
-
-    Others compute norms, or keep one state for a block of elements, so elements must stay in DeepSpeed's order. A
-    subclass with a ``step()`` of its own is not known, unless its attribute ``is_element_by_element`` is True.
-    """
-    step = inspect.unwrap(type(inner).step)
-    declared = getattr(type(inner), "is_element_by_element", None) is True
-    return declared or any(step is inspect.unwrap(known.step) for known in ELEMENT_BY_ELEMENT)
 
 
 def bytes_of_checkpoint(engine: DeepSpeedEngine) -> int:

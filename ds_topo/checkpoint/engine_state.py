@@ -26,6 +26,7 @@ from torch import nn
 
 from ds_topo.base.classes import stock_class
 from ds_topo.base.differences import offsets_in_flat_groups
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, expert_of, head_of
@@ -83,7 +84,7 @@ def held_by_module(parameter: Any) -> Held:
 
 def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
     """Yield every parameter of this rank's optimizer, also those that other ranks hold completely."""
-    optimizer, inner = engine.optimizer, facts.inner_optimizer(engine)
+    optimizer, inner = engine.optimizer, inner_optimizer(engine)
     if inner is None:
         return
     masters = [group["params"] for group in inner.param_groups]
@@ -506,7 +507,7 @@ def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
     buffers = named_buffers(engine)
     pieces |= {name: Piece(name, one.slice) for name, one in buffers.items()}
     stacked = [one.local for one in named if one.is_expert and not head_of(one.local)]
-    orders, optimizer, inner = list[Order](), engine.optimizer, facts.inner_optimizer(engine)
+    orders, optimizer, inner = list[Order](), engine.optimizer, inner_optimizer(engine)
 
     def add(parameters: Any, begins: Iterable[int], group: Any = None) -> None:
         known = [

@@ -27,6 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.base import patches
 from ds_topo.base.ledger import ledger
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
@@ -226,7 +227,7 @@ def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custo
             reading_checkpoint(path, trusted=options.trusted),
             ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_checkpoint, engine, path)),
             deepspeeds_part(engine),
-            with_same_groups(facts.inner_optimizer(engine)),
+            with_same_groups(inner_optimizer(engine)),
         ):
             found, state = engine.load_checkpoint(
                 str(path.parent),

@@ -32,8 +32,6 @@ from ds_topo.topology.axes import SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 
-PLACEHOLDERS = "idle_stage_placeholders"
-"""The start of the names of parameters that stand for none, on a stage without trainable parameters of a group."""
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
 FORMAT, VERSION = "ds_topo checkpoint", 4

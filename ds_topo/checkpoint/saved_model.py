@@ -16,8 +16,8 @@ from itertools import groupby
 
 import torch
 
+from ds_topo.base.marks import PLACEHOLDERS
 from ds_topo.checkpoint.manifest import (
-    PLACEHOLDERS,
     Manifest,
     SavedLayout,
     SavedParameter,

@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.by_name import ReadRequest, Source, load_into, model_of_whole, single_value, why_layouts_differ
 from ds_topo.checkpoint.engine_state import (
@@ -164,7 +165,7 @@ class TorchState:
         layout, progress = facts.layout_of(self.engine), dict(state_dict.get(_PROGRESS) or ())
         meeting.decided_from("order", share, lambda posted: _require_same_training(layout, whole(posted), progress))
         meeting.end()
-        inner = facts.inner_optimizer(self.engine)
+        inner = inner_optimizer(self.engine)
         for (master, key), value in numbers.items():
             assert inner is not None
             inner.state[master][key] = single_value(inner.state[master][key], torch.tensor(value))
@@ -225,7 +226,7 @@ class EngineState:
         """Hyperparameters, with the names of this stage's parameters."""
         self._grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
         is_first = facts.replica_of(engine) == 0 and facts.stage_and_slice(engine)[1] == 0
-        inner = facts.inner_optimizer(engine)
+        inner = inner_optimizer(engine)
         if inner is not None:
             begin_states(inner, (one.held for one in self.parameters))
         names_in_groups = defaultdict[int | None, list[str]](list)
@@ -356,7 +357,7 @@ def load_torch(
     except (TypeError, ValueError) as error:
         failure = error
     meeting = Meeting.begin(f"loading {folder}", options, failure)
-    inner = facts.inner_optimizer(engine) if load_optimizer_states else None
+    inner = inner_optimizer(engine) if load_optimizer_states else None
 
     def open_source(structure: SavedStructure, named: list[Named], buffers: dict[str, NamedBuffer]) -> TorchFiles:
         return TorchFiles(root, named, buffers, inner, model=model, optimizer=optimizer, trusted=trusted)

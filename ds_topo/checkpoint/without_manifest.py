@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ds_topo.base.marks import element_by_element
 from ds_topo.checkpoint.deepspeed_reader import (
     config_in,
     name_of_model_states,
@@ -25,7 +26,6 @@ from ds_topo.checkpoint.deepspeed_reader import (
     opened,
     options_of_files,
 )
-from ds_topo.checkpoint.engine_facts import ELEMENT_BY_ELEMENT
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     Manifest,
@@ -95,7 +95,7 @@ def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
         return None, SavedStructure(None, ())
     config = config_in(opened(path / name_of_model_states(layout, 0)))
     kind = (config.get("optimizer") or {}).get("type")
-    kinds = {one.__name__.lower(): one.__name__ for one in ELEMENT_BY_ELEMENT}
+    kinds = {one.__name__.lower(): one.__name__ for one in element_by_element()}
     optimizer = kinds.get(str(kind).lower(), str(kind)) if kind else None
     structure = SavedStructure(optimizer, (), is_by_element=str(kind).lower() in kinds)
     return layout_of_files(path, optimizer), structure

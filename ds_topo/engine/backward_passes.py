@@ -45,7 +45,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.base.differences import is_functorch_transforming
 from ds_topo.base.torch_names import current_backward, is_whole_backward
-from ds_topo.engine.partitioned_optimizers import PartitionedBF16
 from ds_topo.errors import EngineOptionError, abridged, warn
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
@@ -414,8 +413,8 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer) or engine.zero_optimization_partition_weights():
         return False  # ZeRO 3 could, but does not notice that a program sets parameter.grad to None
-    if isinstance(optimizer, PartitionedBF16):
-        return False  # a GradientReducer has sent them to their owners
+    if getattr(optimizer, "has_sent_to_owners", False):
+        return False  # a GradientReducer has
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
 
 

@@ -33,8 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.base.classes import stock_class
 from ds_topo.base.differences import DualPipeVEngine
-from ds_topo.checkpoint.engine_facts import inner_optimizer, is_element_by_element
-from ds_topo.checkpoint.manifest import PLACEHOLDERS
+from ds_topo.base.marks import PLACEHOLDERS, inner_optimizer, is_element_by_element
 from ds_topo.engine import autoparallel
 from ds_topo.engine.config_options import (
     REDUCER_SECTION,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import NoneType
@@ -27,12 +27,13 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.base.differences import validate_autoep_config
 from ds_topo.base.supported import SEQUENCES_ON_CPU, SLICES_WITH_EXPERTS, require
-from ds_topo.checkpoint.manifest import SavedOptions
-from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import EngineOptionError, abridged, listed, warn
-from ds_topo.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE, SEQ, SHARD, whole_number
 from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
+
+SAVED_OPTIONS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
+"""The options of ``zero_optimization`` that a manifest has: the fields of ``checkpoint.manifest.SavedOptions``."""
 
 
 @dataclass(frozen=True)
@@ -440,7 +441,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("zero_optimization.elastic_checkpoint", attrgetter("zero_config.elastic_checkpoint"), check=_elastic),
     *(
         Option(f"zero_optimization.{name}", partial(_zero_has, name), manifest_field=f"structure.options.{name}")
-        for name in asdict(SavedOptions())  # DeepSpeed 0.19.6 lacks parameter_alignment
+        for name in SAVED_OPTIONS  # DeepSpeed 0.19.6 lacks parameter_alignment
     ),
     Option(
         "managed_gradient_accumulation: false",

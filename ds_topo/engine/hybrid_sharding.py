@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -50,16 +50,11 @@ from torch import nn
 
 from ds_topo.engine.partitioned_optimizers import ReducedZero
 from ds_topo.errors import listed
-from ds_topo.mpu import MpuGrid
+from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
 from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.topology.axes import SHARD
-
-
-def has_shard(grid: object) -> TypeGuard[MpuGrid]:
-    """Tell whether a grid partitions over the axis ``shard``."""
-    return isinstance(grid, MpuGrid) and SHARD in grid.topology().axes
 
 
 def copies_of(grid: object) -> PartitionHolders | None:

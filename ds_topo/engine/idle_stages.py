@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_topo.checkpoint.manifest import PLACEHOLDERS
+from ds_topo.base.marks import PLACEHOLDERS
 from ds_topo.topology.axes import PIPE
 
 

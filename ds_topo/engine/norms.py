@@ -53,11 +53,11 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ds_topo.base.classes import stock_class
+from ds_topo.base.marks import expert_group_name, owners
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
 from ds_topo.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.reduction.parameters import expert_group_name, owners
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 

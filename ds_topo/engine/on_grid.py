@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -27,8 +27,6 @@ from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.base.ledger import always
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
-from ds_topo.checkpoint.loading import load_as_a_whole
-from ds_topo.checkpoint.saving import save_as_a_whole
 from ds_topo.engine import (
     activation_shapes,
     autoparallel,
@@ -36,7 +34,6 @@ from ds_topo.engine import (
     batches,
     checks,
     experts,
-    hybrid_sharding,
     loss_scales,
     norms,
     reduction_order,
@@ -47,12 +44,12 @@ from ds_topo.engine.current_mpu import current
 from ds_topo.engine.idle_stages import remove_unused_placeholders, with_placeholders
 from ds_topo.engine.one_layout import agreement
 from ds_topo.engine.optimizers_on_grid import keep_groups_of_adagrad, put_optimizer_on_grid, undo_step_of_zeros
-from ds_topo.engine.replica_comparison import compare_slices
+from ds_topo.engine.parts import COMPARISON, LOADING, OVER_SHARD, SAVING
 from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
 from ds_topo.health import guard, job_watch
-from ds_topo.mpu import MpuGrid, registry
-from ds_topo.topology.axes import PIPE
+from ds_topo.mpu import MpuGrid, has_shard, registry
+from ds_topo.topology.axes import MODEL, PIPE
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -65,7 +62,7 @@ class EngineParts:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         grid: MpuGrid = engine.mpu
         self.has_experts = bool(registry.of(grid))
-        self.copies = hybrid_sharding.copies_of(grid)
+        self.copies = OVER_SHARD.load().copies_of(grid) if has_shard(grid) else None
         """The ranks with copies of this rank's partition; None if there are no others."""
         self.written = written_weights_of(engine)
         """The search for parameters that the program has changed; None if there are no master weights."""
@@ -169,7 +166,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         checks.create_missing_expert_groups(self, model, self.mpu)
         current.set(self.mpu)  # again, because experts may have got groups since
         super()._configure_distributed_model(model)
-        compare_slices(self, model)
+        if self.mpu.get_axis_size(MODEL) > 1:
+            COMPARISON.load().compare_slices(self, model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Partition over the axis ``shard`` if there is one; DeepSpeed partitions over all replicas.
@@ -184,7 +182,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             built = checks.built_alike(self, client_optimizer, model_parameters)
             experts.with_groups_in_one_order(self, built, model_parameters)
             client_optimizer = always(built)
-        with hybrid_sharding.partitioned_over_shard(self):
+        with self._partitioned_over_shard():
             super()._configure_optimizer(client_optimizer, model_parameters)
         keep_groups_of_adagrad(self)
         checks.warn_of_tied_weights(self)
@@ -208,8 +206,14 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""
-        with hybrid_sharding.partitioned_over_shard(self) if optimizer is None else nullcontext():
+        with self._partitioned_over_shard() if optimizer is None else nullcontext():
             return super()._configure_zero_optimizer(optimizer)
+
+    def _partitioned_over_shard(self) -> AbstractContextManager[None]:
+        if not has_shard(self.mpu):
+            return nullcontext()
+        over_shard: AbstractContextManager[None] = OVER_SHARD.load().partitioned_over_shard(self)
+        return over_shard
 
     def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
         """Build a data loader for this rank's share of samples.
@@ -283,7 +287,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
         """
         save = self._in_files_of_experts(saves=True)(super().save_checkpoint)
-        return save_as_a_whole(save, self, save_dir, *arguments, **options)
+        return SAVING.load().save_as_a_whole(save, self, save_dir, *arguments, **options)
 
     @_call
     def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
@@ -292,7 +296,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
         """
         load = self._in_files_of_experts(saves=False)(super().load_checkpoint)
-        return load_as_a_whole(load, self, load_dir, *arguments, **options)
+        return LOADING.load().load_as_a_whole(load, self, load_dir, *arguments, **options)
 
     @_call
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
@@ -319,8 +323,8 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
         states = super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
         copies = self.on_grid.copies
-        if copies is not None and hybrid_sharding.is_later_copy(self, copies):
-            hybrid_sharding.add_states_of_dense(self, copies, states, zero_ckpt_names)
+        if copies is not None and (shard := OVER_SHARD.load()).is_later_copy(self, copies):
+            shard.add_states_of_dense(self, copies, states, zero_ckpt_names)
         return states
 
     @contextmanager
@@ -333,7 +337,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """
         with ExitStack() as undo:
             if self.has_moe_layers and self.on_grid.copies is not None:
-                undo.enter_context(hybrid_sharding.file_of_replica(self, self.on_grid.copies))
+                undo.enter_context(OVER_SHARD.load().file_of_replica(self, self.on_grid.copies))
             if self.has_moe_layers and self.on_grid.has_experts and saves:
                 undo.enter_context(experts.saving_by_slice(self))
             yield
@@ -562,7 +566,8 @@ def put_engine_on_grid(engine: DeepSpeedEngine) -> Callable[[], None]:
 def complete(engine: DeepSpeedEngine) -> None:
     """Prepare the methods of an engine on a grid, at the end of ``DeepSpeedEngine``'s constructor; collective."""
     batches.deal_dynamic_batches(engine)
-    hybrid_sharding.save_each_partition_once(engine)
+    if has_shard(engine.mpu):
+        OVER_SHARD.load().save_each_partition_once(engine)
     if isinstance(engine, PipelineEngine):
         _time_backward_once(engine)
         engine.mpu.on_destroy(partial(_end_pipeline, weakref.ref(engine)))

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,14 +40,15 @@ from torch import nn
 
 from ds_topo.base.classes import Mixin, adopt, stock_class
 from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
-from ds_topo.engine import hybrid_sharding, norms, reduction_order
+from ds_topo.engine import norms, reduction_order
 from ds_topo.engine.backward_passes import BackwardPasses
-from ds_topo.engine.hybrid_sharding import copies_of
-from ds_topo.engine.parameter_gathers import gathering_of
+from ds_topo.engine.parts import GATHERS, OVER_SHARD
 from ds_topo.engine.reduction_order import ComparedBuckets, compared_buckets_of
-from ds_topo.mpu import MpuGrid
-from ds_topo.reduction.exchange import PartitionHolders
-from ds_topo.reduction.managed import ReplicaSums
+from ds_topo.mpu import MpuGrid, has_shard
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.exchange import PartitionHolders
+    from ds_topo.reduction.managed import ReplicaSums
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def put_optimizer_on_grid(
         corrects = corrects_norms
     compared = compared_buckets_of(engine)
     optimizer.on_grid = OptimizerParts(
-        copies=copies_of(engine.mpu),
+        copies=OVER_SHARD.load().copies_of(engine.mpu) if has_shard(engine.mpu) else None,
         compared=compared,
         passes=passes,
         adds_zeros=reduction_order.adds_zeros(engine),
@@ -120,7 +121,7 @@ def put_optimizer_on_grid(
         corrects_norm=corrects,
         has_experts=has_experts,
         autocasts=bool(engine.torch_autocast_enabled()),
-        gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
+        gathering=GATHERS.load().gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
     with ExitStack() as undo:
         undo.callback(adopt(optimizer, mixin))
@@ -172,7 +173,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             return make()
         group = options["param_group_idx"]
         self.on_grid.summed.add(group)
-        return hybrid_sharding.partition_over_copies(self.on_grid.copies, self, group, make)
+        return OVER_SHARD.load().partition_over_copies(self.on_grid.copies, self, group, make)
 
     def step(self, closure: object = None) -> Any:
         """Step after gradients left out were handed over, comparisons were read, and copies were summed.
@@ -187,7 +188,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if parts.compared is not None:
             parts.compared.read()
         if parts.copies is not None:
-            hybrid_sharding.sum_over_copies(parts.copies, self, parts.summed)
+            OVER_SHARD.load().sum_over_copies(parts.copies, self, parts.summed)
             parts.summed.clear()
         with parts.gathering():
             before, result = self._hp_optimizer_states_linked, super().step(closure)
@@ -209,7 +210,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Look for overflows on all replicas, because experts may overflow on any of them."""
         found = bool(super().has_overflow(*arguments, **options))
         copies = self.on_grid.copies
-        return found if copies is None else hybrid_sharding.overflows_anywhere(copies, self, found)
+        return found if copies is None else OVER_SHARD.load().overflows_anywhere(copies, self, found)
 
     def has_overflow_partitioned_grads_serial(self) -> torch.Tensor:
         """Look at all gradients by a few kernels: DeepSpeed runs 13 operations for each."""
@@ -381,7 +382,7 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         partition = super().partition_grads
         if parts.copies is None and parts.replicas is None:
             return partition(params_to_release, grad_partitions)
-        return hybrid_sharding.partition_and_sum(
+        return OVER_SHARD.load().partition_and_sum(
             parts.copies, parts.replicas, partition, self, params_to_release, grad_partitions
         )
 
@@ -396,7 +397,7 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         try:
             super().independent_gradient_partition_epilogue()
             if parts.copies is not None or parts.replicas is not None:
-                hybrid_sharding.wait_for_sums(parts.copies, parts.replicas, self)
+                OVER_SHARD.load().wait_for_sums(parts.copies, parts.replicas, self)
         finally:
             if parts.compared is not None:
                 parts.compared.waits_for_device = False
@@ -497,9 +498,10 @@ def _clear(optimizer: DeepSpeedZeroOptimizer_Stage3, parameter: Any) -> None:
 
 def _states_of_replica(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
     copies = optimizer.on_grid.copies
-    if copies is None or not hybrid_sharding.is_later_copy(optimizer, copies):
+    if copies is None or not OVER_SHARD.load().is_later_copy(optimizer, copies):
         return states
-    return hybrid_sharding.states_of_experts(optimizer, states)
+    of_experts: dict[str, Any] = OVER_SHARD.load().states_of_experts(optimizer, states)
+    return of_experts
 
 
 _MIXINS: dict[type, type[Mixin]] = {

@@ -131,6 +131,8 @@ class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
 class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
     """Do what both optimizers do alike in our layout."""
 
+    has_sent_to_owners = True
+    """Gradients that were reduced are no averages on every rank."""
     reduction: ReducerOfOptimizer
 
     @abstractmethod

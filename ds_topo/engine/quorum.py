@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ds_topo.base.backends import traits_of
 from ds_topo.base.classes import REPLICATED, Mixin, adopt
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
     begin_states,
@@ -205,7 +206,7 @@ class Replicas:
     def __init__(self, engine: DeepSpeedEngine, options: ReplicaOptions, reduction: Mapping[str, Any]) -> None:
         if not isinstance(engine.mpu, MpuGrid):
             raise EngineOptionError('config section "replicas": the engine has no grid; pass mpu=grid')
-        if (inner := facts.inner_optimizer(engine)) is None:
+        if (inner := inner_optimizer(engine)) is None:
             raise EngineOptionError('config section "replicas": the engine has no optimizer, so there are no steps')
         self.engine, self._inner = engine, inner
         self.manager, self._changes = _manager(engine.mpu, engine.device, options)

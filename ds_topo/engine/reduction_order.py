@@ -31,9 +31,9 @@ from torch import nn
 
 from ds_topo.base.backends import SideStream, current_device, traits_of
 from ds_topo.base.torch_names import devices_of, job_timeout
-from ds_topo.engine.hybrid_sharding import has_shard
 from ds_topo.errors import DisagreementError
 from ds_topo.launch.agreement import agree
+from ds_topo.mpu import has_shard
 from ds_topo.process_groups.creation import ProcessGroup
 
 

@@ -28,14 +28,13 @@ from torch import nn
 
 from ds_topo.base.backends import device_in_use
 from ds_topo.base.classes import COMPARED, Mixin, adopt, mixins_of
+from ds_topo.base.marks import expert_group_name, inner_optimizer
 from ds_topo.base.torch_names import devices_of
-from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine.one_layout import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.reduction.parameters import expert_group_name
 from ds_topo.topology.axes import MODEL, PIPE
 
 

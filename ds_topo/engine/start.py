@@ -25,18 +25,16 @@ from typing_extensions import Never
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
 from ds_topo.engine.config_options import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
-from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.optimizers_on_grid import keep_scale
-from ds_topo.engine.quorum import ReplicaOptions, Replicas
+from ds_topo.engine.parts import REDUCER, REDUCER_OPTIONS, REPLICAS
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
 from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.mpu import MpuGrid
-from ds_topo.reduction.options import arguments_from_config
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"
 
@@ -229,7 +227,7 @@ def initialize(
     check_top_level(content)
     reduction = None if REFERENCE in os.environ else _reduction_of(content)
     replicas = None if REFERENCE in os.environ else content.get(REPLICAS_SECTION)
-    options = None if replicas is None else ReplicaOptions.of_section(replicas)
+    options = None if replicas is None else REPLICAS.load().ReplicaOptions.of_section(replicas)
     used = grid_in_use()
     is_own_mpu = used is not None and mpu is not None and not isinstance(mpu, MpuGrid)
     if used is not None:
@@ -251,9 +249,9 @@ def initialize(
     if is_own_mpu:
         keep_scale(engine)
     if options is not None:
-        Replicas(engine, options, reduction or {})  # attaches a reducer itself
+        REPLICAS.load().Replicas(engine, options, reduction or {})  # attaches a reducer itself
     elif reduction is not None:
-        GradientReducer.attach(engine, **reduction)
+        REDUCER.load().GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 
 
@@ -292,7 +290,7 @@ def _reduction_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(enabled, bool):
         raise ValueError(f'config section "{REDUCER_SECTION}": "enabled" is {abridged(enabled)}: give true or false')
     try:
-        arguments = arguments_from_config(options)
+        arguments: dict[str, Any] = REDUCER_OPTIONS.load().arguments_from_config(options)
     except (TypeError, ValueError) as error:
         raise ValueError(f'config section "{REDUCER_SECTION}": {error}') from error
     return arguments if enabled else None

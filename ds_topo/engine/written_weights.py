@@ -22,7 +22,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_topo.checkpoint.engine_facts import inner_optimizer
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.errors import listed, warn
 
 _WITH_MASTERS = (

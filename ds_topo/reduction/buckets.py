@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from ds_topo.base.marks import expert_group_name
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import BucketSizes, ReductionOptions
 from ds_topo.reduction.parameters import (
@@ -29,7 +30,6 @@ from ds_topo.reduction.parameters import (
     Contribution,
     ParameterState,
     Route,
-    expert_group_name,
 )
 from ds_topo.reduction.partitions import LASTING, MICRO_BATCH
 

@@ -11,7 +11,7 @@ import enum
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -22,11 +22,11 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from ds_topo.base.backends import BackendTraits
 from ds_topo.base.ledger import Make, Patch, around, ledger
+from ds_topo.base.marks import expert_group_name, owners
 from ds_topo.base.torch_names import (
     ZERO_GRAD_OF_MODULES,
     ZERO_GRAD_OF_OPTIMIZERS,
@@ -239,14 +239,6 @@ class ParameterState:
         self.contribution = NOT_YET
         if self.is_apart and hasattr(self.parameter, "main_grad"):
             del self.parameter.main_grad
-
-
-def expert_group_name(parameter: torch.Tensor) -> str | None:
-    """Return the ``group_name`` of an expert's parameter, None for any other.
-
-    DeepSpeed marks experts with ``allreduce = False``: their replicas are on the expert-data group alone.
-    """
-    return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
 
 
 def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
@@ -478,8 +470,6 @@ def _broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
 # -- the reducers of parameters ----------------------------------------------------------------------------------------
 
 
-owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
-"""The reducer of each parameter; an entry ends with either of them, or with ``detach()``."""
 KEPT = "_ds_topo_reducer"
 """The attribute of a module that keeps its reducer alive; see Note [Lifetime] in ``reducer.py``."""
 

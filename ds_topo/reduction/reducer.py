@@ -36,6 +36,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
+from ds_topo.base.marks import owners
 from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reduction.buckets import (
@@ -64,7 +65,6 @@ from ds_topo.reduction.parameters import (
     check_module,
     data_parallel_group,
     make_equal,
-    owners,
     watch,
 )
 from ds_topo.reduction.partitions import MICRO_BATCH, STEP

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo.base.backends import synchronize, traits_of
+from ds_topo.base.marks import expert_group_name
 from ds_topo.base.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import ProcessGroup, gathered
@@ -24,7 +25,7 @@ from ds_topo.reduction.buckets import CommHookBucket, GradientBucket, start_sum_
 from ds_topo.reduction.exchange import Exchange, Pending, hosts_in_order, two_level_exchange
 from ds_topo.reduction.managed import ManagedExchange, ReplicaSums
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route, expert_group_name
+from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route
 from ds_topo.reduction.report import BucketTiming
 from ds_topo.topology.rank_tables import has_two_levels
 

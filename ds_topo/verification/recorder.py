@@ -36,7 +36,7 @@ from torch.utils.serialization import config
 from ds_topo.base import patches
 from ds_topo.base.classes import RECORDED, Mixin, adopt
 from ds_topo.base.ledger import ledger
-from ds_topo.checkpoint import engine_facts as facts
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters, part_of
 from ds_topo.checkpoint.table import Slice
 from ds_topo.engine.batches import digest as digest_of
@@ -188,7 +188,7 @@ class Recorder:
         unused = _unused_copies(engine)
         self._named = [one for one in named_parameters(engine) if id(one.parameter) not in unused]
         self._watch(engine.module, {one.names[0]: (one.parameter, one.slice) for one in self._named})
-        inner = facts.inner_optimizer(engine)
+        inner = inner_optimizer(engine)
         if inner is not None and not self.what.is_reference:
             self.hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
@@ -325,7 +325,7 @@ class Recorder:
 
     def _end_step(self, engine: DeepSpeedEngine) -> None:
         scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
-        inner = facts.inner_optimizer(engine)
+        inner = inner_optimizer(engine)
         self._record |= {
             "norm": None if norm is None else float(norm),
             "clip": float(engine.gradient_clipping() or 0.0),
@@ -359,7 +359,7 @@ class Recorder:
 
     def _states(self, engine: DeepSpeedEngine) -> dict[str, Parts]:
         """Return weights, master weights and optimizer states with a value for each element, by key and parameter."""
-        inner = facts.inner_optimizer(engine)
+        inner = inner_optimizer(engine)
         found: defaultdict[str, Parts] = defaultdict(dict)
         for one in self._named:
             held, states = one.held, {}
