@@ -121,7 +121,8 @@ def get_group() -> ProcessGroup:
         group = _model_parallel.own.get((MODEL,))
     if group is None:
         raise RuntimeError(
-            "ds_topo.distributed has no model-parallel group: call ds_topo.distributed.init_process_group() first"
+            "ds_topo.distributed has no model-parallel group: pass group=grid.get_group('model') to the layer, or call "
+            "ds_topo.distributed.init_process_group(grid=grid) first, or init_process_group(group_size) without a grid"
         )
     return group
 

@@ -28,10 +28,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def train(kind: str) -> None:
     """Train one step in this process, and write the modules that are loaded as JSON."""
-    import torch  # noqa: PLC0415
-    from torch import nn  # noqa: PLC0415
+    import torch
+    from torch import nn
 
-    import ds_topo  # noqa: PLC0415
+    import ds_topo
 
     spec, more = KINDS[kind]
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
@@ -46,7 +46,7 @@ def train(kind: str) -> None:
     else:
         model: Any = nn.Sequential(nn.Linear(4, 4))
         if kind == "experts":
-            from deepspeed.moe.layer import MoE  # noqa: PLC0415
+            from deepspeed.moe.layer import MoE
 
             ds_topo.groups.create_expert_groups(grid, 1)
             model = _Mixture(MoE(4, nn.Linear(4, 4), num_experts=1, min_capacity=0))
@@ -59,8 +59,8 @@ def train(kind: str) -> None:
     json.dump({"modules": modules, "called": sorted(called & set(modules.values()))}, sys.stdout)
 
 
-def _Mixture(experts: Any) -> Any:  # noqa: N802
-    from torch import nn  # noqa: PLC0415
+def _Mixture(experts: Any) -> Any:
+    from torch import nn
 
     class Mixture(nn.Module):
         def __init__(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import GradientReducer, PipelineParallelGrid, ProcessGrid
 from ds_topo.base import backends
 from ds_topo.base.backends import TRAITS, BackendTraits, _key_of, check_backend, device_served_by, traits_of
 from ds_topo.base.torch_names import calls_of
@@ -128,3 +130,48 @@ def _devices_of_groups(binds: bool) -> set[torch.device | None]:
 def test_groups_are_created_on_the_jobs_device(world: Worlds, binds: bool, device: torch.device | None) -> None:
     """torch 2.15 would guess the device of an NCCL group from LOCAL_RANK, and connect on it at once."""
     assert world(4).run(_devices_of_groups, binds) == [{device}] * 4
+
+
+class GroupOfProgram(dist.ProcessGroup):
+    """A group that a program has written in Python."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        return "of_program"
+
+    def allreduce(self, *arguments: Any) -> Any:
+        return self._gloo.allreduce(*arguments)
+
+    def allgather(self, *arguments: Any) -> Any:
+        return self._gloo.allgather(*arguments)
+
+    def broadcast(self, *arguments: Any) -> Any:
+        return self._gloo.broadcast(*arguments)
+
+    def barrier(self, opts: Any) -> Any:
+        return self._gloo.barrier(opts)
+
+
+def _train_on_group_of_program(folder: Path) -> list[float]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    if "of_program" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("of_program", GroupOfProgram, devices=["cpu"])
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("of_program", store=store, rank=rank, world_size=size)
+    layer = torch.nn.Linear(2, 1, bias=False)
+    warnings.filterwarnings("ignore", "the timeout of a of_program job is unknown")
+    with ProcessGrid("data=2") as grid:
+        reducer = GradientReducer(layer, grid=grid)
+        layer(torch.full((1, 2), float(rank))).sum().backward()
+        reducer.finish()
+        reducer.detach()
+    assert layer.weight.grad is not None
+    return layer.weight.grad.flatten().tolist()
+
+
+def test_a_group_of_a_python_class_serves_a_job(world: Worlds, tmp_path: Path) -> None:
+    assert world(2).run(_train_on_group_of_program, tmp_path) == [[0.5, 0.5]] * 2

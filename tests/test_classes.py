@@ -83,6 +83,26 @@ def test_mixins_are_taken_away_in_any_order(released: tuple[type[Mixin], ...]) -
     assert type(target) is Stock
 
 
+class Refusing(Mixin, Stock):
+    mixin_order = 1
+
+    def _refuse(self) -> list[str]:
+        return ["refused"]
+
+    train = step = _refuse
+
+
+@pytest.mark.parametrize("mixin", [Outer, Refusing])
+def test_a_method_that_was_kept_is_that_of_the_stock_class_after_the_release(mixin: type[Mixin]) -> None:
+    target = Stock()
+    adopt(target, Inner)
+    release = adopt(target, mixin)
+    kept = target.step  # one of the names that programs call
+    assert kept() == (["refused"] if mixin is Refusing else ["outer", "inner", "step"])
+    release()
+    assert kept() == ["inner", "step"]
+
+
 def test_second_release_changes_nothing() -> None:
     target = Stock()
     release = adopt(target, Outer)

@@ -107,6 +107,17 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return ""
 
 
+def serving(group: dist.ProcessGroup, device: torch.device) -> object:
+    """Return the backend of a group that serves a device; a group of a Python class may do so itself.
+
+    The creator that a program gives to ``Backend.register_backend`` may return such a group.
+    """
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return group
+
+
 def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
     """Return the traits of the backend that serves a group's tensors on a device.
 
@@ -116,7 +127,7 @@ def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
     >>> dist.destroy_process_group()
     """
     name = backend_of(group, device)
-    traits = TRAITS.get(_key_of(group._get_backend(device), name), BackendTraits()) if name else BackendTraits()
+    traits = TRAITS.get(_key_of(serving(group, device), name), BackendTraits()) if name else BackendTraits()
     if device.type != "cpu" and not traits.ordered_by_stream and traits.communicates:
         # results are copied to the device on a stream
         return BackendTraits(uses_sockets=traits.uses_sockets, gathers_functionally=False)

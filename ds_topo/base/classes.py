@@ -22,7 +22,8 @@ from ds_topo.base.ledger import Row, name_of
 
 CALLED_BY_PROGRAMS = frozenset(
     [
-        *("backward", "coalesce_grad_reduction", "compile", "deepspeed_io", "destroy", "eval_batch", "forward"),
+        *("allreduce_gradients", "backward", "clip_fp32_gradients", "coalesce_grad_reduction", "compile"),
+        *("deepspeed_io", "destroy", "eval_batch", "forward", "has_overflow"),
         *("load_checkpoint", "load_state_dict", "offload_states", "reset_activation_shape", "save_16bit_model"),
         *("save_checkpoint", "set_train_batch_size", "set_train_micro_batch_size", "state_dict", "step"),
         *("train_batch", "zero_grad"),
@@ -49,7 +50,7 @@ class Mixin:
         """Let these methods work after their mixin was taken away: a program may have kept one, to wrap it."""
         for name, method in list(vars(cls).items()):
             if isinstance(method, FunctionType) and name in CALLED_BY_PROGRAMS:
-                setattr(cls, name, _while_adopted(cls, method))
+                setattr(cls, name, _while_adopted(cls, name, method))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
@@ -62,12 +63,12 @@ class Mixin:
         return make, arguments, content, *others
 
 
-def _while_adopted(mixin: type[Mixin], method: FunctionType) -> Any:
+def _while_adopted(mixin: type[Mixin], name: str, method: FunctionType) -> Any:
     @wraps(method)
     def called(self: Any, *arguments: Any, **options: Any) -> Any:
         if isinstance(self, mixin):
             return method(self, *arguments, **options)
-        return getattr(type(self), method.__name__)(self, *arguments, **options)
+        return getattr(type(self), name)(self, *arguments, **options)
 
     return called
 

@@ -266,6 +266,9 @@ deepspeed.runtime.engine.DeepSpeedEngine
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
 deepspeed.runtime.base_optimizer.ZeROOptimizer
   _backward_hook_state: tells which backward pass has been prepared, and whether one is running
+deepspeed.runtime.torch_autocast
+  TORCH_AUTOCAST_INITIALIZED: is False while an engine is built, until its own config sets it
+  TORCH_AUTOCAST_DTYPE: has the value of before when the engine is built
 deepspeed.runtime.config.DeepSpeedConfig
   _param_dict: holds sections and options that DeepSpeed itself does not read
 deepspeed.runtime.pipe.module.PipelineModule
@@ -296,6 +299,8 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   averaged_gradients: holds the partition of gradients, for their norm
   params_in_partition: lists the parameters of that partition
   independent_gradient_partition_epilogue: collects the partition of an optimizer that needs whole matrices
+  _hp_optimizer_states_linked: tells whether states are linked to parameters
+  _lazy_init_hp_params_optimizer_state: links them
   _optimizer_step: steps on one group, in the step of our own
   norm_for_param_grads: holds the norms of offloaded gradients
   _offload_accumulated_param_ids: has the parameters with offloaded gradients of this step
@@ -304,6 +309,10 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   grad_position: tells where gradients are in the partition
   micro_step_id: tells whether gradients are added to earlier ones
   get_param_id: returns the key of those norms
+  all_grad_tensors: holds the whole gradients of which Muon makes updates
+  _create_param_mapping: tells for checkpoints where parameters are in partitions
+  _param_slice_mappings: holds that
+  _create_optimizer_mapping: links parameters to an offloaded optimizer
   _zero_padding >=0.19.7: marks gradients that are padding
 deepspeed.runtime.zero.parameter_offload
   FWD_MODULE_STACK: keeps the module of each engine, which destroy() removes

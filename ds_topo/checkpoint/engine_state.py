@@ -7,7 +7,9 @@ checkpoints and recordings read it. The last section restores what is no tensor 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -187,6 +189,9 @@ def begin_states(inner: torch.optim.Optimizer, found: Iterable[Held]) -> None:
             ) from error
         states = twin.state[element].items()
         inner.state[one.master] = {key: _like(value, one.master) for key, value in states if value is not None}
+        for key, value in twin.param_groups[0].items():
+            if torch.is_tensor(value) or isinstance(value, (int, float)):  # such as a count of steps
+                inner.param_groups[one.group].setdefault(key, _like(value, one.master))
 
 
 def _like(value: Any, master: torch.Tensor) -> Any:
@@ -542,12 +547,40 @@ def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
 
 
 def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore the entries of a group that it and the checkpoint have, except those of ``_OF_THE_PROGRAM``."""
-    for key in group.keys() & saved.keys() - _OF_THE_PROGRAM:
-        if torch.is_tensor(group[key]):
-            group[key].fill_(float(saved[key]))
+    """Restore the entries of a group, in place, except those of ``_OF_THE_PROGRAM``.
+
+    Entries that the group does not have are those that an optimizer adds while it steps, such as a count of steps.
+
+    >>> group = {"lr": torch.tensor(0.5), "eps": 0.5}
+    >>> restore_hyperparameters(group, {"lr": 0.25, "eps": torch.tensor(0.25), "step": 3, "fused": True})
+    >>> group
+    {'lr': tensor(0.2500), 'eps': 0.25, 'step': 3}
+    """
+    for key, value in saved.items():
+        if key in _OF_THE_PROGRAM:
+            continue
+        own = group.get(key)
+        if torch.is_tensor(own) and own.shape == torch.as_tensor(value).shape:
+            own.copy_(torch.as_tensor(value))
+        elif torch.is_tensor(value):
+            group[key] = value.item() if isinstance(own, (int, float)) else value.clone()
         else:
-            group[key] = float(saved[key]) if torch.is_tensor(saved[key]) else saved[key]
+            group[key] = copy.deepcopy(value)
+
+
+@contextmanager
+def with_same_groups(inner: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Keep the groups of an optimizer, and their list, while it loads: a schedule may hold them.
+
+    ``load_state_dict()`` of torch puts new ones in their place.
+    """
+    kept = inner.param_groups if inner is not None else []
+    yield
+    if inner is not None and inner.param_groups is not kept:
+        for group, loaded in zip(kept, inner.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        inner.param_groups = kept
 
 
 def progress_of(engine: DeepSpeedEngine) -> dict[str, Any]:

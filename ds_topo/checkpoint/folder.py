@@ -12,6 +12,7 @@ complete, the third chooses one, and the last adds and removes one.
 from __future__ import annotations
 
 import ctypes
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -21,6 +22,7 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import BufferedReader
@@ -486,6 +488,22 @@ def problem_of_latest(folder: Path) -> str:
 def is_checkpoint(path: Path) -> bool:
     """Return True if a folder has a manifest or model states, complete or not; raise OSError if it cannot be read."""
     return path.is_dir() and any(name == manifests.NAME or name.endswith("_states.pt") for name in os.listdir(path))
+
+
+def similar_folder(folder: Path) -> Path | None:
+    """Return a folder with checkpoints for whose name that of this one may be a mistake; None if there is none.
+
+    Names that differ in numbers alone are of different runs.
+    """
+    folder = folder.absolute()
+    there = next(parent for parent in folder.parents if parent.is_dir())
+    name, *inside = folder.relative_to(there).parts
+    with suppress(OSError):
+        for near in difflib.get_close_matches(name, sorted({*os.listdir(there)} - {name}), cutoff=0.8):
+            differ = re.sub(r"\d", "", near) != re.sub(r"\d", "", name)
+            if differ and tags_in(found := there.joinpath(near, *inside)):
+                return found
+    return None
 
 
 def tags_in(folder: Path) -> list[str]:

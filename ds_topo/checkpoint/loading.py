@@ -38,7 +38,14 @@ from ds_topo.checkpoint.deepspeed_reader import (
     opened,
     options_of_files,
 )
-from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress
+from ds_topo.checkpoint.engine_state import (
+    SCHEDULER,
+    Named,
+    NamedBuffer,
+    Rename,
+    restore_progress,
+    with_same_groups,
+)
 from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting, shared_out
@@ -219,6 +226,7 @@ def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custo
             reading_checkpoint(path, trusted=options.trusted),
             ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_checkpoint, engine, path)),
             deepspeeds_part(engine),
+            with_same_groups(facts.inner_optimizer(engine)),
         ):
             found, state = engine.load_checkpoint(
                 str(path.parent),
@@ -567,7 +575,8 @@ class _Choice:
             )
         problems = [f"{one.tag!r}: {folders.told(one.problems)}" for one in self.damaged if os.path.lexists(one.path)]
         if not problems:
-            return MissingCheckpointError(f"no checkpoint in {root}")
+            near = folders.similar_folder(root)
+            return MissingCheckpointError(f"no checkpoint in {root}" + f": did you mean {str(near)!r}?" * bool(near))
         return DamagedCheckpointError(f"no checkpoint in {root} is complete: {folders.told(problems)}")
 
 
@@ -595,6 +604,11 @@ def load_as_a_whole(
     except MissingCheckpointError:
         if given.get("tag") is not None or folders.is_checkpoint(Path(load_dir)):
             raise
+        if engine.mpu.grid_rank == 0 and (near := folders.similar_folder(Path(load_dir))):
+            warn(
+                f"load_checkpoint has found no checkpoint in {os.fspath(load_dir)} and returns (None, None), so "
+                f"training begins anew: did you mean {str(near)!r}? At a first start, ignore this"
+            )
         return load_checkpoint(load_dir, **given)
     folder = Path(path)
     return engine._get_ckpt_name(str(folder.parent), folder.name), state

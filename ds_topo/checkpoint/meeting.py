@@ -113,7 +113,10 @@ class Meeting(Council):
         def judge(posted: dict[int, Any]) -> Any:
             if missing := sorted(set(self.members).difference(posted)):
                 waited = self.timeout * GATHERING
-                raise CheckpointError(f"{self.subject}: ranks {listed(missing)} did not come within {waited}")
+                raise CheckpointError(
+                    f"{self.subject}: ranks {listed(missing)} did not come within {waited}: let every rank make this "
+                    "call, or raise the timeout if some are slower"
+                )
             return decide(list(posted.values()))
 
         return self.decide(name, content, judge)

@@ -302,9 +302,7 @@ def _is_by_element(value: Any, master: torch.Tensor) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    if torch.is_tensor(value):
-        return bool(value.numel() == 1)
-    return value is None or isinstance(value, (bool, int, float, str))
+    return value is None or torch.is_tensor(value) or isinstance(value, (bool, int, float, str))
 
 
 # -- loading what any program has saved --------------------------------------------------------------------------------

@@ -93,6 +93,10 @@ class MicroBatches:
             return 0  # the program says which micro-batch is the last; a pipeline takes whole steps
         return int(engine.micro_steps % self._number)
 
+    def done_before(self, engine: DeepSpeedEngine) -> int:
+        """Return how many micro-batches of the current step have gradients, in the backward pass of the next one."""
+        return self._in_this_step(engine) if engine.managed_gradient_accumulation() else self.backwards - 1
+
     def settle(self, engine: DeepSpeedEngine) -> None:
         """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
         number, former = engine.gradient_accumulation_steps(), self._number
@@ -212,6 +216,18 @@ class BackwardPasses:
         """True while ``engine.backward`` runs."""
         self.have_run = False
         """True after a backward pass, until the end of the step."""
+        self.is_local = False
+        """True if gradients of the last backward pass were not reduced, because it was inside ``no_sync()``."""
+        self._finds_discarded = True
+        """False after a warning, or if zero_grad() discards nothing."""
+        self._finds_local = True
+        """False after a warning."""
+        self._witness: torch.nn.Parameter | None = None
+        """A parameter with a gradient after a backward pass that is not the last one of a step."""
+        self._kept: tuple[torch.Tensor, int] | None = None
+        """That gradient and its version after the last pass; None if there is none."""
+        self._has_sums = False
+        """True if a reducer had gradients of earlier micro-batches after the last pass."""
 
     # -- forward
 
@@ -293,9 +309,64 @@ class BackwardPasses:
 
     def end_backward(self, engine: DeepSpeedEngine) -> None:
         """Note whether the gradients of the step are reduced now."""
-        self.is_penalized, self.have_run = False, True
-        if not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary():
-            self.are_reduced, self.are_discarded = True, False
+        self.is_penalized, self.have_run, self.are_discarded = False, True, False
+        self.is_local, self._kept = engine.inside_no_sync_ctxt, None
+        if not engine.is_gradient_accumulation_boundary():
+            self._look_at_kept(engine)
+        elif not engine.inside_no_sync_ctxt:
+            self.are_reduced = True
+
+    def _look_at_kept(self, engine: DeepSpeedEngine) -> None:
+        if self._witness is None and self._finds_discarded:
+            self._finds_discarded = engine.zero_optimization_stage() != 2 and engine.mpu.check_weights
+            if not isinstance(engine.optimizer, BF16_Optimizer):
+                self._witness = next((each for each in engine.module.parameters() if each.grad is not None), None)
+        if self._witness is not None and self._witness.grad is not None:
+            self._kept = self._witness.grad, self._witness.grad._version
+        self._has_sums = _has_sums(engine)
+
+    def warn_of_discarded(self, engine: DeepSpeedEngine, done: int) -> None:
+        """Warn, before a backward pass, if the program has discarded gradients of ``done`` micro-batches of the step.
+
+        Without ZeRO it may do so by functions of torch. ZeRO 2 does not discard gradients that it has reduced.
+        """
+        if not done or not self._finds_discarded or not engine.mpu.check_weights:
+            return
+        is_discarded = self.are_discarded or (self._has_sums and not _has_sums(engine))
+        if self._witness is not None and self._kept is not None:
+            kept, version = self._kept
+            gradient = self._witness.grad
+            is_discarded |= gradient is None or (gradient is kept and kept._version != version and not kept.any())
+        if is_discarded:
+            self._finds_discarded = False
+            if engine.mpu.grid_rank == 0:
+                warn(
+                    f"zero_grad() has discarded the gradients of the first {done} of "
+                    f"{engine.gradient_accumulation_steps()} micro-batches of a step, which the step would have "
+                    "averaged: leave it out, because engine.step() clears gradients after each optimizer step, or call "
+                    "it only if engine.is_gradient_accumulation_boundary() was True before engine.step(); set "
+                    "grid.check_weights = False if it is intended"
+                )
+
+    def check_reduced(self, engine: DeepSpeedEngine) -> None:
+        """Refuse or warn of an optimizer step with gradients that no backward pass has reduced.
+
+        Raises:
+            RuntimeError: ZeRO has no gradients then.
+        """
+        said = (
+            "the last backward pass of this step was inside engine.no_sync(), so gradients were not averaged over the "
+            f"{engine.dp_world_size} replicas"
+        )
+        remedy = "leave no_sync() before the forward pass of the last micro-batch of a step"
+        if engine.zero_optimization():
+            raise RuntimeError(f"{said}, and ZeRO has none to step with: {remedy}")
+        if self._finds_local and engine.dp_world_size > 1 and engine.mpu.check_weights and engine.mpu.grid_rank == 0:
+            self._finds_local = False
+            warn(
+                f"{said}, which have different parameters from now on: {remedy}; set grid.check_weights = False if "
+                "they are meant to train apart"
+            )
 
     @contextmanager
     def coalesced(self, engine: DeepSpeedEngine) -> Iterator[None]:
@@ -327,6 +398,12 @@ class BackwardPasses:
                 "engine's output), with gradient_accumulation_steps above 1: only engine.backward(loss) "
                 "divides that part by this number. Call it instead"
             )
+
+
+def _has_sums(engine: DeepSpeedEngine) -> bool:
+    """Tell whether a reducer has gradients of earlier micro-batches."""
+    driver = getattr(engine, "reducer_driver", None)
+    return driver is not None and driver.reducer.is_unreduced
 
 
 def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:

@@ -14,6 +14,7 @@ program may pass another iterator next time.
 job, as ``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the ranks
 compare the first samples of an engine. Replicas that read the same samples, as with a plain ``DataLoader``, train as
 one, without an error; engines warn about them, and about batches of another size than the config's, in the first step.
+So does a program that makes a new iterator for each step of a pipeline, and thereby reads the first samples alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle, islice, repeat
 from math import nan
 from typing import Any
@@ -37,6 +38,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeed
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data import DistributedSampler
 
 from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
@@ -47,6 +49,7 @@ from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.process_groups.process_grid import Epochs, FollowedSampler
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import RankGroup, sample_axes
 
@@ -63,9 +66,17 @@ class SamplerOfShares(Mixin, DeepSpeedDataSampler):  # type: ignore[misc]
         return round(self.data_parallel_rank * share), round((self.data_parallel_rank + 1) * share)
 
 
-def deal_to_all_readers(engine: DeepSpeedEngine, loader: Any) -> None:
-    """Let the sampler for data efficiency of a loader send samples to all ranks that read them, if it has one."""
+def complete_loader(engine: DeepSpeedEngine, loader: Any) -> None:
+    """Let the sampler for data efficiency of a loader send samples to all ranks that read them, if it has one.
+
+    Warn of a loader without a batch, and of a shuffled sampler whose epoch is always the same.
+    """
     sampler = loader.data_sampler
+    if not len(loader):
+        engine.mpu.warn_of_no_batch(loader.dataset, f"a batch of {loader.batch_size} on each rank that reads others")
+    if type(sampler) is DistributedSampler:
+        sampler.__class__ = FollowedSampler  # the program may have given it, and kept it to call set_epoch
+        loader.data_sampler.epochs = Epochs(engine.mpu.progress)
     if type(sampler) is DeepSpeedDataSampler and reads_samples(engine):
         adopt(sampler, SamplerOfShares)
         sampler.data_parallel_group = _group_of_readers(engine, engine.mpu)
@@ -198,17 +209,24 @@ def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: 
         options: more of them.
     """
     given, call = inspect.signature(method).bind(*args, **options), method.__name__
+    wanted, starts = given.arguments.get("num_micro_batches") or engine.micro_batches, engine.on_grid.starts
+    iterator = given.arguments.get("data_iter")
     if engine.grid.world_size == 1:
-        return method(*given.args, **given.kwargs)
-    wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
-    if (iterator := given.arguments.get("data_iter")) is not None:
+        if call == "train_batch":
+            given.arguments["data_iter"] = starts.look(engine, iterator, wanted)
+        result = method(*given.args, **given.kwargs)
+        starts.end(engine)
+        return result
+    if iterator is not None:
         given.arguments["data_iter"], shapes = _require(engine, call, iterator, wanted)
     elif call == "train_batch":
         _, shapes = _require(engine, call, engine.data_iterator, wanted, is_own=True)
     else:
         _, shapes = _require(engine, call, None, wanted)
     with buffers_for(engine, call, wanted, *shapes):
-        return method(*given.args, **given.kwargs)
+        result = method(*given.args, **given.kwargs)
+    starts.end(engine)
+    return result
 
 
 def _require(
@@ -234,6 +252,8 @@ def _require(
         left = _NO_ITERATOR if engine.batch_fn is None else _ENDLESS  # batch_fn may produce samples itself
     else:
         try:
+            if call == "train_batch" and not is_own:
+                iterator = engine.on_grid.starts.look(engine, iterator, wanted)
             iterator, left = _read_ahead(iterator, wanted)
             if engine not in _checked and left and engine.batch_fn is None:
                 iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
@@ -322,6 +342,62 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
         f"a batch of this pipeline {problem}: it must be (inputs, labels), where inputs is a tensor or a tuple of "
         "tensors; engine.set_batch_fn(function) converts batches"
     )
+
+
+_STARTS = 3
+"""The number of iterators in a row whose equal beginnings are no coincidence."""
+
+
+class Starts:
+    """Notice iterators of which a program makes one for each step of a pipeline, and which all begin with one batch.
+
+    Only the first rank looks at them, until an iterator is passed again or begins with another batch.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        """The digest of the batch with which the last iterators have begun."""
+        self._number = 0
+        """The number of these iterators; 0 if the last one was passed again."""
+        self._read: list[int] = []
+        """The digests of a step of the last of them, of which the next batch is looked at."""
+
+    def look(self, engine: PipelineEngine, iterator: Any, wanted: int) -> Any:
+        """Return the iterator to use for a step of ``wanted`` micro-batches in place of the one that was passed."""
+        former, grid = engine.data_iterator, engine.grid
+        if not hasattr(iterator, "__next__"):
+            return iterator
+        if iterator is former or (isinstance(former, ReadAhead) and former.source is iterator):
+            self._number = min(self._number, 0)
+            return former
+        if self._number < 0 or grid.grid_rank or not grid.check_samples or engine.curriculum_learning_enabled():
+            return iterator
+        ahead = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
+        first = digest(ahead.first(), zeros_count=True)
+        is_other = self._number > 0 and first != self._first
+        self._first, self._number = first, self._number + 1
+        if is_other or self._number == _STARTS:
+            self._number = -1  # it is not looked at any more
+            if not is_other:
+                ahead.fill(wanted)
+                self._read = [digest(each, zeros_count=True) for each in ahead.ahead]
+        return ahead
+
+    def end(self, engine: PipelineEngine) -> None:
+        """Warn if the last of the iterators has a batch that no step reads."""
+        read, self._read = self._read, []
+        if not read:
+            return
+        following = None
+        with suppress(Exception):  # of a batch that the program does not ask for
+            following = engine.data_iterator.first()
+        if following is not None and digest(following, zeros_count=True) not in read:
+            warn(
+                f"train_batch() has got a new iterator in each of {_STARTS} steps, and all have begun with the same "
+                "batch, so further batches are never trained on. Make one iterator before the loop and pass it to "
+                "every step: batches = deepspeed.utils.RepeatingLoader(loader), then engine.train_batch(batches); "
+                "set grid.check_samples = False if it is intended"
+            )
 
 
 def _fewest(left: int, grid: MpuGrid, *flags: bool) -> tuple[int, int, list[bool]]:

@@ -8,7 +8,7 @@ of an engine compare their settings and models; if one rank fails, all raise. Op
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo.base.classes import stock_class
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.checkpoint.engine_facts import inner_optimizer, is_element_by_element
+from ds_topo.checkpoint.manifest import PLACEHOLDERS
 from ds_topo.engine import autoparallel
 from ds_topo.engine.config_options import (
     REDUCER_SECTION,
@@ -44,7 +45,7 @@ from ds_topo.engine.config_options import (
     splits_models,
     wants_reducer,
 )
-from ds_topo.engine.experts import create_expert_groups
+from ds_topo.engine.experts import create_expert_groups, in_one_order
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid, registry
@@ -112,6 +113,13 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
     if isinstance(parameters, nn.Module):
         raise TypeError(f"model_parameters={type(parameters).__name__}(...): give model.parameters(), or omit it")
     named = config.optimizer_name if optimizer is None else None
+    trained = next((name for name, each in given["model"].named_parameters() if each.requires_grad), None)
+    if named is not None and isinstance(parameters, list) and not parameters and trained is not None:
+        raise EngineOptionError(
+            f"model_parameters is empty, but the model has parameters to train, such as {trained!r}. A generator such "
+            "as model.parameters() can be read only once: omit model_parameters, call model.parameters() anew, or "
+            "freeze the parameters by requires_grad_(False)"
+        )
     if named is not None and named.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, named):
         choices = ["AdamW", *DEEPSPEED_OPTIMIZERS]
         raise EngineOptionError(
@@ -123,6 +131,21 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
             f'config: "scheduler" has the type {named!r}: choose a class of torch.optim.lr_scheduler, or one of '
             f"{lr_schedules.VALID_LR_SCHEDULES}"
         )
+
+
+CLIENT_PARAMETERS = "client_parameters"
+"""The attribute of an engine with the ``model_parameters`` that it got, until the ranks have compared them."""
+
+
+def as_lists(parameters: Any, config: DeepSpeedConfig) -> Any:
+    """Return ``model_parameters`` with lists in place of generators, so that they can be compared and used.
+
+    AutoTP and AutoEP replace parameters of the model before DeepSpeed reads generators.
+    """
+    is_lazy = config.tensor_parallel_config.autotp_size > 1 or config.expert_parallel_config.enabled
+    if parameters is None or isinstance(parameters, (list, nn.Module)) or is_lazy:
+        return parameters
+    return list(parameters)
 
 
 def _share_groups(scheduled: Any, optimizer: Any) -> bool:
@@ -263,8 +286,9 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
     optimizer = engine.client_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
+        is_empty = all(name.startswith(PLACEHOLDERS) for name, _ in model.named_parameters())
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if own and held and not any(id(parameter) in own for parameter in held):
+        if held and not is_empty and not any(id(parameter) in own for parameter in held):
             raise EngineOptionError(
                 f"optimizer={type(optimizer).__name__} has no parameter of the model, which would not be trained: "
                 "create it from model.parameters() of this model"
@@ -511,11 +535,20 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
 def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
     """Refuse parameters that ``deepspeed.zero.Init`` has partitioned over other ranks than ZeRO 3 does.
 
-    It gives all of these ranks the values of the first one, which other slices or stages may not have.
+    ``zero.Init`` gives all of these ranks the values of the first one, which other slices or stages may not have.
+    ZeRO 3 itself needs parameters of one data type.
 
     Raises:
         EngineOptionError: the message names a parameter, and both sets of ranks.
     """
+    if engine.zero_optimization_stage() == 3 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        kinds = {each.dtype: name for name, each in model.named_parameters() if each.requires_grad}
+        if len(kinds) > 1:
+            raise EngineOptionError(
+                f"parameters of several data types ({listed([f'{name}: {kind}' for kind, name in kinds.items()])}) at "
+                "ZeRO stage 3, which keeps its parts of all parameters in one vector: convert the model to one of them "
+                '(model.float()), set "bf16": {"enabled": true}, which converts it, or use stage 0, 1 or 2'
+            )
     expected = grid.get_ranks(partition_axes(grid.topology()))
     right = [expected]
     if engine._config.tensor_parallel_config.autotp_size > 1:  # AutoTP splits what was whole on all ranks
@@ -557,7 +590,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
     with ExitStack() as agreements:
         if everyone != grid.dp_group:
             agreements.enter_context(agreement(everyone, "stages and slices"))
-        subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
+        subject = f"the parameters of replicas along {gradient_axes(grid.topology())}, and {_IN_ONE_ORDER}"
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_model(engine, model, grid)
         check_sparse_layers(engine, model)
@@ -568,8 +601,44 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
             shape = list(getattr(parameter, "ds_shape", parameter.shape))
             frozen = "" if parameter.requires_grad else " frozen"
             lines.append(f"{name} {shape} {parameter.dtype}{frozen}")
+        parameters = vars(engine).pop(CLIENT_PARAMETERS, None)
+        if isinstance(engine.client_optimizer, torch.optim.Optimizer):
+            lines += _lines_of_groups(model, engine.client_optimizer.param_groups, engine.client_optimizer.defaults)
+        elif isinstance(parameters, list):
+            has_groups = parameters and isinstance(parameters[0], Mapping)
+            lines += _lines_of_groups(model, parameters if has_groups else [{"params": parameters}])
         if is_pipeline:
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
+
+
+def built_alike(engine: DeepSpeedEngine, build: Callable[[Any], Any], parameters: Any) -> Any:
+    """Return the optimizer that a function of the program builds, after comparing it between the replicas; collective.
+
+    Raises:
+        DisagreementError: replicas differ in groups, their settings, or the order of parameters.
+    """
+    with agreement(engine.mpu.dp_group, _IN_ONE_ORDER) as lines:
+        optimizer = build(parameters)
+        lines += _lines_of_groups(engine.module, optimizer.param_groups, getattr(optimizer, "defaults", ()))
+    return optimizer
+
+
+_IN_ONE_ORDER = "their order in the optimizer (a set has another one in each process: sort what comes from it)"
+
+
+def _lines_of_groups(model: nn.Module, groups: Any, settings: Iterable[str] = ()) -> Iterator[str]:
+    """Describe the groups of an optimizer: their settings, and the names of their parameters in order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(in_one_order(groups)):
+        of_group = {key: group[key] for key in settings if key in group}
+        yield f"optimizer group {number}: {of_group}"
+        given = group["params"]
+        if not isinstance(given, (list, tuple)):
+            given = group["params"] = [given] if torch.is_tensor(given) else list(given)
+        for position, each in enumerate(given):
+            parameter = each[1] if isinstance(each, tuple) else each  # torch takes named parameters, too
+            name = names.get(id(parameter), f"not in the model, {list(parameter.shape)}")
+            yield f"optimizer group {number}[{position}]: {name}"
 
 
 def _settings(config: DeepSpeedConfig, grid: MpuGrid, optimizer: str | None) -> list[str]:

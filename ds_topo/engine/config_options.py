@@ -155,6 +155,14 @@ def _zenflow(case: ConfigOnGrid) -> Iterator[str]:
         yield from different_parameters("zero_optimization.zenflow at stage 1 or 2", case.grid)
 
 
+def _elastic(case: ConfigOnGrid) -> Iterator[str]:
+    if case.stage in (1, 2):  # DeepSpeed itself refuses it at stage 3
+        yield (
+            f"zero_optimization.elastic_checkpoint at stage {case.stage}: DeepSpeed saves optimizer states in a form "
+            "that it cannot load, at the same degrees either. Remove it: on a grid, checkpoints load at any degrees"
+        )
+
+
 def _offloads(config: DeepSpeedConfig) -> bool:
     options = config.zero_config.offload_optimizer
     return options is not None and str(getattr(options.device, "value", "")) != "none"
@@ -430,7 +438,7 @@ OPTIONS: tuple[Option, ...] = (
         "SuperOffload",
         ignores_shard=True,
     ),
-    Option("zero_optimization.elastic_checkpoint", attrgetter("zero_config.elastic_checkpoint"), ignores_shard=True),
+    Option("zero_optimization.elastic_checkpoint", attrgetter("zero_config.elastic_checkpoint"), check=_elastic),
     *(
         Option(f"zero_optimization.{name}", partial(_zero_has, name), manifest_field=f"structure.options.{name}")
         for name in asdict(SavedOptions())  # DeepSpeed 0.19.6 lacks parameter_alignment

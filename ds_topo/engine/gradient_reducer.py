@@ -89,6 +89,8 @@ class GradientReducer(BucketReducer):
     def attach(cls, engine: DeepSpeedEngine, **options: Unpack[ReductionArguments]) -> Self:
         """Average a DeepSpeed engine's gradients, overlapped with the backward pass of the last micro-batch.
 
+        The reducer is ``engine.gradient_reducer`` until it is detached, and that is None then.
+
         Supports ``DeepSpeedEngine`` at ZeRO stages 0 to 2 and ``PipelineEngine`` at 0 and 1, in fp32, fp16 and bf16,
         with or without experts. Groups, divisor, communication data type and pre-division are the engine's. At stages 1
         and 2 gradients go to the ranks that own them, and :mod:`~ds_topo.engine.optimizer_gradients` moves the
@@ -169,7 +171,8 @@ class EngineDriver(StepDriver):
 
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
         """Give the engine the class of engines that drive a reducer, until it is detached."""
-        self.reducer = reducer
+        self.reducer = self.engine.gradient_reducer = reducer
+        self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
         self._gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings)
         self.engine.reducer_driver = self
         self._bindings.callback(adopt(self.engine, self.mixin))

@@ -29,7 +29,7 @@ from ds_topo.base.classes import overrides
 from ds_topo.base.differences import check_release
 from ds_topo.base.ledger import Row, always, around, ledger
 from ds_topo.base.releases import warn_of_newer_releases
-from ds_topo.engine import autoparallel, checks
+from ds_topo.engine import autoparallel, checks, loss_scales
 from ds_topo.engine.config_options import check_sections_and_sizes
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import complete, put_engine_on_grid
@@ -42,6 +42,7 @@ from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 
+_CONSTRUCTION = "the construction of a grid"
 _FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""
 
@@ -86,6 +87,7 @@ class PipelineParallelGrid(MpuGrid):
     >>> dist.destroy_process_group()
     """
 
+    @guard.over(_CONSTRUCTION)
     def __init__(
         self,
         topology: AnyTopology | None = None,
@@ -95,6 +97,8 @@ class PipelineParallelGrid(MpuGrid):
         extra_axes: Iterable[str] = (),
         **others: Never,
     ) -> None:
+        if isinstance(process_group, ProcessGroup):
+            guard.narrow(_CONSTRUCTION, torch.distributed.get_process_group_ranks(process_group))
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes, **others)
         if torch.distributed.get_rank(process_group) == 0:
             warn_of_newer_releases(_rows)
@@ -190,7 +194,8 @@ def reading_configs(construct: Any, config: DeepSpeedConfig, *args: Any, **optio
 @around
 def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     """Replace ``DeepSpeedEngine.__init__``: an engine whose mpu is a grid gets the class of engines on a grid."""
-    given = inspect.signature(construct).bind(engine, *args, **options).arguments
+    call = inspect.signature(construct).bind(engine, *args, **options)
+    given = call.arguments
     model, mpu = given["model"], given.get("mpu")
     with guard.over("initialize", mpu.members) if isinstance(mpu, MpuGrid) else nullcontext(), ExitStack() as undo:
         checks.check_is_module(model)
@@ -207,11 +212,13 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         check_release(config)
         if given.get("mesh_device"):  # as the constructor does first
             deepspeed_groups.mesh_device = given["mesh_device"]
+        given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
         checks.check_with_all_ranks(engine, config, mpu, given)
         release = put_engine_on_grid(engine)
         undo.callback(release)
-        with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns():
-            construct(engine, *args, **options)
+        vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
+        with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns(), loss_scales.of_its_own():
+            construct(*call.args, **call.kwargs)
         complete(engine)
         mpu.on_destroy(release)
         undo.pop_all()

@@ -1,10 +1,11 @@
 """Let a stage of a pipeline train although it has no trainable parameter, or none in a group of the optimizer.
 
-torch and DeepSpeed refuse an optimizer without parameters, drop empty groups (a learning-rate scheduler of the program
-still counts them), and start the backward pass of the first stage at outputs that need no gradient. All this fails on
-that stage alone. A stage without trainable parameters, or without those of a group that such a scheduler counts,
-therefore gets a *placeholder* in each empty group: one element, zero, with a gradient of zero. So groups, schedulers
-and collectives are the same on all stages. The outputs of the stage are connected to its placeholders without a copy.
+torch and DeepSpeed refuse an optimizer without parameters, also one that the program builds itself. They drop empty
+groups (a learning-rate scheduler of the program still counts them), and start the backward pass of the first stage at
+outputs that need no gradient. All this fails on that stage alone. A stage without trainable parameters, or without
+those of a group that such a scheduler counts, therefore gets a *placeholder* in each empty group: one element, zero,
+with a gradient of zero. The first is added when the stage is built. So groups, schedulers and collectives are the same
+on all stages. The outputs of the stage are connected to its placeholders without a copy.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
@@ -41,6 +43,27 @@ class Connected(torch.autograd.Function):
         return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
 
 
+def add_placeholders(module: nn.Module, number: int, device: Any = None) -> list[nn.Parameter]:
+    """Add placeholders to a stage, and return them."""
+    some = next((each for each in module.parameters() if each.is_floating_point()), torch.zeros(1))
+    made = [nn.Parameter(torch.zeros(1, dtype=some.dtype, device=device or some.device)) for _ in range(number)]
+    every = nn.ParameterList([*getattr(module, PLACEHOLDERS, ()), *made])
+    every.register_load_state_dict_post_hook(_ignore_missing)
+    setattr(module, PLACEHOLDERS, every)
+    return made
+
+
+def _ignore_missing(_: nn.Module, keys: Any) -> None:
+    """Let a stage load weights that a program saved without placeholders."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if PLACEHOLDERS not in key]
+
+
+def remove_unused_placeholders(engine: DeepSpeedEngine, module: nn.Module) -> None:
+    """Remove the placeholder with which a stage was built, if the engine has no optimizer."""
+    if hasattr(module, PLACEHOLDERS) and not (engine.client_optimizer or engine.optimizer_name()):
+        delattr(module, PLACEHOLDERS)
+
+
 def with_placeholders(engine: PipelineEngine, optimizer: Any, parameters: list[Any]) -> list[Any]:
     """Give groups of the optimizer of a pipeline's stage a trainable parameter where needed, before it is built."""
     if engine.mpu.get_axis_size(PIPE) == 1:
@@ -57,8 +80,10 @@ def with_placeholders(engine: PipelineEngine, optimizer: Any, parameters: list[A
 def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device: Any, *, some: bool) -> list[Any]:
     """Add a placeholder to each group without a trainable parameter; return the parameters or groups to optimize.
 
-    With ``some``, this is also done if other groups have trainable parameters.
+    With ``some``, this is also done if other groups have trainable parameters. An optimizer of the program may have the
+    placeholder with which its stage was built.
     """
+    known = {id(each) for each in getattr(module, PLACEHOLDERS, ())}
     groups: list[dict[str, Any]]
     is_built = isinstance(optimizer, torch.optim.Optimizer)
     if is_built:
@@ -67,12 +92,11 @@ def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device
         groups = [{**group, "params": _as_list(group["params"])} for group in parameters]
     else:
         groups = [{"params": list(parameters)}]
-    idle = [group for group in groups if not any(each.requires_grad for each in group["params"])]
+    trained = [{id(each) for each in group["params"] if each.requires_grad} for group in groups]
+    idle = [group for group, own in zip(groups, trained, strict=True) if not own - known]
     if idle and (some or len(idle) == len(groups)):
-        dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
-        made = nn.ParameterList(nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for _ in idle)
-        setattr(module, PLACEHOLDERS, made)
-        for group, placeholder in zip(idle, made, strict=True):
+        idle = [group for group, own in zip(groups, trained, strict=True) if not own]
+        for group, placeholder in zip(idle, add_placeholders(module, len(idle), device), strict=True):
             group["params"] = [*group["params"], placeholder]
     if is_built or not hasattr(module, PLACEHOLDERS):
         return parameters

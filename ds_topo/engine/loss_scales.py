@@ -7,17 +7,22 @@ multiplies the loss by the loss scale.
 *torch_autocast.* DeepSpeed gives each rank a ``GradScaler`` of torch's. It fails on stages of a pipeline that have no
 loss, decides on each rank alone whether a step overflowed, and with ZeRO it divides gradients only after they were
 clipped: a norm of 1.1 counts as 72,000. Here ZeRO's optimizers use their own loss scale instead, as in fp16 without
-autocast. An engine without ZeRO gets a scaler that decides with all ranks.
+autocast. An engine without ZeRO gets a scaler that decides with all ranks, and reports a step that it skips as ZeRO
+does. DeepSpeed also keeps for the whole process that an engine has used ``torch_autocast``, so that later engines get a
+loss scale, and communicate in other data types: ``of_its_own`` hides that from them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -83,13 +88,24 @@ def share_scale(engine: DeepSpeedEngine) -> None:
     """Replace the scaler of an engine that uses ``torch_autocast`` in fp16."""
     optimizer = engine.optimizer
     if engine.torch_autocast_z0_gradscaler is not None:
-        engine.torch_autocast_z0_gradscaler = AutocastScaler(engine.mpu)
+        engine.torch_autocast_z0_gradscaler = AutocastScaler(engine.mpu, optimizer)
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
         if optimizer.torch_autocast_gradscaler is None:
             return
         optimizer.torch_autocast_gradscaler = None
         optimizer.loss_scaler = _dynamic_scale()
         optimizer.dynamic_loss_scale = optimizer.check_grad_overflow = True
+
+
+@contextmanager
+def of_its_own() -> Iterator[None]:
+    """Build an engine in this block that uses ``torch_autocast`` only if its own config says so."""
+    before = torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    try:
+        yield
+    finally:
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = before
 
 
 def _dynamic_scale() -> DynamicLossScaler:
@@ -100,13 +116,21 @@ def _dynamic_scale() -> DynamicLossScaler:
 
 
 class AutocastScaler:
-    """A scaler with the methods of torch's ``GradScaler``, with one scale and one decision of all ranks of a grid."""
+    """A scaler with the methods of torch's ``GradScaler``, with one scale and one decision of all ranks of a grid.
 
-    def __init__(self, grid: MpuGrid) -> None:
-        self._grid = grid
+    The optimizer gets the attribute ``overflow``, by which DeepSpeed and accelerate notice a step that was skipped.
+    """
+
+    def __init__(self, grid: MpuGrid, optimizer: Any) -> None:
+        self._grid, self._optimizer = grid, optimizer
         self._scale = _dynamic_scale()
-        self._has_overflow: bool | None = None
+        self.has_overflow: bool | None = None
         """None until the gradients of this step have been divided."""
+        optimizer.overflow = False
+
+    def release(self) -> None:
+        """Take the attribute of the optimizer back, which the program may give to another engine."""
+        vars(self._optimizer).pop("overflow", None)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale."""
@@ -115,7 +139,7 @@ class AutocastScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale, and find out whether any rank has one that is not finite; collective."""
-        if self._has_overflow is not None:
+        if self.has_overflow is not None:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         gradients = [each.grad for each in parameters if each.grad is not None]
@@ -126,15 +150,16 @@ class AutocastScaler:
         for group in (self._grid.get_model_parallel_group(), self._grid.get_data_parallel_group()):
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        self._has_overflow = bool(found)
+        self.has_overflow = bool(found)
 
     def step(self, optimizer: Any) -> None:
         """Take a step, unless a gradient of any rank is not finite."""
         self.unscale_(optimizer)
-        if not self._has_overflow:
+        self._optimizer.overflow = self.has_overflow
+        if not self.has_overflow:
             optimizer.step()
 
     def update(self) -> None:
         """Halve or double the scale if this step calls for it."""
-        self._scale.update_scale(self._has_overflow)
-        self._has_overflow = None
+        self._scale.update_scale(self.has_overflow)
+        self.has_overflow = None

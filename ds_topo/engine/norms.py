@@ -19,16 +19,20 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              stages have experts of different sizes. ``bf16_gradient_norm`` replaces it with experts,
                              ``partition_norm`` with a reducer. It fails on a slice without any parameter to count;
                              without experts we add a zero there.
+
+What is not finite in a gradient that slices share makes the norm nan on all of them, also where it is so on another
+slice than the first, which counts it: ``with_uncounted`` does this at ZeRO 3. Otherwise one slice would take the step,
+and the others skip it, or would clip by another norm.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -149,14 +153,13 @@ def clip_grad_norm_(
     own, failure, is_largest = torch.zeros((), device=device), None, math.isinf(kind)
     try:
         _require_reduced(given)
-        pairs = zip(trained, local, strict=True)
-        counts = _counted_here(grid)
-        counted = [gradient for parameter, gradient in pairs if counts(parameter)]
+        counted, others = _divided(zip(trained, local, strict=True), _counted_here(grid))
         if kind == 2:
             own = sum_of_squares(counted, device, foreach=foreach)
         elif counted:
             own = get_total_norm(counted, kind, foreach=foreach).to(device)
             own = own if is_largest else own**kind
+        own = own + _zero_or_nan(others, device)
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure = error
     total, failed = _sum_over_grid(own, grid, is_largest=is_largest, failed=failure is not None)
@@ -222,21 +225,28 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     return found
 
 
-def _counted_here(grid: ProcessGrid) -> Callable[[nn.Parameter], bool]:
-    """Return the function that tells whether this rank adds its part of a parameter's gradient to the norm."""
+Counts: TypeAlias = Callable[[nn.Parameter], "bool | None"]
+"""Tells whether this rank adds its part of a parameter's gradient to the norm.
+
+False if another slice or stage does, and None if another replica does, whose gradient is the same to the last bit.
+"""
+
+
+def _counted_here(grid: ProcessGrid) -> Counts:
+    """Return the function that tells which ranks add their part of a parameter's gradient to the norm."""
     on_slice, is_first_of_dense = _on_this_slice(grid), dist.get_rank(grid.get_data_parallel_group()) == 0
 
-    def counts(parameter: nn.Parameter) -> bool:
+    def counts(parameter: nn.Parameter) -> bool | None:
         if hasattr(parameter.grad, "device_mesh"):
-            return _is_first_copy(parameter.grad, grid, on_slice(parameter))
+            return _is_first_copy(parameter.grad, grid, bool(on_slice(parameter)))
         if getattr(parameter, "allreduce", True):  # not of an expert
-            return is_first_of_dense and on_slice(parameter)
-        return on_slice(parameter) and dist.get_rank(_replicas_of_expert(parameter)) == 0
+            return on_slice(parameter) if is_first_of_dense else None
+        return on_slice(parameter) if dist.get_rank(_replicas_of_expert(parameter)) == 0 else None
 
     return counts
 
 
-def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool:
+def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool | None:
     """Tell whether this rank adds its shard of a DTensor, which may cover ``model`` and is then on every slice."""
     mesh, axes = gradient.device_mesh, grid.topology().axes
     ranks = set(mesh.mesh.flatten().tolist())
@@ -251,7 +261,57 @@ def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool:
     is_first_copy = all(index == 0 for index, placement in copies if placement.is_replicate())
     others = [axis for axis in gradient_axes(grid.topology()) if axis not in covered]
     is_first_replica = all(grid.get_axis_rank(axis) == 0 for axis in others)
-    return is_first_copy and is_first_replica and (MODEL in covered or on_slice)
+    return (MODEL in covered or on_slice) if is_first_copy and is_first_replica else None
+
+
+def _divided(
+    pairs: Iterable[tuple[nn.Parameter, torch.Tensor]], counts: Counts
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the gradients that this rank counts, and those that another slice or stage counts."""
+    counted, others = list[torch.Tensor](), list[torch.Tensor]()
+    for parameter, gradient in pairs:
+        is_counted = counts(parameter)
+        if is_counted is not None:
+            (counted if is_counted else others).append(gradient.detach())
+    return counted, others
+
+
+def _zero_or_nan(others: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    """Return 0, ``[]``, or nan if an element is not finite."""
+    return 0.0 * _largest(others).to(device) if others else torch.zeros((), device=device)
+
+
+def with_uncounted(
+    gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+) -> tuple[Sequence[torch.Tensor], Sequence[nn.Parameter]]:
+    """Add a gradient for DeepSpeed's norm of ZeRO 3 on later slices: 0, or nan if an uncounted one is not finite."""
+    _, others = _divided(zip(parameters, gradients, strict=True), is_model_parallel_parameter)
+    extra = _zero_or_nan(others, gradients[0].device)
+    return [*gradients, extra], [*parameters, cast("Any", _Counted(parameters[0]))]
+
+
+def counting_infinities(
+    parameters: Sequence[nn.Parameter], norms: Mapping[Any, Any], number_of: Callable[[Any], Any]
+) -> Sequence[nn.Parameter]:
+    """Return the parameters for DeepSpeed's norm of ZeRO 3 with an offloaded optimizer on later slices.
+
+    All of them count if the norm of an uncounted one is not finite. ``norms`` has those of this rank's partitions.
+    """
+    uncounted = [number_of(each) for each in parameters if not is_model_parallel_parameter(each)]
+    others = [torch.as_tensor(norms[number]).float() for number in uncounted if number in norms]
+    return parameters if _largest(others).isfinite() else [cast("Any", _Counted(each)) for each in parameters]
+
+
+class _Counted:
+    """Stand for a parameter in DeepSpeed's norm, which then counts it on every slice."""
+
+    model_parallel = True
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter, name)
 
 
 def square_of_partition(
@@ -265,9 +325,10 @@ def square_of_partition(
         grid: the engine's grid.
         dtype: the type of the sums.
     """
-    counts, real = _on_this_slice(grid), (part for part in gradients if not getattr(part, "_zero_padding", False))
-    counted = [part.detach() for part, parameter in zip(real, parameters, strict=False) if counts(parameter)]
-    return sum_of_squares(counted, get_accelerator().current_device_name(), dtype).float()
+    real = (part for part in gradients if not getattr(part, "_zero_padding", False))
+    counted, others = _divided(zip(parameters, real, strict=False), _on_this_slice(grid))
+    device = get_accelerator().current_device_name()
+    return sum_of_squares(counted, device, dtype).float() + _zero_or_nan(others, device).float()
 
 
 # -- norms with experts -----------------------------------------------------------------------------------------------
@@ -303,12 +364,7 @@ def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: Mpu
     is_copy = grid.get_copy_rank() > 0  # the first copy of a partition counts it; experts have no copies
     counts = _on_this_slice(grid)
     return _total_norm(
-        [
-            gradient
-            for parameter, gradient in owned
-            if counts(parameter) and not (is_copy and not is_moe_param(parameter))
-        ],
-        grid,
+        owned, lambda parameter: None if is_copy and not is_moe_param(parameter) else counts(parameter), grid
     )
 
 
@@ -317,17 +373,24 @@ def bf16_gradient_norm(optimizer: BF16_Optimizer, grid: MpuGrid) -> torch.Tensor
     pairs = zip(
         chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
     )
-    counts = _counted_here(grid)
-    return _total_norm([gradient for parameter, gradient in pairs if counts(parameter)], grid)
+    return _total_norm(pairs, _counted_here(grid), grid)
+
+
+def bf16_uncounted(optimizer: BF16_Optimizer, grid: MpuGrid) -> list[torch.Tensor]:
+    """Return a gradient to add to those that ``BF16_Optimizer`` counts: 0, or nan if another one is not finite."""
+    pairs = zip(
+        chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
+    )
+    _, others = _divided(pairs, _on_this_slice(grid))
+    return [_zero_or_nan(others, get_accelerator().current_device_name())] if others else []
 
 
 def fused_gradient_norm(optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of the flat gradients of ``FP16_Optimizer``, one for each group; collective."""
-    counts, counted = _counted_here(grid), list[torch.Tensor]()
+    pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
     for parameters, flat in zip(optimizer.fp16_groups, flat_gradients, strict=True):
-        parts = flat.split([parameter.numel() for parameter in parameters])
-        counted += [part for parameter, part in zip(parameters, parts, strict=True) if counts(parameter)]
-    return _total_norm(counted, grid)
+        pairs += zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True)
+    return _total_norm(pairs, _counted_here(grid), grid)
 
 
 def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -335,9 +398,9 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
 
     Collective over the grid. It replaces the norm that ``FP16_UnfusedOptimizer`` clips by.
     """
-    trained = [parameter for parameter in chain.from_iterable(optimizer.fp16_groups) if parameter.grad is not None]
-    counts = _counted_here(grid)
-    return _total_norm([parameter.grad for parameter in trained if counts(parameter)], grid)
+    parameters = chain.from_iterable(optimizer.fp16_groups)
+    pairs = ((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
+    return _total_norm(pairs, _counted_here(grid), grid)
 
 
 def group_counts_differ(engine: DeepSpeedEngine) -> bool:
@@ -435,7 +498,7 @@ def counts_on_slice(parameter: nn.Parameter, is_first: bool, slices_experts: boo
     return bool(is_model_parallel_parameter(parameter))
 
 
-def _on_this_slice(grid: ProcessGrid) -> Callable[[nn.Parameter], bool]:
+def _on_this_slice(grid: ProcessGrid) -> Counts:
     """Return the function that tells whether this rank's slice counts a parameter."""
     if grid.get_axis_rank(MODEL) == 0:
         return lambda parameter: not getattr(parameter, "ds_pipe_replicated", False)  # as counts_on_slice, but fast
@@ -464,14 +527,19 @@ def _replicas_of_expert(parameter: nn.Parameter) -> dist.ProcessGroup:
 
 def overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Tell, as ``[]``, whether an element of any gradient is infinite or nan, by a few kernels for all gradients."""
+    return ~_largest(gradients).isfinite()
+
+
+def _largest(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the largest absolute value, ``[]``, of all gradients; infinite or nan if an element is."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    return ~get_total_norm([gradient for gradient in dense if gradient.numel()], math.inf).isfinite()
+    return get_total_norm([gradient for gradient in dense if gradient.numel()], math.inf)
 
 
-def _total_norm(gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
+def _total_norm(pairs: Iterable[tuple[nn.Parameter, torch.Tensor]], counts: Counts, grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of all gradients of the model, of which this rank counts some."""
-    device = get_accelerator().current_device_name()
-    square = sum_of_squares([gradient.detach() for gradient in gradients], device, torch.float32)
+    device, (counted, others) = get_accelerator().current_device_name(), _divided(pairs, counts)
+    square = sum_of_squares(counted, device, torch.float32) + _zero_or_nan(others, device)
     return _sum_over_grid(square, grid)[0].sqrt()
 
 

@@ -11,6 +11,7 @@ records, then those of the reducer, then these.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.ledger import always
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.checkpoint.loading import load_as_a_whole
 from ds_topo.checkpoint.saving import save_as_a_whole
@@ -40,16 +42,17 @@ from ds_topo.engine import (
     reduction_order,
 )
 from ds_topo.engine.backward_passes import BackwardPasses, MicroBatches
-from ds_topo.engine.batches import FirstSamples, run_with_enough
+from ds_topo.engine.batches import FirstSamples, Starts, run_with_enough
 from ds_topo.engine.current_mpu import current
-from ds_topo.engine.idle_stages import with_placeholders
+from ds_topo.engine.idle_stages import remove_unused_placeholders, with_placeholders
 from ds_topo.engine.one_layout import agreement
-from ds_topo.engine.optimizers_on_grid import put_optimizer_on_grid, undo_step_of_zeros
+from ds_topo.engine.optimizers_on_grid import keep_groups_of_adagrad, put_optimizer_on_grid, undo_step_of_zeros
 from ds_topo.engine.replica_comparison import compare_slices
 from ds_topo.engine.written_weights import written_weights_of
 from ds_topo.errors import EngineOptionError
 from ds_topo.health import guard, job_watch
 from ds_topo.mpu import MpuGrid, registry
+from ds_topo.topology.axes import PIPE
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -68,6 +71,8 @@ class EngineParts:
         """The search for parameters that the program has changed; None if there are no master weights."""
         self.samples = FirstSamples(grid, engine.train_micro_batch_size_per_gpu())
         """The comparison of what ranks read first."""
+        self.starts = Starts()
+        """Notices that all steps of a pipeline begin with the same batch."""
         self.direct_steps = checks.DirectSteps(engine)
         """Notices steps of the optimizer that the program takes itself."""
         group_counts_differ = False
@@ -159,6 +164,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
         """
+        remove_unused_placeholders(self, model)
         checks.agree_on_model(self, model, self.mpu)
         checks.create_missing_expert_groups(self, model, self.mpu)
         current.set(self.mpu)  # again, because experts may have got groups since
@@ -174,9 +180,31 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         if isinstance(self, PipelineEngine):
             model_parameters = with_placeholders(self, client_optimizer, model_parameters)
         model_parameters = experts.with_groups_in_one_order(self, client_optimizer, model_parameters)
+        if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):  # a function builds it
+            built = checks.built_alike(self, client_optimizer, model_parameters)
+            experts.with_groups_in_one_order(self, built, model_parameters)
+            client_optimizer = always(built)
         with hybrid_sharding.partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
+        keep_groups_of_adagrad(self)
         checks.warn_of_tied_weights(self)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        """Let Muon have an mpu whose ranks hold whole matrices: DeepSpeed refuses it with any mpu."""
+        grid = self.mpu
+        if "muon" in type(optimizer).__name__.lower() and (slices := grid.get_model_parallel_world_size()) > 1:
+            raise EngineOptionError(
+                f"Muon with bf16 and gradients in fp32 on {grid.topology().spec!r}: DeepSpeed's optimizer for that "
+                f"needs whole models on each rank, but here {slices} ranks share one. Use ZeRO 2, or 0 or 1 without "
+                '"grad_accum_dtype": "fp32", or an optimizer such as AdamW'
+            )
+        self.mpu = None  # type: ignore[assignment]
+        try:
+            wrapper = super()._configure_bf16_optimizer(optimizer)
+        finally:
+            self.mpu = grid
+        wrapper.mpu = grid
+        return wrapper
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""
@@ -191,7 +219,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """
         with batches.counting_shares(self):
             loader = super().deepspeed_io(*arguments, **options)
-        batches.deal_to_all_readers(self, loader)
+        batches.complete_loader(self, loader)
         return loader
 
     # -- a step
@@ -224,18 +252,27 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
             if parts.written is not None:
                 parts.written.look()
             super()._take_model_step(*arguments)
+        self.mpu.progress.steps += 1
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over the grid, by a few kernels, and keep it.
 
         DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
-        It starts several kernels for each parameter.
+        It starts several kernels for each parameter. A step that ``torch_autocast`` skips has the norm inf, as in ZeRO.
         """
-        if self.on_grid.corrects_norms:
+        scaler = self.torch_autocast_z0_gradscaler
+        if isinstance(scaler, loss_scales.AutocastScaler) and scaler.has_overflow:
+            self._global_grad_norm = torch.tensor(math.inf)
+        elif self.on_grid.corrects_norms:
             limit = self.gradient_clipping()
             self._global_grad_norm = norms.clip_grad_norm_(self.module.parameters(), limit, self.mpu)
         else:
             super().clip_fp32_gradients()
+
+    def destroy(self) -> None:
+        """Take back what the loss scaler has set on the program's optimizer."""
+        _release_scaler(vars(self).get("torch_autocast_z0_gradscaler"))
+        super().destroy()
 
     # -- checkpoints
 
@@ -343,6 +380,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         if not self.on_grid.passes.have_run:
             backward_passes.refuse_step(self)
         is_last, before = self.is_gradient_accumulation_boundary(), self.global_steps
+        if is_last and self.on_grid.passes.is_local and not self.on_grid.passes.are_reduced:
+            self.on_grid.passes.check_reduced(self)
         result = super().step(*arguments, **options)
         taken = self.global_steps
         is_due = taken != before and not taken % STEPS_BETWEEN
@@ -371,7 +410,8 @@ class PlainEngineOnGrid(EngineOnGrid):
         super().zero_grad()
         if self.zero_optimization_partition_weights():
             self.optimizer.zero_grad()
-        self.on_grid.passes.are_discarded = True
+        if not isinstance(self.optimizer, BF16_Optimizer):  # it keeps its sums
+            self.on_grid.passes.are_discarded = True
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -391,8 +431,10 @@ class PlainEngineOnGrid(EngineOnGrid):
 
     def _backward_prologue(self) -> None:
         """Prepare once in each backward pass; the engine's own mpu is current from here."""
-        if not self.on_grid.passes.must_be_prepared(self):
+        parts = self.on_grid
+        if not parts.passes.must_be_prepared(self):
             return
+        parts.passes.warn_of_discarded(self, parts.micro_batches.done_before(self))
         current.begin_backward(self)
         try:
             super()._backward_prologue()
@@ -408,6 +450,11 @@ class PlainEngineOnGrid(EngineOnGrid):
         finally:
             current.end_backward(self)
         self.on_grid.passes.end_backward(self)
+
+    def allreduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """Note it: a program may call it after the backward passes of ``no_sync()``."""
+        super().allreduce_gradients(*arguments, **options)
+        self.on_grid.passes.is_local = False
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient itself: hooks of the outputs divide it.
@@ -431,7 +478,7 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     @using_bf16_optimizer.setter
     def using_bf16_optimizer(self, value: bool) -> None:
-        pass
+        self.__dict__["using_bf16_optimizer"] = isinstance(self.optimizer, BF16_Optimizer)  # for when the grid is gone
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Read this rank's share of samples, on stages that read samples.
@@ -518,6 +565,7 @@ def complete(engine: DeepSpeedEngine) -> None:
     hybrid_sharding.save_each_partition_once(engine)
     if isinstance(engine, PipelineEngine):
         _time_backward_once(engine)
+        engine.mpu.on_destroy(partial(_end_pipeline, weakref.ref(engine)))
     if autoparallel.uses_autosp(engine._config):
         autoparallel.average_over_seq(engine)
     engine.on_grid = EngineParts(engine)
@@ -528,7 +576,21 @@ def complete(engine: DeepSpeedEngine) -> None:
 def _restore_scaler(engine: weakref.ref[DeepSpeedEngine], scaler: Any) -> None:
     living = engine()
     if living is not None and "on_grid" in vars(living):  # it was not destroyed
+        _release_scaler(living.torch_autocast_z0_gradscaler)
         living.torch_autocast_z0_gradscaler = scaler
+
+
+def _release_scaler(scaler: Any) -> None:
+    if isinstance(scaler, loss_scales.AutocastScaler):
+        scaler.release()
+
+
+def _end_pipeline(engine: weakref.ref[PipelineEngine]) -> None:
+    """Let later steps raise on every rank: otherwise one stage fails, and the others wait for it without end."""
+    living = engine()
+    if living is not None:
+        grid = living.mpu
+        vars(living)["_exec_schedule"] = lambda _: grid.get_group(PIPE)
 
 
 def _time_backward_once(engine: PipelineEngine) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,6 +30,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -68,10 +69,14 @@ class OptimizerParts:
     corrects_norm: bool
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
+    autocasts: bool
+    """True if the engine uses ``torch_autocast``."""
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather of updated parameters runs."""
     replicas: ReplicaSums | None = None
     """The averages over the replicas of a ``Manager`` at ZeRO 3; without one, or with a reducer, None."""
+    sums_over_seq: bool = True
+    """True if gradients are summed over ``seq`` at ZeRO 3 as at every other stage."""
 
 
 def put_optimizer_on_grid(
@@ -99,7 +104,8 @@ def put_optimizer_on_grid(
     is_offloaded = kind is DeepSpeedZeroOptimizer and optimizer.cpu_offload and not optimizer.zenflow
     corrects = corrects_norms and has_experts
     if mixin is ZeroOnGrid:
-        corrects = corrects or group_counts_differ
+        has_slices = engine.mpu.get_slice_parallel_world_size() > 1
+        corrects = corrects or group_counts_differ or bool(is_offloaded and has_slices)  # of which each looks at all
     elif mixin is UnfusedOnGrid:
         corrects = corrects_norms and (has_experts or engine.mpu.get_model_parallel_world_size() > 1)
     elif mixin is BF16OnGrid:
@@ -113,6 +119,7 @@ def put_optimizer_on_grid(
         keeps_gradients=kind is DeepSpeedZeroOptimizer_Stage3 or bool(is_offloaded),
         corrects_norm=corrects,
         has_experts=has_experts,
+        autocasts=bool(engine.torch_autocast_enabled()),
         gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
     with ExitStack() as undo:
@@ -128,6 +135,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     mixin_suffix, mixin_state = "OnGrid", "on_grid"
     on_grid: OptimizerParts
     mpu: MpuGrid
+    _hp_optimizer_states_linked: bool
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
         """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them.
@@ -171,6 +179,7 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
         DeepSpeed hands only gradients of the last micro-batch to an offloaded optimizer. It does not sum over the ranks
         that hold the same partition. It gathers parameters by collectives that use a link in one direction at a time.
+        It links states to parameters after the step of the first group, when other groups have none.
         """
         parts = self.on_grid
         if parts.keeps_gradients:
@@ -181,12 +190,20 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             hybrid_sharding.sum_over_copies(parts.copies, self, parts.summed)
             parts.summed.clear()
         with parts.gathering():
-            return super().step(closure)
+            before, result = self._hp_optimizer_states_linked, super().step(closure)
+        if before != self._hp_optimizer_states_linked:
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
+        return result
 
     def update_lp_params(self) -> Any:
         """Gather updated parameters point to point on gloo."""
         with self.on_grid.gathering():
             return super().update_lp_params()
+
+    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
+        return _comm_dtype(self, param)
 
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
         """Look for overflows on all replicas, because experts may overflow on any of them."""
@@ -266,7 +283,14 @@ class BF16OnGrid(Mixin, BF16_Optimizer):  # type: ignore[misc]
         if parts.has_experts:
             return norms.norm_as_gradients(norms.bf16_gradient_norm(self, self.mpu), self.mpu)
         counted, of_experts = super().get_grads_for_norm(for_clipping)
+        counted += norms.bf16_uncounted(self, self.mpu)
         return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Note that sums of earlier micro-batches are lost."""
+        super().zero_grad(*arguments, **options)
+        if self.on_grid.passes is not None:
+            self.on_grid.passes.are_discarded = True
 
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
@@ -326,10 +350,11 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
         Every other stage sums gradients over ``seq`` and averages them over ``data``. ZeRO 3 does the same except where
         it uses reduce-scatter, which divides by all ranks: with ``reduce_scatter`` true (the default), without
-        ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``.
+        ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``. The losses of programs for
+        DeepSpeed alone fit its own scale; see :func:`keep_scale`.
         """
         partitions: list[torch.Tensor] = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(*arguments)
-        factor = self.sequence_parallel_size
+        factor = self.sequence_parallel_size if self.on_grid.sums_over_seq else 1
         return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
@@ -382,6 +407,24 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             _hand_over_partitions(self)
         return super().step(closure)
 
+    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
+        return _comm_dtype(self, param)
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
+        """Look at what later slices do not count, too: a nan there alone would not reach the norm."""
+        if self.model_parallel_rank > 0:
+            gradients, params = norms.with_uncounted(gradients, params)
+        norm: torch.Tensor = super().get_grad_norm_direct(gradients, params, norm_type)
+        return norm
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> torch.Tensor:
+        """Count what is not finite on later slices, too: a nan there alone would not reach the norm."""
+        if self.model_parallel_rank > 0:
+            params = norms.counting_infinities(params, self.norm_for_param_grads, self.get_param_id)
+        norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return norm
+
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Note that the step may have another backward pass: programs discard gradients by this method, too."""
         super().zero_grad(*arguments, **options)
@@ -394,6 +437,21 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         places = [place for place, module in enumerate(FWD_MODULE_STACK) if module is self.module]
         if places:
             del FWD_MODULE_STACK[places[0]]
+
+
+def _comm_dtype(optimizer: Any, parameter: torch.nn.Parameter) -> torch.dtype:
+    own: torch.dtype = optimizer.communication_data_type
+    return get_comm_dtype(parameter) if optimizer.on_grid.autocasts else own
+
+
+def keep_scale(engine: DeepSpeedEngine) -> None:
+    """Let an engine average gradients over ``seq`` at ZeRO 3 where DeepSpeed does.
+
+    The loss of transformers, which DeepSpeed's guide to long sequences has, too, is that of the whole sequence on each
+    rank. Its gradient is the whole one times the degree of ``seq`` where gradients are summed, at ZeRO 0 to 2.
+    """
+    if isinstance(engine.optimizer, Zero3OnGrid):
+        engine.optimizer.on_grid = replace(engine.optimizer.on_grid, sums_over_seq=False)
 
 
 def _hand_over_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -451,6 +509,30 @@ _MIXINS: dict[type, type[Mixin]] = {
     FP16_Optimizer: FusedOnGrid,
     FP16_UnfusedOptimizer: UnfusedOnGrid,
 }
+
+
+def keep_groups_of_adagrad(engine: DeepSpeedEngine) -> None:
+    """Put the Adagrad of an engine back into ZeRO, whose constructor builds another one, of one group.
+
+    With several groups DeepSpeed's step fails. With one, the group's own settings, a scheduler of the program and a
+    subclass have no effect.
+    """
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    kinds = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    if not isinstance(basic, torch.optim.Adagrad) or not isinstance(optimizer, kinds) or optimizer.optimizer is basic:
+        return
+    states, optimizer.optimizer = optimizer.optimizer.state, basic
+    basic.state.clear()
+    basic.state.update(states)  # that of each partition, which torch's Adagrad creates in its constructor
+    for group in basic.param_groups:
+        for master in group["params"]:
+            if master in states:
+                states[master]["sum"].fill_(group["initial_accumulator_value"])
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):  # which has done this for the first group alone
+        optimizer._link_all_hp_params()
+        optimizer._param_slice_mappings = optimizer._create_param_mapping()
+        if optimizer.cpu_offload:
+            optimizer._create_optimizer_mapping()
 
 
 def undo_step_of_zeros(optimizer: Any) -> None:

@@ -323,6 +323,8 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
             with self._timed(OPTIMIZER_STEP_TIMER):
                 self._optimizer_step(group.index)
                 group.master.grad = None  # one group at a time has gradients in the type of master weights
+        if not all(group.has_linked_states for group in self.reduction.groups):
+            self._link_states()
         with self._timed(OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
         self.timers.log(OPTIMIZER_TIMERS)

@@ -28,6 +28,7 @@ from ds_topo.base.ledger import always, ledger
 from ds_topo.base.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.checkpoint.engine_facts import saved_layer
 from ds_topo.engine.grid import PipelineEngineGrid
+from ds_topo.engine.idle_stages import add_placeholders
 from ds_topo.engine.one_layout import agreement, grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.health import guard
@@ -131,6 +132,8 @@ def construct_on(
         )
     _checkpoint_all_segments(module)
     _refuse_weights_of_several_stages(module, layers)
+    if grid.pipe_parallel_size > 1 and not any(each.requires_grad for each in module.parameters()):
+        add_placeholders(module, 1)  # for an optimizer of the program, which torch refuses without parameters
 
 
 def _synchronize_tied_weights(module: DeepSpeedPipelineModule) -> None:

@@ -230,7 +230,7 @@ class Replicas:
             self._sums = ReplicaSums(self.manager)
             engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
         else:
-            engine.gradient_reducer = GradientReducer.attach(engine, **reduction, manager=self.manager)
+            GradientReducer.attach(engine, **reduction, manager=self.manager)
             self._sums = engine.gradient_reducer.driver.sums
         load, state = WeakMethod(self._load), WeakMethod(self._state)
         self.manager.register_state_dict_fn("ds_topo", lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]

@@ -28,6 +28,7 @@ from ds_topo.engine.config_options import REDUCER_SECTION, REPLICAS_SECTION, TOP
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
+from ds_topo.engine.optimizers_on_grid import keep_scale
 from ds_topo.engine.quorum import ReplicaOptions, Replicas
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
@@ -93,6 +94,8 @@ def init_distributed(
         _unlink_shared_memory(launch)
     if limit is not None:
         job_watch.start(limit)
+    else:
+        guard.join()
     return launch
 
 
@@ -228,6 +231,7 @@ def initialize(
     replicas = None if REFERENCE in os.environ else content.get(REPLICAS_SECTION)
     options = None if replicas is None else ReplicaOptions.of_section(replicas)
     used = grid_in_use()
+    is_own_mpu = used is not None and mpu is not None and not isinstance(mpu, MpuGrid)
     if used is not None:
         mpu = mpu_in_use(mpu, model, used)
         warn_of_undealt_samples(used)
@@ -244,10 +248,12 @@ def initialize(
     with reading_sections(), _naming_builds():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
     engine.gradient_reducer = None
+    if is_own_mpu:
+        keep_scale(engine)
     if options is not None:
         Replicas(engine, options, reduction or {})  # attaches a reducer itself
     elif reduction is not None:
-        engine.gradient_reducer = GradientReducer.attach(engine, **reduction)
+        GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 
 

@@ -13,11 +13,16 @@ to the store, if it waits for the store), and communicators that can abort are a
 call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that
 cannot be made to raise is ended, with a dump of all stacks.
 
-A rank that ends its program or destroys its grids without an error leaves a note in the store, for ranks that then
-cannot reach it: most likely they take more steps than it did.
+The first rank that ends its program or destroys its grids leaves a note in the store, for ranks that then cannot reach
+it: most likely they take more steps than it did. A wait at the store is ended if it is in a call that the rank never
+began.
+
+A timeout or a lost connection is no cause. A rank that raises one waits a moment for the cause. If none comes it asks:
+the threads of all ranks report where theirs is, by one ``append`` each, and that of the rank that asked posts a
+comparison (:func:`compared`), which all ranks raise.
 
 While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
-serves the store stops: the watch does.
+serves the store stops: the watch does. If that process is rank 0 and has ended, its end is the cause.
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -40,9 +47,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import Store, abort_nccl, clone, communicates, default_store, served_at, set_several
-from ds_topo.errors import EndOfSamplesError, FailedRankError, tell
-from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Observer, Progress
+from ds_topo.base.torch_names import Store, abort_nccl, append, communicates, default_store, served_at, set_several
+from ds_topo.errors import EndOfSamplesError, FailedRankError, listed, tell
+from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Activity, Observer, Progress, first_line
 from ds_topo.health.heartbeat import named
 from ds_topo.health.watch import (
     bytes_moved,
@@ -53,7 +60,7 @@ from ds_topo.health.watch import (
     ports_towards,
     shut_down,
 )
-from ds_topo.launch.council import linger, within
+from ds_topo.launch.council import apart, linger
 from ds_topo.launch.launchers import COORDINATE
 
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
@@ -69,15 +76,22 @@ _SECONDS_BETWEEN_ATTEMPTS = 60.0
 """The time before a store that did not answer is asked again, so that calls are not slow meanwhile."""
 _CAUSE_LIMIT = 2.0
 """The seconds for which a rank that could not reach another one waits for the first cause."""
+_INQUIRY_LIMIT = timedelta(seconds=3)
+"""The seconds that the ranks have to report where they are."""
 _LINGER = timedelta(seconds=1.5)
-"""The seconds for which a failed process that serves the store waits for the others to read why."""
+"""The seconds for which a process that serves the store and ends waits for the others to read why."""
 _FOREVER = timedelta(days=7)
 _LISTENERS = "ds_topo/first_cause/listeners"
 """The key that counts the ranks whose thread runs."""
 _LEFT = "ds_topo/first_cause/left"
-"""The key of the first rank that has ended its program, or destroyed its grids, without an error."""
+"""The key of the first rank that has ended its program, or destroyed its grids."""
 _SHOWN = 2000
 """The most characters of an error that other ranks show."""
+_SHOWN_PLACES, _SHOWN_RANKS = 6, 8
+_SERVER_ENDED = (
+    "rank 0, which served the job's store at {}:{}, has ended without reporting an error: it was killed, or crashed. "
+    "Its own output may say more, and the system's log of its host (out of memory? killed?)"
+)
 
 
 class FirstCause(NamedTuple):
@@ -90,9 +104,46 @@ class FirstCause(NamedTuple):
     error: str
     has_left: bool = True
     """False while the rank still takes part in the call, for example in the decision about a checkpoint."""
+    is_inferred: bool = False
+    """True if no rank has reported an error of its own; ``error`` then says what was found."""
 
     def __str__(self) -> str:
-        return f"{self.who} failed in {self.call}: {self.error}"
+        return self.error if self.is_inferred else f"{self.who} failed in {self.call}: {self.error}"
+
+
+class Departure(NamedTuple):
+    """The note of a rank that has ended its program, or destroyed its grids."""
+
+    rank: int
+    who: str
+    after: str
+    """The exception that was being handled, as at the end of a ``with``; empty if none was."""
+    calls: int
+    """The number of guarded calls that the rank had begun."""
+    is_end: bool
+    """True if the process has ended."""
+
+    def __str__(self) -> str:
+        if self.after:
+            return f"{self.who} has ended its program, or destroyed its grid, after {self.after}"
+        return (
+            f"{self.who} has ended its program, or destroyed its grid, without reporting an error. Let all ranks "
+            "take the same steps: decide when to stop by a number that is equal on all of them, such as "
+            "grid.mean_over_replicas(loss), and call train_batch(), eval_batch() and the like on every rank"
+        )
+
+    def leave_in(self, store: Store, world_size: int) -> None:
+        """Leave the note in the store and wake the threads of all ranks, unless another rank has left before."""
+        note, found = json.dumps(self), store.compare_set(_LEFT, "", json.dumps(self)).decode()
+        before = Departure(*json.loads(found))
+        if before.rank == self.rank:
+            if found != note:  # it has destroyed its grids before
+                store.compare_set(_LEFT, found, json.dumps(before._replace(is_end=self.is_end)))
+            _wake_all(store, world_size)
+
+    def as_cause(self) -> FirstCause:
+        """Return it as the cause of other ranks' errors."""
+        return FirstCause(self.rank, self.who, "", str(self), is_inferred=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -102,6 +153,8 @@ class GuardedCall:
     name: str
     members: Sequence[int]
     steps: int | None
+    number: int = 0
+    """How many guarded calls this process has begun, including this one."""
     cause: FirstCause | None = None
     """The failure for which this call was ended."""
     has_posted: bool = False
@@ -115,44 +168,47 @@ class GuardedCall:
 class FailureListener:
     """The thread that waits for the first cause of a job, on its own connection to the job's store."""
 
-    def __init__(self, store: Store, current: Callable[[], GuardedCall | None]) -> None:
+    def __init__(self, store: Store, guard: Guard) -> None:
         place = served_at(store)
         assert place is not None
-        self._job_store, self._place, self._current = store, place, current
+        self._job_store, self._place, self._guard = store, place, guard
         self._pid, self.rank, self._world_size = os.getpid(), dist.get_rank(), dist.get_world_size()
         self._tick = _TICK * max(1.0, self._world_size / _RANKS_PER_TICK)
-        self._serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._serves = self.rank == 0 and self._is_served_by_rank_0
         self._number = 0
         """The number of the next post: those before were withdrawn."""
         self.known: FirstCause | None = None
         """The first cause, until it is withdrawn."""
         self.has_news = threading.Event()
         """Set when a first cause is known, or the connection is lost."""
-        self.calls = 0
-        """The number of guarded calls that the main thread has begun."""
         self._calls_at_post = -1
+        self.where: Activity | None = None
+        """The activity when this rank could not reach another one, in the last call that it began."""
+        self._answered = -1
+        """The number of the post for which this rank was last asked where it is."""
+        self._left: Departure | None = None
+        """The first rank that has left, once the thread was woken."""
         self._stopping = threading.Event()
-        self._reported = -1
+        self.reported = -1
         """The id of the error that this rank has posted last."""
         self._own = -1
         """The number of this rank's last post, which the others may not have read yet."""
         self._judged: GuardedCall | None = None
         self._ended_at = self._seconds_since_end = 0.0
-        self._who = named(self.rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
-        self._has_failed = False
+        self.has_failed = False
         """True if an exception ends this process."""
         before = ports_towards(place[1])
-        self._connection = within(_STORE_LIMIT, "another connection to the store", lambda: clone(store))
+        self._connection = apart(store, _STORE_LIMIT, "another connection to the store", lambda other: other)
         self._ports = ports_towards(place[1]) - before
         self._connection.add(_LISTENERS, 1)
-        self._connection.compare_set(_LEFT, self._departure, "")
+        left = departure_in(self._connection)
+        if left is not None and left.rank == self.rank:  # it has come back
+            self._connection.compare_set(_LEFT, json.dumps(left), "")
         bytes_elsewhere = partial(bytes_moved, {place[1], *self._ports})
         self._observer, self._progress = Observer(bytes_elsewhere), Progress(bytes_elsewhere)
         self._thread = threading.Thread(target=self._run, name="ds_topo first cause", daemon=True)
         self._thread.start()
-        self._hook_before, self._hook = sys.excepthook, self._on_exception
-        sys.excepthook = self._hook
-        atexit.register(self.stop, is_end=True)
 
     @property
     def is_of_this_job(self) -> bool:
@@ -168,43 +224,37 @@ class FailureListener:
             return
         if self._own >= 0 and self._serves:
             with suppress(RuntimeError):
-                linger(self._is_read, _LINGER)
+                linger(self._is_read, 2 * _LINGER)
         self._stopping.set()
+        departure = departure_of(self.rank, self._guard.calls, is_end=is_end)
 
-        def leave() -> None:
-            store = clone(self._job_store)  # an abandoned call may occupy the other connections
-            if not self._has_failed:
-                store.compare_set(_LEFT, "", self._departure)
-            store.set(self._key(self._number, f"wake/{self.rank}"), "")
+        def leave(store: Store) -> None:
+            if not self.has_failed:
+                departure.leave_in(store, self._world_size)
+            store.set(_wake(self.rank), "")
             others = store.add(_LISTENERS, -1)
             self._thread.join(_STORE_LIMIT.total_seconds())
             if is_end and self._serves and others > 0:
                 linger(lambda: store.add(_LISTENERS, 0) <= 0, _LINGER)
 
         with suppress(RuntimeError):  # the server of the store has ended, and with it the thread
-            if is_end:  # Python starts no thread then
-                leave()
-            else:
-                within(2 * _STORE_LIMIT, "the end of a thread", leave)
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._hook_before
-        atexit.unregister(self.stop)
+            apart(self._job_store, 2 * _STORE_LIMIT, "the end of a thread", leave)
 
     # -- a failure of this rank ----------------------------------------------------------------------------------------
 
     def post(self, error: BaseException, call: str, members: Sequence[int], *, has_left: bool) -> FirstCause | None:
         """Post this rank's failure; return the first cause, which may be of another rank, or None without an answer."""
-        self._reported, self._calls_at_post = id(error), self.calls
+        self.reported, self._calls_at_post = id(error), self._guard.calls
         text = "".join(traceback.format_exception_only(error)).strip()
-        own = FirstCause(self.rank, self._who, call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left)
-        if self.known is None and self.has_news.is_set():  # the store is gone
-            return None
+        own = FirstCause(
+            self.rank, here(self.rank), call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left
+        )
 
-        def write() -> FirstCause:
-            store, written, number = clone(self._job_store), json.dumps(own), self._number
+        def write(store: Store) -> FirstCause:
+            written, number = json.dumps(own), self._number
             while True:
                 first = FirstCause(*json.loads(store.compare_set(self._key(number), "", written)))
-                is_former = first.rank == own.rank and first != own
+                is_former = first != own and (first.rank == own.rank or first.is_inferred)
                 if is_former:
                     self._withdraw(store, number)
                 if not is_former and not store.check([self._key(number, "withdrawn")]):
@@ -212,7 +262,7 @@ class FailureListener:
                 number += 1
             if first == own:
                 self._own = number
-                set_several(store, [self._key(number, f"wake/{rank}") for rank in range(self._world_size)])
+                _wake_all(store, self._world_size)
             # if all ranks of the call fail alike, none is alone
             is_alike = (first.call, _kind(first)) == (own.call, _kind(own))
             if is_alike and store.add(self._key(number, "count"), 1) == len(members):
@@ -220,7 +270,7 @@ class FailureListener:
             return first
 
         with suppress(RuntimeError):  # the store does not answer
-            return within(_STORE_LIMIT, "the report of an error", write)
+            return apart(self._job_store, _STORE_LIMIT, "the report of an error", write)
         return None
 
     def _key(self, number: int, what: str = "post") -> str:
@@ -229,22 +279,30 @@ class FailureListener:
     def _withdraw(self, store: Store, number: int) -> None:
         store.set(self._key(number, "withdrawn"), "")
 
-    @property
-    def _departure(self) -> str:
-        return json.dumps([self.rank, self._who])
+    def explain(self, error: BaseException, members: Sequence[int]) -> FirstCause | None:
+        """Return the cause of an error that says only that another rank could not be reached; None if none is known.
 
-    def departed(self, members: Sequence[int]) -> str:
-        """Return a description of a member that has left without an error, and a remedy; empty if none is known."""
+        Wait a moment for a rank that reports a cause. If none does, ask all ranks where they are.
+        """
+        self.where, self._calls_at_post = self._observer.read_traceback(error.__traceback__), self._guard.calls
+        self.has_news.wait(_CAUSE_LIMIT)
+        if self.known is not None:
+            return self.known
+        left = self._left
         with suppress(RuntimeError):  # the store does not answer
-            found = within(_STORE_LIMIT, "who has left", lambda: clone(self._job_store).compare_set(_LEFT, "", ""))
-            rank, who = json.loads(found or '[-1, ""]')
-            if rank in members and rank != self.rank:
-                return (
-                    f"{who} has ended its program, or destroyed its grid, without an error. Let all ranks take the "
-                    "same steps: decide when to stop by a number that is equal on all of them, such as "
-                    "grid.mean_over_replicas(loss), and call train_batch(), eval_batch() and the like on every rank"
-                )
-        return ""
+            left = apart(self._job_store, _STORE_LIMIT, "who has left", departure_in)
+        if left is not None and left.rank in members and left.rank != self.rank:
+            return left.as_cause()
+        key, me = self._key(self._number, "asked"), str(self.rank)
+
+        def ask(store: Store) -> None:
+            if store.compare_set(key, "", me).decode() == me:
+                _wake_all(store, self._world_size)
+
+        with suppress(RuntimeError):
+            apart(self._job_store, _STORE_LIMIT, "the question where ranks are", ask)
+            self.has_news.wait(2 * _INQUIRY_LIMIT.total_seconds())
+        return self.known
 
     def _is_read(self) -> bool:
         """Return whether all others have read this rank's post, or it was withdrawn."""
@@ -253,21 +311,10 @@ class FailureListener:
             self._job_store.check(withdrawn)
         )
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Post an exception that ends this process, if it has not left a guarded call."""
-        self._hook_before(kind, error, trace)
-        self._has_failed = True
-        chain = chain_of(error)
-        is_named = any(isinstance(one, FailedRankError) for one in chain)
-        if is_of_transport(error) and not is_named and not watch_is_on():
-            cause = self.known if self.has_news.wait(_CAUSE_LIMIT) else None
-            if said := self.departed(range(self._world_size)) if cause is None else str(cause):
-                tell(f"ds_topo: the cause is probably that {said}")
-        is_known = is_named or any(id(one) == self._reported for one in chain)
-        if not is_known and self.is_of_this_job and not watch_is_on() and not is_of_transport(error):
-            where = self._observer.read_traceback(trace)
-            place = f"{where.phase} at {where.where}" if where.where else where.phase
-            self.post(error, place, range(self._world_size), has_left=True)
+    def place_of(self, trace: TracebackType | None) -> str:
+        """Describe where an exception was raised."""
+        where = self._observer.read_traceback(trace)
+        return f"{where.phase} at {where.where}" if where.where else where.phase
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -276,7 +323,7 @@ class FailureListener:
             while not self._stopping.is_set():
                 post = self._key(self._number)
                 if not self._connection.check([post]):
-                    self._sleep()
+                    self._hear()
                     continue
                 self.known = cause = FirstCause(*json.loads(self._connection.get(post)))
                 if cause.rank != self.rank:
@@ -287,6 +334,8 @@ class FailureListener:
                 self.has_news.clear()
                 self._number += 1
         except RuntimeError:  # the server of the store has ended
+            if self.known is None and self._is_served_by_rank_0 and self._left is None:
+                self.known = FirstCause(0, "rank 0", "", _SERVER_ENDED.format(*self._place), is_inferred=True)
             known, last = self.known, time.monotonic()
             self.has_news.set()
             while known is not None and not self._stopping.wait(self._tick):
@@ -296,28 +345,58 @@ class FailureListener:
         except Exception:  # our own error must not end a training
             traceback.print_exc()
 
-    def _sleep(self) -> None:
-        """Wait for the next post, or for :meth:`stop`: who posts, or stops, sets the key of this rank."""
-        wake = self._key(self._number, f"wake/{self.rank}")
-        with suppress(dist.DistStoreError):  # after a week
-            self._connection.wait([wake], _FOREVER)
-            self._connection.delete_key(wake)
+    def _hear(self) -> None:
+        """Read who has left and whether a rank asks; then wait to be woken by the next rank that posts, leaves or asks.
+
+        Once a process has ended, also end a wait at the store in a call that it did not begin.
+        """
+        self._left = left = departure_in(self._connection)
+        asked = self._key(self._number, "asked")
+        if self._answered < self._number and self._connection.check([asked]):
+            self._answered = self._number
+            self._answer(is_asking=int(self._connection.get(asked)) == self.rank)
+        has_ended = left is not None and left.is_end
+        with suppress(dist.DistStoreError):  # after a week, or a tick
+            self._connection.wait([_wake(self.rank)], timedelta(seconds=self._tick) if has_ended else _FOREVER)
+            self._connection.delete_key(_wake(self.rank))
+        call = self._guard.call
+        if left is not None and has_ended and call is not None and call.number > left.calls:
+            self._consider(left.as_cause(), self._tick, only_at_store=True)
+
+    def _answer(self, *, is_asking: bool) -> None:
+        """Report where this rank is; the rank that asked compares all, and posts what it finds."""
+        call, doing = self._guard.call, self.where or self._observer.look()
+        doing = replace(doing, seconds=0.0, handled=0.0)  # so that equal places have equal texts
+        if call is not None:
+            doing = replace(doing, phase=call.name, step=doing.step if call.steps is None else call.steps)
+        waits = self.where is not None or doing.wait is not None
+        answers, count = self._key(self._number, "answers"), self._key(self._number, "answered")
+        line = json.dumps([self.rank, waits, f"{doing.phase} {doing.step}", str(doing)])
+        append(self._connection, answers, f"{line}\n")
+        self._connection.add(count, 1)
+        if is_asking:
+            linger(lambda: self._connection.add(count, 0) >= self._world_size, _INQUIRY_LIMIT)
+            lines = map(json.loads, self._connection.get(answers).decode().splitlines())
+            text = compared(lines, self._world_size)
+            found = FirstCause(self.rank, here(self.rank), "", text, is_inferred=True)
+            self._connection.compare_set(self._key(self._number), "", json.dumps(found))
+            _wake_all(self._connection, self._world_size)
 
     def _await_end_of(self, cause: FirstCause) -> None:
         """Consider what to do about a failure again and again, until it is withdrawn."""
         withdrawn = self._key(self._number, "withdrawn")
         last = time.monotonic()
         while not self._stopping.wait(self._tick) and not self._connection.check([withdrawn]):
-            if cause.rank == self.rank and self.calls > self._calls_at_post:  # the program goes on
+            if cause.rank == self.rank and self._guard.calls > self._calls_at_post:  # the program goes on
                 self._withdraw(self._connection, self._number)
             else:
                 now = time.monotonic()
                 self._consider(cause, min(now - last, 2 * self._tick))  # a process that was stopped counts nothing
                 last = now
 
-    def _consider(self, cause: FirstCause, passed: float) -> None:
+    def _consider(self, cause: FirstCause, passed: float, *, only_at_store: bool = False) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
-        call = self._current()
+        call = self._guard.call
         if call is None or cause.rank == self.rank or cause.rank not in call.members or watch_is_on():
             self._judged = None
             return
@@ -330,8 +409,10 @@ class FailureListener:
         seconds = doing.seconds if doing.wait is not None else self._progress.seconds
         patience = GRACE if call.cause is None else STILL  # once ended, the call raises anyhow
         is_stuck = seconds >= patience if doing.wait is not None else self._progress.is_stuck(doing)
-        if not is_stuck or (is_at_store and not cause.has_left) or self._current() is not call:
+        if not is_stuck or (is_at_store and not cause.has_left) or self._guard.call is not call:
             return
+        if (cause.is_inferred and doing.wait is None) or (only_at_store and not is_at_store):
+            return  # it may go on, and raises in its next collective otherwise
         call.cause = cause
         now = time.monotonic()
         if self._ended_at <= now - seconds:  # not in this wait
@@ -342,9 +423,39 @@ class FailureListener:
             self._seconds_since_end += passed
         if cause.has_left and self._seconds_since_end > _RAISE_LIMIT:
             why = "It waits for that rank and cannot be made to raise, so it is ended."
-            tell(f"{cause}\nHere: {self._who}, {doing}. {why}")
+            tell(f"{cause}\nHere: {here(self.rank)}, {doing}. {why}")
             end_process()
         shut_down(self._place[1] if is_at_store else 0, self._ports)
+
+
+class Ending:
+    """Reports an exception that ends this process, or notes its end: its ``sys.excepthook``, and a call at its exit."""
+
+    def __init__(self, guard: Guard, store: Store, *, stays: bool) -> None:
+        self._guard, self._pid, self._before = guard, os.getpid(), sys.excepthook
+        self.stays = stays
+        """True if it stays until the end of the job's ``torch.distributed``."""
+        sys.excepthook = self
+        atexit.register(self._at_exit)
+        weakref.finalize(store, self.remove).atexit = False
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the error, and report it."""
+        self._before(kind, error, trace)
+        if os.getpid() == self._pid:
+            self._guard.report_end(error)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            self._guard.leave()
+
+    def remove(self) -> None:
+        """Put the former hook back, unless another one was set since, which may call this one. Idempotent."""
+        if sys.excepthook is self:
+            sys.excepthook = self._before
+        atexit.unregister(self._at_exit)
+        if self._guard.ending is self:
+            self._guard.ending = None
 
 
 class Guard:
@@ -352,6 +463,9 @@ class Guard:
 
     def __init__(self) -> None:
         self.call: GuardedCall | None = None
+        self.calls = 0
+        """The number of guarded calls that the main thread has begun, since it last had neither grids nor calls."""
+        self.ending: Ending | None = None
         self._listener: FailureListener | None = None
         self._next_attempt_at = 0.0
         """The time before which a store that did not answer is not asked again; 0 without grids and calls."""
@@ -381,8 +495,9 @@ class Guard:
         if size > 1 or self._listener is not None:
             self._listen()
         if self._listener is not None:
-            self._listener.calls += 1
-        self.call = GuardedCall(name, range(size) if members is None else members, steps)
+            self._listener.where = None
+        self.calls += 1
+        self.call = GuardedCall(name, range(size) if members is None else members, steps, self.calls)
         return self.call
 
     def end(self, call: GuardedCall | None, error: BaseException | None) -> None:
@@ -423,6 +538,38 @@ class Guard:
 
         return release
 
+    def join(self) -> None:
+        """Report how this process ends from now until the end of the job, also before it has a grid."""
+        if _can_listen() and self.ending is None:
+            self.ending = Ending(self, default_store(), stays=True)
+
+    def report_end(self, error: BaseException) -> None:
+        """Post an exception that ends this process, if no guarded call has; explain it if it names no cause."""
+        if not watch_is_on():
+            self._listen()
+        listener = self._listener
+        if listener is None:
+            return
+        listener.has_failed = True
+        if watch_is_on() or not listener.is_of_this_job:
+            return
+        chain, ranks = chain_of(error), range(dist.get_world_size())
+        if any(isinstance(one, FailedRankError) or id(one) == listener.reported for one in chain):
+            return
+        if not is_of_transport(error):
+            listener.post(error, listener.place_of(error.__traceback__), ranks, has_left=True)
+        elif cause := listener.explain(error, ranks):
+            tell(f"ds_topo: the cause is probably that {cause}")
+
+    def leave(self) -> None:
+        """Note that this process ends."""
+        if self._listener is not None:
+            self._listener.stop(is_end=True)
+        elif _can_listen():
+            size, departure = dist.get_world_size(), departure_of(dist.get_rank(), self.calls, is_end=True)
+            with suppress(RuntimeError):  # the store does not answer
+                apart(default_store(), _STORE_LIMIT, "the end of a rank", lambda store: departure.leave_in(store, size))
+
     def _heard(self) -> FailureListener | None:
         return None if watch_is_on() else self._listener
 
@@ -433,12 +580,13 @@ class Guard:
                 return
             self._listener.stop()
             self._listener = None
-        if not _can_listen() or os.environ.get(ENVIRONMENT, "").lower() in ("off", "0", "no", "false"):
+        if not _can_listen() or time.monotonic() < self._next_attempt_at:
             return
-        if time.monotonic() < self._next_attempt_at:
-            return
+        store = default_store()
         try:
-            self._listener = FailureListener(default_store(), lambda: self.call)
+            self._listener = FailureListener(store, self)
+            if self.ending is None:
+                self.ending = Ending(self, store, stays=False)
         except RuntimeError:  # the store does not answer: the call itself will say so
             self._next_attempt_at = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
 
@@ -448,6 +596,9 @@ class Guard:
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
+        self.calls = 0
+        if self.ending is not None and not self.ending.stays:
+            self.ending.remove()
 
     def _raise_first_cause(self, call: GuardedCall, error: BaseException | None) -> None:
         """Post the error of a call, or raise the first cause in its place."""
@@ -456,20 +607,18 @@ class Guard:
             return
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
             return
-        is_consequence = error is not None and is_of_transport(error)
-        if cause is None and is_consequence:
-            listener.has_news.wait(_CAUSE_LIMIT)
-            cause = listener.known
-            if cause is None and (said := listener.departed(call.members)):
-                raise FailedRankError(f"this rank cannot finish {call}, because {said}") from error
-        if error is not None and cause is None and not call.has_posted:
-            posted = listener.post(error, str(call), call.members, has_left=True)
-            cause = posted if is_consequence else None
-            call.has_posted = True
-        if cause is None or cause.rank == listener.rank or cause.rank not in call.members:
+        if error is not None and cause is None:
+            if is_of_transport(error):
+                cause = listener.explain(error, call.members)
+            elif not call.has_posted:
+                listener.post(error, str(call), call.members, has_left=True)
+                call.has_posted = True
+        if cause is None or cause.rank not in call.members or (cause.rank == listener.rank and not cause.is_inferred):
             return
         if error is not None and _kind(cause) in str(error):  # as the error of a checkpoint, which all ranks raise
             return
+        if cause.is_inferred:
+            raise FailedRankError(f"this rank cannot finish {call}, because {cause}") from error
         raise FailedRankError(
             f"{cause.who} failed in {cause.call}, so this rank cannot finish {call}. The other rank's error was:\n"
             f"{cause.error}\nThe output of that rank has its traceback."
@@ -490,12 +639,79 @@ def _can_listen() -> bool:
         and communicates()
         and served_at(default_store()) is not None
         and not watch_is_on()
+        and os.environ.get(ENVIRONMENT, "").lower() not in ("off", "0", "no", "false")
     )
 
 
 def _kind(cause: FirstCause) -> str:
     """Return the class of an error and its first line."""
     return cause.error.partition("\n")[0]
+
+
+def here(rank: int) -> str:
+    """Describe this rank."""
+    return named(rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
+
+
+def departure_of(rank: int, calls: int, *, is_end: bool) -> Departure:
+    """Return the note that this rank leaves after so many guarded calls."""
+    error = sys.exc_info()[1]
+    is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+    return Departure(rank, here(rank), first_line(error) if error and is_failure else "", calls, is_end)
+
+
+def departure_in(store: Store) -> Departure | None:
+    """Return the note of the first rank that has left."""
+    found = store.compare_set(_LEFT, "", "")
+    return Departure(*json.loads(found)) if found else None
+
+
+def compared(answers: Iterable[tuple[int, bool, str, str]], world_size: int) -> str:
+    """Name the ranks that keep others waiting: those that do not answer, do not wait, or are in another call than most.
+
+    Each answer is a rank, whether it waits for others, the name of its call, and where it is.
+
+    >>> print(compared([(0, True, "step", "in step"), (1, True, "step", "in step"), (2, True, "save", "in save")], 3))
+    ranks could not reach each other, and none has reported an error of its own.
+    Ranks [2] are in another call than most: one was left out, or made twice.
+      ranks [2]: in save
+      ranks [0, 1]: in step
+    """
+    calls, places, waiting = dict[int, str](), dict[str, list[int]](), set[int]()
+    for rank, waits, call, place in sorted(answers):
+        calls[rank] = call
+        places.setdefault(place, []).append(rank)
+        waiting |= {rank} if waits else set()
+    most, number = Counter(calls.values()).most_common(1)[0]
+    silent = [rank for rank in range(world_size) if rank not in calls]
+    at_work = [rank for rank in calls if rank not in waiting]
+    others = [rank for rank, call in calls.items() if call != most and rank in waiting]
+    said = ["ranks could not reach each other, and none has reported an error of its own."]
+    if silent:
+        said.append(
+            f"Ranks {listed(silent, _SHOWN_RANKS)} do not answer: their processes have ended or were stopped, their "
+            "hosts are cut off, or they are in a call that holds the interpreter."
+        )
+    if at_work and waiting:
+        said.append(f"Ranks {listed(at_work, _SHOWN_RANKS)} do not wait for others: look at what they do.")
+    if others and 2 * number > len(calls):
+        where = f"Ranks {listed(others, _SHOWN_RANKS)} are in another call than most"
+        said.append(f"{where}: one was left out, or made twice.")
+    elif others:
+        said.append("Ranks are in different calls: one was left out, or made twice.")
+    elif not silent and not at_work:
+        said.append("All ranks are in the same call: compare the places, and look at the network between them.")
+    shown = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
+    said += [f"  ranks {listed(ranks, _SHOWN_RANKS)}: {place}" for place, ranks in shown[:_SHOWN_PLACES]]
+    return "\n".join(said + [f"  and {len(shown) - _SHOWN_PLACES} more"] * (len(shown) > _SHOWN_PLACES))
+
+
+def _wake(rank: int) -> str:
+    return f"ds_topo/first_cause/wake/{rank}"
+
+
+def _wake_all(store: Store, world_size: int) -> None:
+    set_several(store, [_wake(rank) for rank in range(world_size)])
 
 
 guard = Guard()

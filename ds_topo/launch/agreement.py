@@ -208,7 +208,10 @@ class Round:
         ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
         shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
         waited = self.timeout * GATHERING
-        problems = [f"ranks {listed(missing, 4 * _SHOWN_RANKS)} did not come within {waited}"] if missing else []
+        problems = []
+        if missing:
+            named = f"ranks {listed(missing, 4 * _SHOWN_RANKS)} did not come within {waited}"
+            problems.append(f"{named}: let every rank make this call, or raise the timeout if some are slower")
         problems += [f"{_where(hosts_of[digest])} -> {text_of[digest]}" for digest in shown]
         if len(ordered) > len(shown):
             problems.append(f"and {len(ordered) - len(shown)} further plans")

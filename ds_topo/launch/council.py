@@ -23,6 +23,7 @@ rank raises an error of its own if no answer comes, or if the store is lost or d
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +39,7 @@ import torch.distributed as dist
 
 from ds_topo import errors
 from ds_topo.base.backends import device_in_use
-from ds_topo.base.torch_names import Store, address_of_store, get_several
+from ds_topo.base.torch_names import Store, address_of_store, clone, get_several, served_at
 from ds_topo.errors import StoreTimeoutError, unanswered
 
 Result = TypeVar("Result")
@@ -53,6 +54,11 @@ _PART = 1 << 22
 _AT_ONCE = 256
 """Values that one request reads."""
 
+_SECONDS_BETWEEN_ATTEMPTS = 60.0
+"""The seconds before a store that did not answer a rank that fails or ends is asked again."""
+
+_silent: WeakKeyDictionary[Store, float] = WeakKeyDictionary()
+"""The stores that did not answer, and the monotonic time from which each may be asked again."""
 _left: WeakKeyDictionary[Store, dict[int, list[tuple[Sequence[int], str]]]] = WeakKeyDictionary()
 """For each store and each rank that wrote to it: pairs of (ranks that may still read a key, the key)."""
 
@@ -233,7 +239,10 @@ def within(limit: timedelta, what: str, call: Callable[[], Result], address: str
         except BaseException as error:  # re-raised in the caller's thread
             result.set_exception(error)
 
-    threading.Thread(target=run, name=f"ds_topo {what}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"ds_topo {what}", daemon=True).start()
+    except RuntimeError:  # Python ends, and starts no thread any more
+        run()
     try:
         return result.result(limit.total_seconds())
     except TimeoutError:
@@ -244,6 +253,32 @@ def within(limit: timedelta, what: str, call: Callable[[], Result], address: str
             f"{limit}. The process that serves it (rank 0, or the launcher on its host) has stopped, its host has, or "
             "the link to it is cut: look there, and start the job again"
         ) from None
+
+
+def apart(store: Store, limit: timedelta, what: str, call: Callable[[Store], Result]) -> Result:
+    """Return the result of a call on a connection of its own, for a rank that fails, ends, or begins to listen.
+
+    The server may be gone. torch would then try to connect until the job's timeout, so this asks first whether anybody
+    listens. Calls of the minute after one without an answer raise at once, so several cost one ``limit``.
+
+    Raises:
+        StoreTimeoutError: the store does not answer, or did not a moment ago.
+        RuntimeError: the call's own error.
+    """
+    place = served_at(store)
+
+    def ask() -> Result:
+        if place is not None:
+            socket.create_connection(place, limit.total_seconds()).close()
+        return call(clone(store))
+
+    if time.monotonic() < _silent.get(store, 0.0):
+        raise StoreTimeoutError(f"{what}: the store of the job{address_of_store(store)} does not answer")
+    try:
+        return within(limit, what, ask, address_of_store(store))
+    except (StoreTimeoutError, dist.DistNetworkError, OSError) as error:
+        _silent[store] = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
+        raise error if isinstance(error, RuntimeError) else StoreTimeoutError(f"{what}: {error}") from None
 
 
 def ranks_that_came(store: Store, keys: Sequence[str], patience: timedelta) -> list[int]:

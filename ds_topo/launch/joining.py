@@ -27,7 +27,7 @@ from ds_topo.launch import orphans
 from ds_topo.launch.agreement import NOTICE_AFTER
 from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, ranks_that_came, within
 from ds_topo.launch.hosts import address_of, is_loopback
-from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address
+from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address, warn_of_misspelt_variables
 from ds_topo.launch.placement import fold_numbers, ranks_by_host
 from ds_topo.launch.tracebacks import share_tracebacks
 
@@ -152,6 +152,8 @@ def join(
     launch = prepare(end_with_launcher=end_with_launcher, alone=True)
     take_device(launch, backend)
     warn_of_restarts(launch)
+    if launch.rank == 0:
+        warn_of_misspelt_variables()
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
@@ -344,7 +346,10 @@ def _problems_of(came: Mapping[int, Mapping[str, Any]], launch: Launch, waited: 
     problems = []
     if missing:
         count = f"{len(missing)} of {launch.world_size} ranks did not come within {waited}"
-        problems.append(f"{count}: {fold_numbers(missing)}. These came: {_by_host(came)}")
+        problems.append(
+            f"{count}: {fold_numbers(missing)}. These came: {_by_host(came)}. Start a process for each missing "
+            "rank, or raise the timeout if some are slower"
+        )
     if others:
         sizes = ", ".join(map(str, sorted({place["world_size"] for place in others.values()})))
         differ = f"{len(others)} ranks have WORLD_SIZE={sizes}, but rank 0 has {launch.world_size}"

@@ -6,6 +6,7 @@ slurm``) and MPI (also ``--launcher openmpi``, ``mpich``, ``impi``) set their ow
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import shlex
@@ -14,9 +15,10 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
-from ds_topo.errors import HostError, LaunchError
+from ds_topo.errors import HostError, LaunchError, abridged, warn
 from ds_topo.launch.hosts import in_step, slurm_map
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ COORDINATE = f"{PREFIX}COORDINATE"
 """The variable with the whole coordinate, ``pipe=1 data=0``, which tells what other variables are exported."""
 TOPOLOGY_OVERRIDE, REFERENCE = f"{PREFIX}VERIFY_TOPOLOGY", f"{PREFIX}VERIFY_REFERENCE"
 """The variables by which ``ds-topo verify`` sets the topology of a program's grid, and marks a run as the reference."""
+_SWITCHES = tuple(
+    f"{PREFIX}{name}" for name in ("WATCH", "FIRST_CAUSE", "DEBUG_COLLECTIVES", "VERIFY_TOPOLOGY", "VERIFY_REFERENCE")
+)
+"""The variables that ds_topo reads."""
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOB_PORTS = range(20000, 30000)
 """Ports below the range from which systems choose ports of outgoing connections."""
@@ -334,6 +340,36 @@ def export_coordinates(topology: ProcessTopology, rank: int) -> Callable[[], Non
     before = exported()
     replace(before, variables)
     return restore
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that seem to be meant for ds_topo, which does not read them, and the variables that it reads.
+
+    Others that begin with the same letters may belong to a program.
+
+    >>> misspelt_variables({"DS_TOPO_WACTH": "5", "DSTOPO_WATCH": "5", "DS_TOPO_WATCH": "5", "DS_TOPO_CACHE": "a"})
+    {'DS_TOPO_WACTH': 'DS_TOPO_WATCH', 'DSTOPO_WATCH': 'DS_TOPO_WATCH'}
+    """
+    axes = [part.partition("=")[0].upper() for part in environment.get(COORDINATE, "").split()]
+    known = {COORDINATE, *_SWITCHES, f"{PREFIX}TENSOR", *(f"{PREFIX}{axis}" for axis in axes)}
+    switches = {name[len(PREFIX) :].replace("_", ""): name for name in _SWITCHES}
+    found: dict[str, str] = {}
+    for name in environment:
+        letters = name.upper().replace("_", "").replace("-", "")
+        if name not in known and letters.startswith("DSTOPO"):
+            for near in difflib.get_close_matches(letters.removeprefix("DSTOPO"), switches, n=1, cutoff=0.75):
+                found[name] = switches[near]
+    return found
+
+
+@cache
+def warn_of_misspelt_variables() -> None:
+    """Warn of variables that ds_topo would ignore; once in a process."""
+    for name, near in misspelt_variables(os.environ).items():
+        warn(
+            f"the environment variable {name}={abridged(os.environ[name])} has no effect: did you mean {near}? Rename "
+            "it, or unset it"
+        )
 
 
 def rank_name(separator: str = " ") -> str:

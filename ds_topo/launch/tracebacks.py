@@ -19,9 +19,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import Store, clone, default_store, served_at
+from ds_topo.base.torch_names import Store, default_store, served_at
 from ds_topo.errors import printable, tell
-from ds_topo.launch.council import within
+from ds_topo.launch.council import apart
 
 _LIMIT = timedelta(seconds=3)
 """The longest time for the requests of one rank to the store, and for the traceback of another rank."""
@@ -52,10 +52,11 @@ class SharedTraceback:
             return
         key, me = f"ds_topo/traceback/{digest_of(error, trace)}", [self._rank, socket.gethostname()]
         try:
-            other = clone(store)
-            first = json.loads(within(_LIMIT, "an error", lambda: other.compare_set(key, "", json.dumps(me))))
+            first = json.loads(
+                apart(store, _LIMIT, "an error", lambda other: other.compare_set(key, "", json.dumps(me)))
+            )
             if first != me:
-                within(2 * _LIMIT, "an error", lambda: other.wait([f"{key}/printed"], _LIMIT))
+                apart(store, 2 * _LIMIT, "an error", lambda other: other.wait([f"{key}/printed"], _LIMIT))
         except Exception:  # of any kind: an error must be printed
             self._before(kind, error, trace)
             return
@@ -63,7 +64,7 @@ class SharedTraceback:
             self._before(kind, error, trace)
             sys.stderr.flush()
             try:
-                within(_LIMIT, "an error", lambda: other.set(f"{key}/printed", ""))
+                apart(store, _LIMIT, "an error", lambda other: other.set(f"{key}/printed", ""))
             except Exception:  # the other ranks print it, too
                 return
         else:

@@ -19,9 +19,9 @@ from typing_extensions import Never, Self
 
 from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
-from ds_topo.errors import UnknownAxisError, abridged, refuse_others
+from ds_topo.errors import UnknownAxisError, abridged, refuse_others, warn
 from ds_topo.launch.agreement import agree
-from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
+from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import Spec, axis_in_spec, canonical_axis, check_meanings, divisors
@@ -40,6 +40,16 @@ AnyTopology: TypeAlias = "ProcessTopology | AxesAndDims | Spec"
 
 
 @dataclass(eq=False)
+class Progress:
+    """What samplers of a grid need to know about its engines."""
+
+    is_first_rank: bool
+    check_samples: bool = True
+    steps: int = 0
+    """The number of steps that engines of the grid have taken."""
+
+
+@dataclass(eq=False)
 class _Core:
     """The state of a grid, which several views of the grid share."""
 
@@ -49,9 +59,9 @@ class _Core:
     rank: int
     """This process's rank in the topology."""
     groups: ProcessGroups
+    progress: Progress
     meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
     """Meshes by the type of device and the names of the dimensions."""
-    check_samples: bool = True
     check_weights: bool = True
     correct_norms: bool = True
     has_engines: bool = False
@@ -75,13 +85,53 @@ class _Core:
         return self.places[axis]
 
 
-class _ContinuedSampler(DistributedSampler[Any]):
+class Epochs:
+    """Notice that an engine is trained a second time on samples that were shuffled for the same epoch."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._last: int | None = None
+        """The last epoch in which all samples were read while an engine took steps."""
+
+    def of(self, sampler: DistributedSampler[Any], indices: Iterator[Any]) -> Iterator[Any]:
+        """Return the indices of an iteration of a sampler."""
+        is_looked_at = self._progress.is_first_rank and sampler.shuffle
+        return self._followed(sampler, indices) if is_looked_at else indices
+
+    def _followed(self, sampler: DistributedSampler[Any], indices: Iterator[Any]) -> Iterator[Any]:
+        steps, epoch, taken = self._progress.steps, sampler.epoch, 0
+        if epoch == self._last and self._progress.check_samples:
+            self._last = -1  # a warning is enough
+            warn(
+                f"a shuffled sampler begins another epoch in the order of the last one, because its epoch is {epoch} "
+                "as before: call loader.sampler.set_epoch(epoch) before each epoch (data_sampler.set_epoch of an "
+                "engine's own loader), or set grid.check_samples = False if it is intended"
+            )
+        try:
+            for taken, index in enumerate(indices, start=1):  # noqa: B007
+                yield index
+        finally:
+            if taken >= len(sampler) and self._progress.steps > steps and self._last != -1:
+                self._last = epoch
+
+
+class FollowedSampler(DistributedSampler[Any]):
+    """A sampler that notices forgotten calls of ``set_epoch``."""
+
+    epochs: Epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.epochs.of(self, super().__iter__())
+
+
+class _ContinuedSampler(FollowedSampler):
     """A sampler whose first iteration leaves out the first samples of its share."""
 
-    def __init__(self, left_out: int, *arguments: Any, **options: Any) -> None:
+    def __init__(self, left_out: int, epochs: Epochs, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.left_out = left_out
         """The number of samples of this share that the next iteration leaves out."""
+        self.epochs = epochs
 
     def __iter__(self) -> Iterator[Any]:
         left_out, self.left_out = self.left_out, 0
@@ -166,6 +216,8 @@ class ProcessGrid:
             agree("", members, job_timeout(), failure=error)
             raise
         rank = members.index(dist.get_rank())
+        if rank == 0:
+            warn_of_misspelt_variables()
         groups = [
             RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
             for group in rank_tables.grid_groups(agreed, rank)
@@ -174,7 +226,7 @@ class ProcessGrid:
         # the job's own timeout may differ by milliseconds between ranks; a given one must be equal
         given = "the job's timeout" if timeout is None else f"timeout {limit}"
         created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
-        self._core = _Core(agreed, members, rank, created)
+        self._core = _Core(agreed, members, rank, created, Progress(rank == 0))
         if len(members) == dist.get_world_size():
             self.on_destroy(export_coordinates(agreed, rank))
 
@@ -437,8 +489,9 @@ class ProcessGrid:
                 f"start={abridged(start)}: give the number of samples that all {shares} shares have read together, a "
                 f"multiple of {shares} from 0 to {len(dataset)}"
             )
-        return _ContinuedSampler(
+        sampler = _ContinuedSampler(
             start // shares,
+            Epochs(self._core.progress),
             dataset,
             num_replicas=shares,
             rank=self.get_sample_rank(),
@@ -446,6 +499,17 @@ class ProcessGrid:
             seed=seed,
             drop_last=drop_last,
         )
+        if not start and not len(sampler):
+            self.warn_of_no_batch(dataset, f"{shares} shares")
+        return sampler
+
+    def warn_of_no_batch(self, dataset: Sized, wanted: str) -> None:
+        """Warn, on the first rank, that a dataset with samples has too few of them for a batch of each share."""
+        if self._core.progress.is_first_rank and len(dataset):
+            warn(
+                f"{len(dataset)} samples are too few for {wanted}, because incomplete batches are dropped (drop_last): "
+                "a loop over the batches takes no step. Give more samples or smaller batches, or leave out drop_last"
+            )
 
     def data_loader(
         self,
@@ -480,18 +544,21 @@ class ProcessGrid:
             raise TypeError(f"batch_size={batch_size!r}: give a number of samples")
         sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, start=start)
         options |= {"sampler": sampler, "drop_last": drop_last}
-        return DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
+        if not start and len(sampler) and not len(loader):
+            self.warn_of_no_batch(dataset, f"a batch of {batch_size} in each of {self.get_sample_world_size()} shares")
+        return loader
 
     @property
     def check_samples(self) -> bool:
         """Return whether engines check the first samples, and losses, of ranks that share samples; True by default."""
-        return self._core.check_samples
+        return self._core.progress.check_samples
 
     @check_samples.setter
     def check_samples(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise TypeError(f"check_samples={abridged(value)}: give True or False")
-        self._core.check_samples = value
+        self._core.progress.check_samples = value
 
     @property
     def check_weights(self) -> bool:

@@ -91,8 +91,8 @@ IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, Red
 REPORTED_STEPS = 16
 """The number of steps that the report remembers."""
 _REMEDIES = {
-    ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
-    "no_sync()",
+    ReducerState.IDLE: "no gradient arrived since the last finish(), or since the reducer was built; build it before "
+    "the forward pass, and call finish() once per step, after a backward outside no_sync()",
     ReducerState.ACCUMULATING: "leave no_sync() first; the last micro-batch's backward belongs outside",
     ReducerState.REDUCING: "call finish() after the last backward of a step",
     ReducerState.FINISHING: "finish() is running; wait until it returns",
@@ -379,6 +379,11 @@ class BucketReducer:
             for state in self._states:
                 state.discard_sum()
             self._is_unreduced = False
+
+    @property
+    def is_unreduced(self) -> bool:
+        """True if gradients of earlier micro-batches wait for the last one."""
+        return self._is_unreduced
 
     @property
     def is_in_step(self) -> bool:

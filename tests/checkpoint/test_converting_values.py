@@ -82,6 +82,58 @@ def _save(folder: Path, topology: str, zero: dict[str, Any], kind: str) -> None:
         checkpoint.save(engine, folder, "saved")
 
 
+# -- entries of groups -------------------------------------------------------------------------------------------------
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """Adam that adds to its groups while it steps: its count of steps, as fused kernels keep it, and other types."""
+
+    is_element_by_element = True
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            count = group["step"] = group.get("step", 0) + 1
+            group.setdefault("seen", torch.zeros(2)).add_(count)
+            group["phase"] = "even" if count % 2 == 0 else "odd"
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state = self.state[parameter]
+                for key, power in (("mean", 1), ("square", 2)):
+                    state.setdefault(key, torch.zeros_like(parameter)).lerp_(parameter.grad**power, 0.1)
+                unbiased = (state[key] / (1 - 0.9**count) for key in ("mean", "square"))
+                parameter.add_(next(unbiased) / (next(unbiased).sqrt() + 1e-3), alpha=-group["lr"])
+
+
+def _load_groups(folder: Path) -> None:
+    with _engine("data=2", Layers(), {"stage": 1}, CountsInGroups) as engine:
+        _train(engine, range(3))
+        checkpoint.save(engine, folder, "saved")
+        dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder / "torch")
+        expected = _train(engine, range(3, 6))
+    for stage, form in ((1, "files that fit"), (3, "by name"), (2, "torch"), (2, "torch in place")):
+        with _engine("data=2", Layers(), {"stage": stage}, CountsInGroups) as engine:
+            (group,) = groups = engine.optimizer.optimizer.param_groups  # a schedule of the program has them
+            if form == "torch in place":
+                dcp.load({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder / "torch")
+            elif form == "torch":
+                checkpoint.load_torch(engine, folder / "torch")
+            else:
+                checkpoint.load(engine, folder, "saved", convert=form == "by name")
+            assert engine.optimizer.optimizer.param_groups is groups, form
+            assert groups[0] is group, form
+            assert group["step"] == 3, form
+            if form != "torch in place":  # which finds numbers and tensors alone, because no step has been taken here
+                assert (group["phase"], group["seen"].tolist()) == ("odd", [6.0, 6.0]), form
+            assert _train(engine, range(3, 6)) == pytest.approx(expected, rel=1e-5), form
+
+
+def test_entries_that_an_optimizer_adds_to_its_groups_are_restored_in_place(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_load_groups, tmp_path)
+
+
 # -- options of ZeRO that order the optimizer's vectors ----------------------------------------------------------------
 
 HAS_PARAMETER_ALIGNMENT = not is_absent(find("deepspeed.checkpoint.constants.PARAM_ALIGNMENT_PADDINGS"))

@@ -286,6 +286,24 @@ def _by_methods(folder: Path) -> None:
             here.engine.load_checkpoint(folder, "absent")
 
 
+def _load_near(folder: Path) -> list[str]:
+    """Load from folders that do not exist; return the warnings."""
+    with job(KIND) as here, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        here.engine.save_checkpoint(folder / "run1" / "checkpoints")
+        for place in ("run1/checkpoint", "run2/checkpoints", "first/start", "run1/checkpoints-of-another-kind"):
+            assert here.engine.load_checkpoint(folder / place) == (None, None), place
+        with pytest.raises(MissingCheckpointError, match=r"did you mean '.*run1/checkpoints'\?"):
+            checkpoint.load(here.engine, folder / "run1" / "checkpoint")
+    return [str(each.message) for each in said if "did you mean" in str(each.message)]
+
+
+def test_a_folder_with_checkpoints_and_a_similar_name_is_named(world: Worlds, tmp_path: Path) -> None:
+    (text,), others = world(2).run(_load_near, tmp_path)
+    assert f"run1/checkpoint and returns (None, None), so training begins anew: did you mean '{tmp_path}" in text
+    assert not others
+
+
 def test_methods_of_engine_keep_deepspeeds_arguments(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_by_methods, tmp_path)
 

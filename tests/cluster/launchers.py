@@ -71,14 +71,14 @@ def start_job(
 def finish(processes: Sequence[subprocess.Popen[Any]], timeout: float = 240.0) -> str:
     """Wait for the end of a job; return its output. Raise RuntimeError with the output if it failed or did not end."""
     end = time.monotonic() + timeout
-    output = "".join(_output_until(end, process) for process in processes)
+    output = "".join(output_until(end, process) for process in processes)
     codes = [process.returncode for process in processes]
     if any(codes):
         raise RuntimeError(f"exit codes {codes} within {timeout:.0f} s\n{output[-8000:]}")
     return output
 
 
-def _output_until(end: float, process: subprocess.Popen[Any]) -> str:
+def output_until(end: float, process: subprocess.Popen[Any]) -> str:
     """Return the output until the process or the time ends: ranks may outlive a launcher and keep its output open."""
     try:
         return str(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -17,14 +18,16 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
-from tests.cluster.launchers import LAUNCHERS, SLURM_LAUNCHERS, VARIABLES, finish, start_job
+from tests.cluster.launchers import LAUNCHERS, SLURM_LAUNCHERS, VARIABLES, finish, output_until, start_job
 from tests.cluster.slurm import SLURM_TOOLS, start_slurm
+from tests.faults.job import HAPPENED
 from tests.support.example_jobs import SMALL, record_in, run_main
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 
 StartCluster = Callable[..., Cluster]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+FAULTY_JOB = Path(__file__).parents[1] / "faults" / "job.py"
 JOINING_RANK = Path(__file__).with_name("joining_rank.py")
 OPTIONS = [*SMALL, "--topology", "pipe=2,data=2", "--steps", "3", "--continuation", "12"]
 TOOLS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info"), "srun": SLURM_TOOLS, "slurm": SLURM_TOOLS}
@@ -133,6 +136,58 @@ def test_a_killed_launcher_leaves_no_rank(
     for process in processes:
         process.communicate(timeout=10)
         assert process.returncode != 0
+
+
+# -- ranks that fail alone ---------------------------------------------------------------------------------------------
+
+ALONE = [
+    (launcher, fault, victim, watch)
+    for launcher in ("srun", "openmpi", "torchrun")
+    for faults, victims, watch in (
+        (("exception forward", "exception between", "exit between"), (0, 1), 0),
+        (("exception start", "exception construction", "kill forward"), (0,), 0),
+        (("exception forward", "kill forward"), (0,), 4),
+    )
+    for fault, victim in product(faults, victims)
+]
+
+
+@pytest.mark.parametrize(("launcher", "fault", "victim", "watch"), mark_exhaustive(ALONE, default=lambda *_: False))
+def test_all_ranks_end_soon_after_one_fails_alone(
+    launcher: str, fault: str, victim: int, watch: int, start_hosts: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The job has its default timeout. ``health/test_faults.py`` has ranks without a launcher."""
+    cluster, variables = start_hosts(launcher)
+    job = [str(FAULTY_JOB), "plain1", *fault.split(), str(victim), str(watch), "600", str(tmp_path)]
+    processes = start_job(cluster, launcher, job, tmp_path, env=variables)
+    ended: list[float] = []
+
+    def wait() -> None:
+        while len(_ranks_of(tmp_path)) < 4:
+            time.sleep(0.05)
+        while _ranks_of(tmp_path):
+            time.sleep(0.05)
+        ended.append(time.monotonic())
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    end = time.monotonic() + START_SECONDS
+    output = "".join(output_until(end, process) for process in processes)
+    happened = re.search(rf"{HAPPENED} at ([\d.]+)", output)
+    assert happened, output[-6000:]
+    waiting.join(END_SECONDS)
+    assert ended, f"ranks are left: {output[-6000:]}"
+    print(f"{launcher}, {fault}, rank {victim}, watch {watch}: {ended[0] - float(happened[1]):.1f} s")
+    if fault.startswith("exception"):
+        assert "ValueError: a sample that cannot be read" in output
+    if launcher == "srun" and not watch:  # the other launchers end the ranks at once
+        assert len(re.findall("FailedRankError: .*|the cause is probably that .*", output)) >= 3, output[-6000:]
+        assert re.search(rf"rank {victim}( \(.*\))? on host0 (failed|has ended)|rank 0, which served", output)
+
+
+def _ranks_of(folder: Path) -> list[str]:
+    commands = _processes_with(f" 600 {folder}").values()
+    return [each for each in commands if not any(name in each for name in ("torchrun", "deepspeed", "srun", "mpirun"))]
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------

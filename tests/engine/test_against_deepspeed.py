@@ -34,7 +34,12 @@ pytestmark = pytest.mark.exhaustive
 WIDTH, STEPS, UNUSUAL_STEPS = 8, 5, (1, 3)
 RANKS = 4
 SMALL = {"bucket_bytes": 1200, "first_bucket_bytes": 600, "last_bucket_bytes": 300}
-OPTIMIZERS = {"Muon": {"type": "Muon", "params": {"lr": 0.1, "momentum": 0.9, "torch_adam": True}}}
+MUON = {"type": "Muon", "params": {"lr": 0.1, "momentum": 0.9, "torch_adam": True}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "Muon": {"optimizer": MUON},
+    "Muon, sums in fp32": {"optimizer": MUON, "data_types": {"grad_accum_dtype": "fp32"}},
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -127,7 +132,7 @@ def config_of(row: Row, reduced: bool) -> dict[str, Any]:
         zero_optimization=zero,
         scheduler={"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
         gradient_reducer=SMALL if reduced else False,
-        **({"optimizer": OPTIMIZERS[row.optimizer]} if row.optimizer else {}),
+        **OPTIMIZERS[row.optimizer],
         **PRECISIONS[row.precision],
     )
 

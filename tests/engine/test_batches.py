@@ -621,3 +621,112 @@ def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:
         for start in (2, -4, 12, True, 4.0):
             with pytest.raises(ValueError, match="a multiple of 4 from 0 to 8"):
                 grid.sampler(range(8), start=start)  # type: ignore[arg-type]
+
+
+def _lists(count: int) -> list[Any]:
+    return [(torch.full((1, 1), float(index)), torch.full((1, 1), float(index))) for index in range(count)]
+
+
+def _of_one(source: Any) -> list[Any]:
+    return [iter(source) for _ in range(6)]
+
+
+STARTS: dict[str, tuple[bool, Callable[[], list[Any]]]] = {
+    "a loader": (True, lambda: _of_one(_loader(9))),
+    "a generator": (True, lambda: [_generated(9) for _ in range(6)]),
+    "a list": (True, lambda: _of_one(_lists(9))),
+    "a repeating loader": (True, lambda: [RepeatingLoader(_loader(9)) for _ in range(6)]),
+    "other samples": (False, lambda: _of_one(_loader(9, shuffle=True))),
+    "a loader of one step": (False, lambda: _of_one(_loader(2))),
+    "a list of one step": (False, lambda: _of_one(_lists(2))),
+    "a repeated step": (False, lambda: [RepeatingLoader(_loader(2)) for _ in range(6)]),
+    "one batch": (False, lambda: _of_one(_lists(1) * 9)),
+    "one loader": (False, lambda: _of_one(RepeatingLoader(_loader(9)))),
+    "one iterator": (False, lambda: _of_one(iter(_loader(99)))),
+    "one in each epoch": (False, lambda: [each for _ in range(3) for each in _of_one(iter(_loader(9)))[:2]]),
+    "one after three": (True, lambda: [*_of_one(_lists(9))[:2], *_of_one(_generated(9))[:4]]),
+}
+"""Whether it is a mistake, and the iterators of six steps of two batches each."""
+
+
+def _start_in_each_step() -> dict[str, tuple[list[str], list[float]]]:
+    """Return the warnings, and the labels on the last stage, of each kind."""
+    start()
+    found = {}
+    for kind, (_, passed) in STARTS.items():
+        with PipelineParallelGrid("pipe=2") as grid, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            layers = [nn.Identity(), nn.Linear(1, 1)]
+            engine, *_ = initialize(model=PipelineModule(layers, grid=grid, loss_fn=_note_labels), config=CONFIG)
+            _labels.clear()
+            for iterator in passed():
+                engine.train_batch(iterator)
+                engine.eval_batch(iter(_lists(3)), num_micro_batches=1)
+            destroy_engine(engine)
+        found[kind] = [str(each.message) for each in said if "new iterator" in str(each.message)], [*_labels]
+    return found
+
+
+def test_a_new_iterator_in_each_step_is_named_if_later_samples_are_never_read(world: Worlds) -> None:
+    first, last = world(2).run(_start_in_each_step)
+    assert {kind: len(said) for kind, (said, _) in first.items()} == {
+        kind: int(each[0]) for kind, each in STARTS.items()
+    }
+    assert not any(said for said, _ in last.values())
+    trained = {
+        kind: [label for index, label in enumerate(labels) if index % 3 < 2] for kind, (_, labels) in last.items()
+    }
+    assert trained["one iterator"] == list(range(12)), "none is lost"
+    assert trained["one loader"] == [index % 9 for index in range(12)]
+    assert trained["one in each epoch"] == [0, 1, 2, 3] * 3
+    assert trained["one after three"] == [0, 1, 0, 1, *range(8)]
+
+
+def _epochs() -> dict[str, int]:
+    """Train for three epochs while the samples of another loader are evaluated in each; count the warnings."""
+    start()
+    samples, found = TensorDataset(torch.randn(8, 1), torch.randn(8, 1)), {}
+    for kind in ("shuffled", "own", "own, set", "set", "unshuffled", "evaluated"):
+        with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            engine, _, own, _ = initialize(model=nn.Linear(1, 1), config=CONFIG, mpu=grid, training_data=samples)
+            own.num_local_io_workers = 0
+            loader = own if "own" in kind else grid.data_loader(samples, shuffle=kind != "unshuffled")
+            evaluated = grid.data_loader(samples, shuffle=True)
+            sampler = own.data_sampler if loader is own else loader.sampler
+            for epoch in range(3):
+                if "set" in kind:
+                    sampler.set_epoch(epoch)
+                batches_of_epoch = iter(loader)
+                for _ in range(0 if kind == "evaluated" else len(loader)):
+                    engine.backward(engine(next(batches_of_epoch)[0]).sum())
+                    engine.step()
+                assert len([*evaluated]) == 4
+            destroy_engine(engine)
+        found[kind] = len([each for each in said if "another epoch" in str(each.message)])
+    return found
+
+
+def test_a_forgotten_set_epoch_is_named(world: Worlds) -> None:
+    none = dict.fromkeys(("shuffled", "own", "own, set", "set", "unshuffled", "evaluated"), 0)
+    assert world(2).run(_epochs) == [{**none, "shuffled": 1, "own": 1}, none]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "number"),
+    [
+        (7, {"batch_size": 4, "drop_last": True}, 1),
+        (8, {"batch_size": 4, "drop_last": True}, 0),
+        (7, {"batch_size": 4}, 0),
+        (1, {"batch_size": 1, "drop_last": True}, 1),
+        (0, {"batch_size": 1}, 0),
+        (6, {"batch_size": 1, "start": 6}, 0),
+    ],
+)
+def test_a_loader_without_a_batch_is_named(samples: int, options: dict[str, Any], number: int) -> None:
+    for rank in range(2):
+        with fake_world(rank, 2), PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loader = grid.data_loader(range(samples), **options)
+            assert len([each for each in said if "too few" in str(each.message)]) == (number if rank == 0 else 0)
+            assert (len(loader) == 0) == (number > 0 or samples in (0, 6))

@@ -55,6 +55,7 @@ class Recording(nn.Linear):
 def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
     engine: Any = type("Engine", (), {})()
     engine.on_grid = object()
+    engine.torch_autocast_z0_gradscaler = None
     for scaler in ("first", "second"):
         on_grid._restore_scaler(weakref.ref(engine), scaler)
         assert engine.torch_autocast_z0_gradscaler == "first"

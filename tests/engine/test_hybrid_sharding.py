@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import nn
 
@@ -55,6 +56,7 @@ from tests.support.world import Worlds
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 STEPS = 3
+HAS_MUON_WITH_FP32_SUMS = hasattr(BF16_Optimizer, "_prepare_muon_updates")
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 ORDERS = ("data=2,shard=2", "shard=2,data=2")
 
@@ -163,6 +165,12 @@ def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> Non
 def test_muon_makes_updates_of_the_gradients_of_all_copies(world: Worlds, side: str, options: dict[str, Any]) -> None:
     stages = (1,) if side == "reducer" else (1, 2)  # a reducer refuses Muon at stage 2
     compare(world, tuple(Row(stage, **{"accumulation": 3, **options}, optimizer="Muon") for stage in stages), (side,))
+
+
+def test_muon_with_sums_in_fp32_trains_as_stock_deepspeed_without_an_mpu(world: Worlds) -> None:
+    if not HAS_MUON_WITH_FP32_SUMS:
+        pytest.skip("in this release BF16_Optimizer does not know Muon")
+    compare(world, (Row(1, "bf16", optimizer="Muon, sums in fp32"),))
 
 
 @pytest.mark.exhaustive
@@ -320,7 +328,6 @@ def test_options_with_groups_or_reductions_of_their_own_are_refused(world: World
             "stage": 3,
             "offload_optimizer": {**offload, "super_offload": True},
         },
-        "zero_optimization.elastic_checkpoint": {"stage": 1, "elastic_checkpoint": True},
         "expert_parallel (AutoEP)": {"expert_parallel": {"enabled": True, "autoep_size": 1}},
         "compile.deepcompile (DeepCompile)": {"compile": {"deepcompile": True}},
         "managed_gradient_accumulation: false": {"managed_gradient_accumulation": False},

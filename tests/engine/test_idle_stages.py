@@ -108,13 +108,19 @@ def _alone(layers: str, has_groups: bool) -> list[float]:
 
 
 def _engine(grid: PipelineParallelGrid, layers: str, options: dict[str, Any], config: dict[str, Any]) -> Any:
-    """Build a pipeline; with the option ``groups``, with a client's optimizer of two groups and its scheduler."""
-    has_groups = options.pop("groups", False)
+    """Build a pipeline with an optimizer of the config, or of the program.
+
+    With the option ``groups``, it has two groups and a scheduler; with ``filtered``, what the stage itself trains.
+    """
+    has_groups, is_filtered = options.pop("groups", False), options.pop("filtered", False)
     module = PipelineModule(LAYERS[layers], grid=grid, loss_fn=F.mse_loss, partition_method="uniform", **options)
     config = settings(gradient_clipping=CLIP, **config)
+    if is_filtered:
+        module.load_state_dict({name: each for name, each in module.state_dict().items() if PLACEHOLDERS not in name})
+        optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+        return initialize(model=module, config=config, optimizer=optimizer)[0]
     if not has_groups:
         return initialize(model=module, config=config)[0]
-    del config["optimizer"]
     optimizer = torch.optim.SGD(_groups(dict(module.named_parameters())), lr=0.1, momentum=0.9)
     return initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=_rates(optimizer))[0]
 
@@ -146,15 +152,20 @@ DEFAULT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("no biases at last", {"groups": True}, ZERO_1),
     ("tokens", INTERVAL, FP16),
     ("all", {}, FLOPS),
+    ("first empty", {"filtered": True}, ZERO_1),
 ]
-FURTHER = [
-    (layers, {"groups": True} if "biases" in layers else {}, {**zero, **more})
-    for layers, zero, more in product(
-        ("first frozen", "last frozen", "first empty", "no biases at last", "all"),
-        ({}, ZERO_1),
-        ({}, FP16, TIMERS, FLOPS, REDUCER),
-    )
-] + [("tokens", {"activation_checkpoint_interval": interval}, zero) for interval in (1, 2) for zero in ({}, ZERO_1)]
+FURTHER = (
+    [
+        (layers, {"groups": True} if "biases" in layers else {}, {**zero, **more})
+        for layers, zero, more in product(
+            ("first frozen", "last frozen", "first empty", "no biases at last", "all"),
+            ({}, ZERO_1),
+            ({}, FP16, TIMERS, FLOPS, REDUCER),
+        )
+    ]
+    + [("last frozen", {"filtered": True}, zero) for zero in ({}, ZERO_1)]
+    + [("tokens", {"activation_checkpoint_interval": interval}, zero) for interval in (1, 2) for zero in ({}, ZERO_1)]
+)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime import torch_autocast
 from torch import nn
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.engine import loss_scales
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -30,7 +31,7 @@ def _scales(gradients: list[float]) -> list[float]:
     optimizer = torch.optim.SGD([weight, nn.Parameter(torch.zeros(1))], lr=1.0)  # one has no gradient
     rank = mock.patch("deepspeed.comm.get_rank", return_value=1)  # which its scaler asks for, to log on rank 0
     with fake_world(0, 1), PipelineParallelGrid("data=1") as grid, rank:
-        scaler = loss_scales.AutocastScaler(grid)
+        scaler = loss_scales.AutocastScaler(grid, optimizer)
         for gradient in gradients:
             weight.grad = scaler.scale(torch.tensor([gradient]))
             before = weight.item()
@@ -38,7 +39,10 @@ def _scales(gradients: list[float]) -> list[float]:
             scaler.step(optimizer)
             scaler.update()
             assert weight.item() == (before - gradient if math.isfinite(gradient) else before)
+            assert optimizer.overflow is not math.isfinite(gradient)  # type: ignore[attr-defined]
             seen.append(float(scaler.scale(torch.ones(()))))
+        scaler.release()
+        assert not hasattr(optimizer, "overflow")
     return seen
 
 
@@ -85,3 +89,92 @@ def test_first_step_without_zero_is_that_of_zero_1(world: Worlds, optimizer: str
 def test_grid_without_corrections_keeps_the_step_of_zeros(world: Worlds) -> None:
     kept, undone = (world(1).run(_losses, "AdamW", "bf16", 0, each)[0] for each in (False, True))
     assert kept[1] != pytest.approx(undone[1], rel=2e-3)
+
+
+# -- torch_autocast ---------------------------------------------------------------------------------------------------
+
+AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 8}}
+
+
+def _steps_of_which_one_overflows(stages: int, zero: int, reduced: bool, clip: float) -> list[tuple[Any, ...]]:
+    """Return what an engine reports after each step; in the second one, a gradient of one rank is nan."""
+    start()
+    with PipelineParallelGrid("pipe=2" if stages > 1 else "data=-1") as grid:
+        layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
+        module: Any = nn.Sequential(*layers)
+        given: dict[str, Any] = {"mpu": grid}
+        if stages > 1:
+            module, given = PipelineModule(layers, grid=grid, loss_fn=_loss), {}
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        config = settings(
+            gradient_accumulation_steps=1,
+            zero_optimization={"stage": zero},
+            gradient_clipping=clip,
+            gradient_reducer=reduced,
+            scheduler=SCHEDULE,
+            **AUTOCAST,
+        )
+        engine, *_ = initialize(model=module, optimizer=optimizer, config=config, **given)
+        found: list[tuple[Any, ...]] = []
+        for step in range(3):
+            inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+            breaks = step == 1 and grid.get_sample_rank() == grid.get_sample_world_size() - 1
+            targets = inputs * math.inf if breaks else inputs.sin()
+            if stages > 1:
+                engine.train_batch(iter([(inputs, targets)]))
+            else:
+                engine.backward(_loss(engine(inputs), targets))
+                engine.step()
+            norm = engine.get_global_grad_norm() if clip else 0.0
+            weight = next(module.parameters()).detach().abs().sum()
+            found.append(
+                (engine.was_step_applied(), engine.skipped_steps, *engine.get_lr(), float(norm), float(weight))
+            )
+        engine.destroy()
+        assert not hasattr(optimizer, "overflow")
+    return found
+
+
+def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - targets).square().mean()
+
+
+@pytest.mark.parametrize("clip", [0.5, pytest.param(0.0, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_skipped_step_of_autocast_does_not_count_without_zero_either(world: Worlds, stages: int, clip: float) -> None:
+    """Learning rate, norm and weights are those of ZeRO 1, whose optimizer reports an overflow."""
+    expected = world(2).run(_steps_of_which_one_overflows, stages, 1, False, clip)
+    assert [(applied, skipped) for applied, skipped, *_ in expected[0]] == [(True, 0), (False, 1), (True, 1)]
+    for reduced in (False, True):
+        found = world(2).run(_steps_of_which_one_overflows, stages, 0, reduced, clip)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+def _engines_after_one_with_autocast(zero: int) -> None:
+    start()
+    with PipelineParallelGrid("data=-1") as grid:
+        found = []
+        for config in (AUTOCAST, {"communication_data_type": "fp32"}, AUTOCAST):
+            module = nn.Linear(8, 8)
+            for parameter in module.parameters() if found else ():
+                parameter.comm_dtype = torch.float16  # as an earlier engine with the same layer has left it
+            own = settings(gradient_accumulation_steps=1, zero_optimization={"stage": zero}, **config)
+            engine, *_ = initialize(model=module, model_parameters=module.parameters(), mpu=grid, config=own)
+            found.append(engine)
+        assert not torch_autocast.is_autocast_initialized()
+        for engine in found:  # all of them live
+            engine.backward(_loss(engine(torch.ones(2, 8)), torch.ones(2, 8)))
+            engine.step()
+        scales = [engine.optimizer.cur_scale for engine in found]
+        types = [{*map(str, engine.optimizer.ipg_buckets)} for engine in found]
+        assert scales == [loss_scales.FIRST_SCALE, 1.0, loss_scales.FIRST_SCALE]
+        assert types == [{"torch.float16"}, {"torch.float32"}, {"torch.float16"}]
+        for engine in found:
+            engine.destroy()
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+def test_engine_beside_one_with_autocast_has_no_loss_scale(world: Worlds, zero: int) -> None:
+    """Also with layers whose gradients an earlier engine has reduced in fp16."""
+    world(2).run(_engines_after_one_with_autocast, zero)

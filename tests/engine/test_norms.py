@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,7 +12,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -21,11 +24,23 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
+from ds_topo import (
+    PipelineModule,
+    PipelineParallelGrid,
+    ProcessGrid,
+    clip_grad_norm_,
+    groups,
+    initialize,
+    mark_tensor_parallel_gradients,
+)
+from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
 from ds_topo.engine import loss_scales, norms
 from ds_topo.engine.optimizers_on_grid import BF16OnGrid
 from ds_topo.errors import EngineOptionError, ExpertGroupError
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
+from tests.support.small_engines import settings
+from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -211,9 +226,121 @@ def test_one_rank_clips_as_torch_does(order: Any, foreach: bool | None) -> None:
 
 def _one_rank_has_nan() -> None:
     with ProcessGrid("data=2,model=2") as grid:
-        broken = parameter(float("nan") if grid.global_rank == 1 else 1.0, tensor_model_parallel=True)
-        for order in (2, math.inf):
-            assert clip_grad_norm_(broken, 1.0, grid, order).isnan()
+        for value, is_sliced in product((math.nan, math.inf), (True, False)):  # slice 0 counts what slices replicate
+            on_second_slice = value if grid.get_axis_rank("model") == 1 else 1.0
+            for order in (2, math.inf):
+                broken = parameter(on_second_slice, tensor_model_parallel=is_sliced)
+                assert not clip_grad_norm_(broken, 1.0, grid, order).isfinite()
+
+
+class _Broken(torch.autograd.Function):
+    """The identity, whose gradient is nan if asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, breaks: bool) -> torch.Tensor:
+        ctx.breaks = breaks
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * math.nan if ctx.breaks else gradient, None
+
+
+class _Sliced(nn.Module):
+    """A layer that is marked as a slice, and one that slices share, whose bias gets a gradient of nan."""
+
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sliced, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.sliced.weight.tensor_model_parallel = True  # type: ignore[assignment]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = _Broken.apply(self.shared.bias, self.breaks)
+        return F.linear(torch.tanh(self.sliced(hidden)), self.shared.weight, bias)
+
+
+def _states(case: dict[str, Any], broken: set[int]) -> tuple[Any, ...]:
+    """Return the norm, what the second step did, and whether weights are finite; nan on some slices in this step."""
+    stages = case.get("stages", 1)
+    is_bf16 = "bf16" in case["config"]
+    with PipelineParallelGrid(f"pipe={stages},model=2" if stages > 1 else "data=-1,model=2") as grid:
+        config = settings(gradient_accumulation_steps=1, gradient_clipping=0.5, **case["config"])
+        module: Any = _Sliced()
+        given = {"mpu": grid}
+        if stages > 1:
+            module, given = PipelineModule([LayerSpec(_Sliced)] * stages, grid=grid, loss_fn=_loss), {}
+        engine, *_ = initialize(model=module, model_parameters=module.parameters(), config=config, **given)
+        for step in range(2):
+            for layer in module.modules():
+                layer.breaks = step == 1 and grid.get_stage_id() == 0 and grid.get_axis_rank("model") in broken
+            inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+            inputs = inputs.bfloat16() if is_bf16 else inputs
+            if stages > 1:
+                engine.train_batch(iter([(inputs, inputs)]))
+            else:
+                engine.backward(_loss(engine(inputs), inputs))
+                engine.step()
+        with deepspeed.zero.GatheredParameters(
+            list(module.parameters()), enabled=engine.zero_optimization_stage() == 3
+        ):
+            weights = [bool(each.isfinite().all()) for each in module.parameters()]
+        norm = float(engine.get_global_grad_norm())
+        found = norm, engine.was_step_applied(), engine.skipped_steps, weights
+        destroy_engine(engine)
+    return found
+
+
+def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - targets.float().sin()).square().mean()
+
+
+def _compare_slices(cases: list[dict[str, Any]]) -> None:
+    deepspeed.init_distributed(verbose=False)
+    for case in cases:
+        found, expected = (_states(case, broken) for broken in ({1}, {0, 1}))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=f"{case}: {found}, {expected}")
+        assert not math.isfinite(found[0])
+
+
+def _zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, **more}
+
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+IN_FP32: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+NAN_ON_A_SLICE: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {"config": config}
+        for config in (
+            *(_zero(stage) for stage in range(4)),
+            _zero(1, gradient_reducer=True, **IN_FP32),
+            _zero(1, **IN_FP32),
+            _zero(3, **BF16),
+            _zero(0, **AUTOCAST),
+        )
+    ],
+    "reduced": [
+        {"config": _zero(stage, gradient_reducer=True, **more)} for stage in range(3) for more in ({}, BF16, AUTOCAST)
+    ],
+    "offloaded": [{"config": {"zero_optimization": {"stage": stage, **OFFLOAD}}} for stage in range(1, 4)],
+    "half": [
+        *({"config": _zero(stage, **more)} for stage in range(1, 4) for more in (IN_FP32, AUTOCAST)),
+        *({"config": _zero(stage, **BF16)} for stage in range(3)),
+    ],
+    "pipeline": [{"config": _zero(stage, **more), "stages": 2} for stage in range(2) for more in ({}, BF16, AUTOCAST)],
+}
+
+
+@pytest.mark.skipif(not BF16_DISCARDS_INFINITIES, reason="DeepSpeed before 0.19.8 takes such steps in fp32 and bf16")
+@pytest.mark.parametrize("cases", mark_exhaustive(NAN_ON_A_SLICE, default=lambda _, name: name == "plain"))
+def test_nan_on_one_slice_is_handled_as_nan_on_all(world: Worlds, cases: str) -> None:
+    """Also where the first slice counts the gradient: no slice steps alone, and all clip by one norm."""
+    world(4 if cases == "pipeline" else 2).run(_compare_slices, NAN_ON_A_SLICE[cases])
 
 
 def test_nan_of_one_rank_reaches_all(world: Worlds) -> None:

@@ -97,7 +97,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pipe=2,data=2", HYBRID, "model axis of 2"),
     ("pipe=2,model=2", HYBRID, "model axis of 2 and no pipe axis"),
     ("data=2,shard=2", QUANTIZED, r"'zero_optimization.zero_quantized_gradients \(qgZ\)'.* name that axis 'data'"),
-    ("data=2,shard=2", {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, r"elastic_checkpoint'\] with"),
+    (
+        "data=4",
+        {"zero_optimization": {"stage": 2, "elastic_checkpoint": True}},
+        "elastic_checkpoint at stage 2.*Remove",
+    ),
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("pipe=2,data=2", {}),

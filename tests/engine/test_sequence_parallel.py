@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from itertools import permutations
 from typing import Any
@@ -12,12 +13,14 @@ import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, groups
+from ds_topo import PipelineParallelGrid, groups, use
 from ds_topo.checkpoint import engine_facts as facts
 from tests.support.autotp_training import whole_parameters
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     Batch,
@@ -179,3 +182,49 @@ def _train_each(topology: str, alone: Run) -> None:
     second_partition = {"stage": 3, "zero_hpz_partition_size": 2}
     for options in (*(OPTIONS[f"zero{stage}"] for stage in range(4)), second_partition):
         _train_and_compare(topology, options, alone, is_split=True)
+
+
+# -- programs for DeepSpeed alone -------------------------------------------------------------------------------------
+
+
+def _trained_by_a_program_for_stock(layouts: tuple[str, ...], stage: int) -> list[list[Any]]:
+    """Return, for each layout, the norm of the first step and the parameters after two, by plain SGD."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    found: list[list[Any]] = []
+    for spec in layouts:
+        with ExitStack() as undo:
+            for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+                undo.callback(setattr, parallel_state_sp, name, None)
+            grid = undo.enter_context(PipelineParallelGrid("data=2,seq=2" if spec == "stock" else spec))
+            if spec != "stock":
+                undo.enter_context(use(grid))
+            parallel_state_sp.initialize_sequence_parallel(2)
+            torch.manual_seed(0)
+            model = nn.Linear(WIDTH, WIDTH)
+            config = engine_config(
+                1, optimizer={"type": "SGD", "params": {"lr": 0.1}}, zero_optimization={"stage": stage}
+            )
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config, mpu=parallel_state_sp
+            )
+            share = 2 * grid.get_axis_rank("data") + grid.get_axis_rank("seq")
+            for step in range(2):
+                inputs, targets = (part[share] for part in batch(step))
+                engine.backward(loss_of(engine, inputs, targets))
+                engine.step()
+                if step == 0:
+                    found.append([engine.get_global_grad_norm()])
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                found[-1] += [parameter.detach().clone() for parameter in model.parameters()]
+            destroy_engine(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", mark_exhaustive(range(4), default=lambda _, stage: stage == 3))
+def test_program_for_stock_keeps_its_scale_of_gradients(world: Worlds, stage: int) -> None:
+    """Stock DeepSpeed sums over ``seq`` at ZeRO 0 to 2, and averages at ZeRO 3. Losses of programs fit that."""
+    layouts = ("stock", "data=2,seq=2", "seq=2,data=2")
+    for stock, *others in world(4).run(_trained_by_a_program_for_stock, layouts, stage):
+        for found in others:
+            torch.testing.assert_close(found, stock, rtol=1e-6, atol=1e-7)

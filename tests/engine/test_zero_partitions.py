@@ -492,7 +492,9 @@ def _freezes(zero: int) -> None:
             if ours:
                 engine.gradient_reducer.detach()
             engine.module[2].weight.requires_grad_(False)
+            assert engine.gradient_reducer is None
             reducer = GradientReducer.attach(engine, bucket_bytes=1 << 20) if ours else None
+            assert engine.gradient_reducer is reducer
             ends.append((_train(engine, 1, 2), _state(engine)))
             if reducer is not None:
                 reducer.detach()
@@ -664,6 +666,58 @@ def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[
 
 def test_incompatible_options_and_calls_raise(world: Worlds) -> None:
     world(2).run(_refusals)
+
+
+def _train_groups(kind: type[torch.optim.Optimizer], stage: int, reducer: bool) -> None:
+    """Train two groups with a schedule of the program, beside the same module on the samples of all ranks."""
+    start()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        optimizer = kind([{"params": module[2].parameters()}, {"params": module[0].parameters(), "lr": 0.02}], lr=0.1)
+        return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    alone, optimizer, schedule = build()
+    module, *given = build()
+    options = settings(gradient_accumulation_steps=1, zero_optimization={"stage": stage})
+    del options["optimizer"]
+    with PipelineParallelGrid("data=2") as grid:
+        named = dict(zip(("optimizer", "lr_scheduler"), given, strict=True))
+        engine, *_ = initialize(model=module, mpu=grid, config=options | {"gradient_reducer": reducer}, **named)
+        for step in range(3):
+            inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            loss = F.mse_loss(alone(inputs), inputs.sin())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            own = inputs.chunk(2)[dist.get_rank()]
+            engine.backward(F.mse_loss(engine(own), own.sin()))
+            engine.step()
+            for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(safe_get_full_fp32_param(ours), theirs.detach())
+                for key, state in optimizer.state[theirs].items():
+                    if state.dim():
+                        torch.testing.assert_close(safe_get_full_optimizer_state(ours, key), state)
+        engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "reducer"),
+    mark_exhaustive(
+        [
+            *((torch.optim.Adagrad, stage, reducer) for stage, reducer in ((1, True), (3, False), (1, False))),
+            *((torch.optim.AdamW, stage, reducer) for stage, reducer in ((1, True), (1, False), (3, False))),
+            *((kind, 2, reducer) for kind in (torch.optim.Adagrad, torch.optim.AdamW) for reducer in (False, True)),
+        ],
+        lambda number, _: number in (0, 1, 3, 4),
+    ),
+)
+def test_groups_of_an_optimizer_train_and_have_states_as_in_one_process(
+    world: Worlds, kind: type[torch.optim.Optimizer], stage: int, reducer: bool
+) -> None:
+    world(2).run(_train_groups, kind, stage, reducer)
 
 
 def _with_a_hook(zero: int) -> None:

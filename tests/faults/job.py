@@ -1,4 +1,8 @@
-"""Run a rank of a small training with a broken rank: ``python -m tests.faults.job ENGINE FAULT PHASE VICTIM LIMIT``."""
+"""Run a rank of a small training with a broken rank.
+
+``python tests/faults/job.py ENGINE FAULT PHASE VICTIM LIMIT TIMEOUT``: the limit of the watch, or 0 for none, and the
+timeout of the job. Further arguments tell this job from others.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ STEPS, BROKEN_STEP = 8, 3
 WIDTH = 16
 HAPPENED = "fault happened"
 FLAP_SECONDS = 5
-JOB_TIMEOUT = 90.0
+_BEFORE_STEPS = ("start", "grid", "construction")
 
 
 class Fault:
@@ -41,7 +45,7 @@ class Fault:
 
     def may_happen(self, phase: str) -> None:
         """Cause the fault if the rank is the victim and this is the phase."""
-        if self._is_due and phase == self._phase and (self.step == BROKEN_STEP or phase == "start"):
+        if self._is_due and phase == self._phase and (self.step == BROKEN_STEP or phase in _BEFORE_STEPS):
             self._is_due = False
             self._happen()
 
@@ -50,14 +54,14 @@ class Fault:
         skips = self._is_due and self._kind == kind and self.step == BROKEN_STEP
         if skips:
             self._is_due = False
-            print(HAPPENED, flush=True)
+            print(f"{HAPPENED} at {time.monotonic()}", flush=True)
         return skips
 
     def _happen(self) -> None:
         if self._kind.startswith("skip"):
             self._is_due = True
             return
-        print(HAPPENED, flush=True)
+        print(f"{HAPPENED} at {time.monotonic()}", flush=True)
         if self._kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._kind == "stop":
@@ -67,6 +71,8 @@ class Fault:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self._kind == "exception":
             raise ValueError("a sample that cannot be read")
+        elif self._kind in ("exit", "leave"):
+            sys.exit(int(self._kind == "exit"))
         elif self._kind == "handler":
             try:
                 raise ValueError("a sample that cannot be read")
@@ -106,7 +112,8 @@ def plain(engine_kind: str, fault: Fault) -> Loop:
     config = settings(zero_optimization={"stage": stage}, gradient_accumulation_steps=1)
     if engine_kind.endswith("reducer"):
         config["gradient_reducer"] = {}
-    engine, *_ = initialize(model=model, config=config, mpu=grid)
+    fault.may_happen("grid")
+    engine, *_ = initialize(model=model, config=config, mpu=grid, optimizer=failing_optimizer(fault))
     inputs = torch.full((8, WIDTH), 1.0 + grid.get_data_parallel_rank())
 
     def step() -> None:
@@ -132,7 +139,8 @@ def pipeline(engine_kind: str, fault: Fault) -> Loop:
     config = settings(zero_optimization={"stage": int(engine_kind[4])})
     if engine_kind.endswith("reducer"):
         config["gradient_reducer"] = {}
-    engine, *_ = initialize(model=module, config=config)
+    fault.may_happen("grid")
+    engine, *_ = initialize(model=module, config=config, optimizer=failing_optimizer(fault))
 
     def samples() -> Any:
         while True:
@@ -179,12 +187,23 @@ def watched(model: Any, fault: Fault) -> Any:
     return model
 
 
+def failing_optimizer(fault: Fault) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function for ``initialize`` that builds the optimizer, or causes the fault in the construction."""
+
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        fault.may_happen("construction")
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    return build
+
+
 def main() -> None:
     """Train until the fault or the end of the job."""
-    engine_kind, kind, phase, victim, limit = sys.argv[1:]
+    engine_kind, kind, phase, victim, limit, timeout = sys.argv[1:7]
     warnings.simplefilter("ignore")
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    init_distributed(timeout=JOB_TIMEOUT, watch=float(limit), verbose=False)
+    init_distributed(timeout=float(timeout), watch=float(limit) or None, verbose=False)
+
     fault = Fault(kind, phase, dist.get_rank() == int(victim))
     fault.may_happen("start")
     build = alone if engine_kind.startswith("reducer") else pipeline if engine_kind.startswith("pipe") else plain
@@ -202,6 +221,7 @@ def main() -> None:
         dist.broadcast_object_list(folders)
         folder = folders[0]
         for fault.step in range(STEPS):
+            fault.may_happen("between")
             if not fault.skips("skip-step"):
                 step()
             if not fault.skips("skip-collective"):

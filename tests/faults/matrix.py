@@ -26,11 +26,25 @@ ENGINES = (
     "plain0-reducer", "plain1-reducer", "plain2-reducer", "pipe0-reducer", "pipe1-reducer",
     "moe", "reducer", "reducer-two-level",
 )  # fmt: skip
-FAULTS = ("kill", "stop", "gone", "cut", "exception", "handler", "skip-step", "skip-collective", "flap")
-PHASES = ("start", "forward", "backward", "step", "save", "evaluation")
+FAULTS = (
+    "kill",
+    "stop",
+    "gone",
+    "cut",
+    "exception",
+    "handler",
+    "skip-step",
+    "skip-collective",
+    "flap",
+    "exit",
+    "leave",
+)
+PHASES = ("start", "grid", "construction", "between", "forward", "backward", "step", "save", "evaluation")
 RANKS_PER_HOST, HOSTS = 2, 2
 ALLOWED_SECONDS = 5.0
 """Seconds that a rank has to end after the watch's limit."""
+UNWATCHED_SECONDS = 15.0
+"""Seconds that a rank has to end without the watch."""
 START_SECONDS, POLL_SECONDS = 120.0, 0.05
 
 
@@ -43,6 +57,9 @@ class Case:
     phase: str
     victim: int = 3
     limit: float = 4.0
+    """The limit of the watch; 0 for none."""
+    timeout: float = 90.0
+    """The timeout of the job."""
 
     @property
     def broken(self) -> set[int]:
@@ -51,8 +68,14 @@ class Case:
             return {rank for rank in range(4) if rank // RANKS_PER_HOST == self.victim // RANKS_PER_HOST}
         return {self.victim}
 
+    @property
+    def allowed_seconds(self) -> float:
+        """The seconds within which all ranks must have ended."""
+        return self.limit + ALLOWED_SECONDS if self.limit else UNWATCHED_SECONDS
+
     def __str__(self) -> str:
-        return f"{self.engine} {self.fault} {self.phase} rank {self.victim}"
+        watched = "" if self.limit else " without the watch"
+        return f"{self.engine} {self.fault} {self.phase} rank {self.victim}{watched}"
 
 
 @dataclass
@@ -83,7 +106,7 @@ class Outcome:
                 continue
             if self.codes[rank] in (None, 0):
                 found.append(f"rank {rank}: exit code {self.codes[rank]}")
-            if timed and rank in self.seconds and self.seconds[rank] > case.limit + ALLOWED_SECONDS:
+            if timed and rank in self.seconds and self.seconds[rank] > case.allowed_seconds:
                 found.append(f"rank {rank}: ended after {self.seconds[rank]:.1f} s")
             if case.fault == "skip-collective" and self.codes[rank] == -signal.SIGABRT:
                 continue  # gloo aborts if a message has another size than it expects
@@ -96,6 +119,10 @@ class Outcome:
             where = rf"ranks \[{case.victim}\] on host{case.victim // RANKS_PER_HOST}"
             if re.search(rf"{where} -> \S+ could not be written: ValueError", output):
                 return []  # a rank that writes nothing fails after the save
+        if not case.limit:
+            who = rf"rank {case.victim}( \(.*\))? on host{case.victim // RANKS_PER_HOST} (failed in|has ended)"
+            ended = "rank 0, which served" if case.victim == 0 else rf"Ranks \[{case.victim}\] do not answer"
+            return [] if re.search(rf"{who}|{ended}", output) else ["does not name the rank"]
         if "ds_topo watch: a fault" not in output:
             return ["no message of the watch"]
         text = output[output.index("ds_topo watch: a fault") :]
@@ -169,7 +196,7 @@ class Rig:
 
     def _start(self, case: Case, logs: dict[int, Path]) -> None:
         self._cases += 1
-        arguments = [case.engine, case.fault, case.phase, str(case.victim), str(case.limit)]
+        arguments = [case.engine, case.fault, case.phase, str(case.victim), str(case.limit), str(case.timeout)]
         for rank, log in logs.items():
             log.touch()
             variables = rank_environment(rank, len(logs), RANKS_PER_HOST, self._cluster.hosts[0].address)
@@ -199,7 +226,7 @@ class Rig:
 
     def _await_ends(self, case: Case, logs: dict[int, Path], outcome: Outcome, happened: float) -> None:
         """Wait for the end of all ranks except victims that do not end."""
-        end = happened + case.limit + ALLOWED_SECONDS + 30
+        end = happened + case.allowed_seconds + 30
         waiting = set(logs)
         stays = case.broken if case.fault in ("stop", "handler", "gone") else set()
         while waiting - stays and time.monotonic() < end:

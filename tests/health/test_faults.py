@@ -16,6 +16,17 @@ CASES = [
     pytest.param(Case("pipe1", "stop", "forward", victim=0), marks=pytest.mark.exhaustive),
     Case("moe", "exception", "step", victim=2),
     pytest.param(Case("reducer-two-level", "flap", "forward", victim=1, limit=10.0), marks=pytest.mark.exhaustive),
+    Case("plain1", "exception", "between", victim=0, limit=0.0, timeout=600.0),
+    *(
+        pytest.param(Case(engine, fault, phase, victim, limit=0.0, timeout=600.0), marks=pytest.mark.exhaustive)
+        for engine, faults in (
+            ("plain1", "exception start, exception grid, exception construction, exit start, exit grid, kill between"),
+            ("plain3", "exception forward, kill backward, leave between"),
+            ("pipe1", "exception forward, kill forward, exit between, leave between"),
+        )
+        for fault, phase in (each.split() for each in faults.split(", "))
+        for victim in (0, 1)
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.base.torch_names import default_store
 from ds_topo.errors import FailedRankError
 from ds_topo.health import first_cause
 from tests.support.exhaustive import mark_exhaustive
@@ -166,9 +167,7 @@ def _leave() -> list[str]:
     with PipelineParallelGrid("data=2"):
         with first_cause.guard.over("step"):
             dist.barrier()
-        listener = first_cause.guard._listener
-        assert listener is not None
-        found.append(listener.departed(range(2)))
+        found.append(str(first_cause.departure_in(default_store())))
         dist.barrier()
     return found
 
@@ -177,7 +176,45 @@ def test_rank_that_has_left_without_an_error_is_named_until_it_comes_back(world:
     (said, later), _ = world(2).run(_leave)
     assert re.match(r"this rank cannot finish step, because rank 1 \(data=1\) on \S+ has ended its program", said)
     assert "Let all ranks take the same steps" in said
-    assert not later
+    assert later == "None"
+
+
+def _raise_in(name: str, members: Sequence[int], error: Exception) -> None:
+    with first_cause.guard.over(name, members):
+        raise error
+
+
+def _lose_each_other(late: str) -> str:
+    """Raise an error of the transport on ranks 0 and 1 in a step; on rank 2 in another call, or its own error later."""
+    start()
+    first_cause._CAUSE_LIMIT = 2.0 if late else 0.01
+    rank = dist.get_rank()
+    with PipelineParallelGrid("data=3") as grid:
+        with first_cause.guard.over("step", grid.members):
+            dist.barrier()
+        error: Exception
+        name, error = "step", RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+        if rank == 2:
+            name, error = ("step", InjectedError(late)) if late else ("save", error)
+        with pytest.raises(type(error) if late and rank == 2 else FailedRankError) as raised:
+            _raise_in(name, grid.members, error)
+        dist.barrier()
+    return str(raised.value)
+
+
+def test_ranks_in_another_call_are_named_after_a_timeout(world: Worlds) -> None:
+    found = world(3).run(_lose_each_other, "")
+    for text, call in zip(found, ("step", "step", "save"), strict=True):
+        first, second, *places = text.splitlines()
+        assert first.startswith(f"this rank cannot finish {call}, because ranks could not reach each other")
+        assert second.startswith("Ranks [2] are in another call than most")
+        assert [each.partition(":")[0].strip() for each in places] == ["ranks [2]", "ranks [0, 1]"]
+
+
+def test_error_of_a_program_wins_over_a_timeout(world: Worlds) -> None:
+    *others, own = world(3).run(_lose_each_other, TEXT)
+    assert own == TEXT
+    assert all(re.match(rf"rank 2 \(data=2\) on \S+ failed in step.*\n.*{TEXT}", text) for text in others)
 
 
 def test_no_thread_without_other_processes() -> None:

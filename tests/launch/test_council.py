@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ds_topo.errors import CheckpointError, DamagedCheckpointError
+from ds_topo.errors import CheckpointError, DamagedCheckpointError, StoreTimeoutError
 from ds_topo.launch import council as council_module
-from ds_topo.launch.council import MOMENT, Council
+from ds_topo.launch.council import MOMENT, Council, apart
+from tests.support.served_store import errors_of
 
 Part = Callable[[Council], Any]
 
@@ -143,3 +144,15 @@ def test_a_decision_takes_three_requests_of_a_rank_and_few_of_the_first() -> Non
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(part, range(2))) == [size, size]
     assert counts == [{"set": 2, "wait": 1, "multi_get": 3}, {"set": 1, "wait": 1, "multi_get": 1}]
+
+
+def test_store_whose_server_has_ended_is_asked_once() -> None:
+    asked: list[object] = []
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(minutes=10))
+    assert apart(client, timedelta(minutes=1), "a key", lambda store: store.add("key", 1)) == 1
+    del server
+    for _ in range(2):
+        [error] = errors_of(lambda: apart(client, timedelta(minutes=1), "a key", asked.append), seconds=30)
+        assert isinstance(error, StoreTimeoutError)
+    assert not asked

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_topo import ProcessGrid, ProcessTopology
 from ds_topo.errors import LaunchError
+from ds_topo.launch import launchers
 from ds_topo.launch.launchers import Launch, detect_launch
+from tests.support.fake_world import fake_world
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
 TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
@@ -134,3 +142,32 @@ def test_any_variables_raise_only_documented_errors(changed: dict[str, str], sta
         return
     assert 0 <= launch.rank < launch.world_size
     assert launch.local_world_size is None or launch.local_rank < launch.local_world_size
+
+
+def test_misspelt_variables_are_named_once_on_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("DS_TOPO_WACTH", "5"), ("DSTOPO_WATCH", "5"), ("ds_topo_watch", "5"), ("DS_TOPO_RUNS", "a")):
+        monkeypatch.setenv(name, value)
+    for rank in range(2):
+        launchers.warn_of_misspelt_variables.cache_clear()
+        with fake_world(rank, 2), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for spec in ("+wacth=2", "data=2"):  # an axis of this name exports DS_TOPO_WACTH
+                with ProcessGrid(spec):
+                    pass
+        named = [re.findall(r"(\w+)='5' has no effect: did you mean (\w+)", str(each.message)) for each in said]
+        expected = [] if rank else ["DS_TOPO_WACTH", "DSTOPO_WATCH", "ds_topo_watch"]
+        assert named == [[(name, "DS_TOPO_WATCH")] for name in expected]
+    launchers.warn_of_misspelt_variables.cache_clear()
+
+
+def test_exported_variables_and_those_that_are_read_are_not_misspelt() -> None:
+    topology = ProcessTopology.from_spec("pipe=2,tensor=2,+wacth=2")
+    restore = launchers.export_coordinates(topology, 3)
+    try:
+        assert launchers.misspelt_variables(os.environ) == {}
+    finally:
+        restore()
+    package = Path(launchers.__file__).parents[1]
+    read = {name for path in package.rglob("*.py") for name in re.findall(r'"(DS_TOPO_[A-Z_]+)"', path.read_text())}
+    assert read - {"DS_TOPO_WACTH", "DS_TOPO_CACHE"} <= set(launchers._SWITCHES), "in docstrings are two others"
+    assert launchers.misspelt_variables(dict.fromkeys(launchers._SWITCHES, "")) == {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,23 @@ class _Broken:
         return [1 // 0]
 
 
+def _engine_in_another_order(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    found = sorted(model.parameters(), key=lambda each: each.dim(), reverse=_on_rank(1, False, True))
+    build = partial(torch.optim.SGD, found, lr=0.1)
+    given = {"list": {"model_parameters": found}, "function": {"optimizer": lambda _: build()}}
+    _engine(model, mpu=_grid("data=4"), **given.get(kind, {"optimizer": build()}))
+
+
+def _sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def _read(parameters: Iterator[nn.Parameter]) -> Iterator[nn.Parameter]:
+    list(parameters)
+    return parameters
+
+
 def _engine_of_replaced_layers() -> None:
     model, grid = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), _grid()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,6 +202,30 @@ def _ends_badly() -> Any:
     raise OSError("disk on fire")
 
 
+def _reduce_late() -> None:
+    layer = nn.Linear(4, 4)
+    layer(torch.ones(2, 4)).sum().backward()
+    reducer = GradientReducer(layer)
+    try:
+        reducer.finish()
+    finally:
+        reducer.detach()
+
+
+def _step_after_destroy(call: str, reduced: bool) -> None:
+    """Call a method that a program has kept, of an engine whose grid was destroyed."""
+    config = {**CONFIG, "zero_optimization": {"stage": 1}, "gradient_reducer": reduced}
+    config["zero_allow_untested_optimizer"] = True
+    engine = initialize(model=_pipeline(topology="pipe=2,data=2", loss_fn=nn.MSELoss()), config=config)[0]
+    kept = getattr(engine, call)
+    engine.train_batch(iter([_SAMPLE]))
+    engine.mpu.destroy()
+    try:
+        kept(iter([_SAMPLE]))
+    finally:
+        engine.destroy()
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # grids
     "pip": (lambda: _grid("pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
@@ -227,6 +269,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such axis": (lambda: _grid().get_group("pip"), UnknownAxisError, "its axes are|is not in the topology"),
     "no such index": (lambda: _grid().stage_to_global(3), CoordinateError, "out of range"),
     "after destroy": (lambda: _after("destroy").get_group("data"), RuntimeError, "build a new grid"),
+    "a layer without a group": (
+        lambda: (_grid(), ParallelLinear(4, 4, dim=-1)),
+        RuntimeError,
+        "pass group=grid.get_group('model') to the layer",
+    ),
+    "a reducer after the backward pass": (_reduce_late, RuntimeError, "build it before the forward pass"),
+    "a step after destroy": (lambda: _step_after_destroy("train_batch", False), RuntimeError, "build a new grid"),
+    "a step with a reducer after destroy": (
+        lambda: _step_after_destroy("train_batch", True),
+        RuntimeError,
+        "build a new grid",
+    ),
+    "a kept method of a pipeline": (lambda: _step_after_destroy("step", True), Exception, "Only train_batch"),
     "a torch grid of nonsense": (lambda: ProcessGrid("nope=4"), UnknownAxisError, "has no meaning here"),
     # experts
     "experts that do not divide": (lambda: groups.create_expert_groups(_grid("data=4"), 3), ExpertSizeError, "3"),
@@ -368,6 +423,54 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         DisagreementError,
         "'lr': 0.2",
+    ),
+    "an optimizer with parameters in another order": (
+        lambda: _engine_in_another_order("client"),
+        DisagreementError,
+        "optimizer group 0[0]: bias",
+    ),
+    "a list of parameters in another order": (
+        lambda: _engine_in_another_order("list"),
+        DisagreementError,
+        "sort what comes from it",
+    ),
+    "a function that builds an optimizer in another order": (
+        lambda: _engine_in_another_order("function"),
+        DisagreementError,
+        "optimizer group 0[0]: bias",
+    ),
+    "an optimizer with another learning rate": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), optimizer=_sgd(model, _on_rank(1, 0.2, 0.1))),
+        DisagreementError,
+        "'lr': 0.2",
+    ),
+    "a generator that was read before": (
+        lambda: _engine((model := nn.Linear(4, 4)), mpu=_grid(), model_parameters=_read(model.parameters())),
+        EngineOptionError,
+        "A generator such as model.parameters() can be read only once",
+    ),
+    "parameters of two data types at ZeRO 3": (
+        lambda: _engine(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()),
+            mpu=_grid("data=4"),
+            config={**CONFIG, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True},
+        ),
+        EngineOptionError,
+        "which keeps its parts of all parameters in one vector: convert the model to one of them",
+    ),
+    "Muon in bf16 with sums in fp32 over slices": (
+        lambda: _engine(
+            mpu=_grid(),
+            config={
+                **CONFIG,
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}},
+            },
+        ),
+        EngineOptionError,
+        "here 2 ranks share one. Use ZeRO 2",
     ),
     "another clipping": (
         lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "gradient_clipping": _on_rank(1, 1.0, 0.5)}),

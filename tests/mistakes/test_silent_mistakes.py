@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import PipelineParallelGrid, initialize
 from ds_topo.engine.checks import DirectSteps
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
@@ -85,3 +89,102 @@ def test_parameters_that_the_optimizer_lacks_are_named_once(world: Worlds) -> No
     assert "SGD lacks the parameters ['1.weight', '1.bias'] of the model" in text
     assert others == []
     assert world(2).run(_leave_out, True) == [[], []]
+
+
+CLEARING = ("never", "after step", "optimizer", "engine", "module", "zeros")
+
+
+def _clear(stage: int, reduced: bool, config: dict[str, Any]) -> dict[str, tuple[float, int]]:
+    """Train four steps of two micro-batches, with another ``zero_grad()`` each time; return weights and warnings."""
+    start()
+    zero = {"stage": stage, **{name: value for name, value in config.items() if "offload" in name}}
+    config = {name: value for name, value in config.items() if "offload" not in name}
+    options = settings(zero_optimization=zero, gradient_reducer=reduced, **config)
+    kind, found = torch.bfloat16 if "bf16" in config else torch.float32, {}
+    for name in CLEARING:
+        torch.manual_seed(0)
+        with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            engine, *_ = initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mpu=grid, config=options)
+            for number in range(8):
+                if name == "optimizer":
+                    engine.optimizer.zero_grad()
+                elif name == "engine":
+                    engine.zero_grad()
+                elif name == "module":
+                    engine.module.zero_grad()
+                elif name == "zeros" and number % 2:
+                    engine.optimizer.zero_grad(set_to_none=False)
+                rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * number + grid.grid_rank))
+                engine.backward(engine(rows.to(kind)).square().mean())
+                engine.step()
+                if name == "after step" and number % 2:
+                    engine.optimizer.zero_grad()
+                    engine.zero_grad()
+            parameters = [*engine.module.parameters()]
+            with deepspeed.zero.GatheredParameters(parameters) if stage == 3 else nullcontext():
+                total = sum(float(each.detach().double().abs().sum()) for each in parameters)
+            engine.destroy()
+        found[name] = total, len([each for each in said if "has discarded" in str(each.message)])
+    return found
+
+
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduced", "config"),
+    mark_exhaustive(
+        [
+            *((stage, reduced, {}) for stage in range(4) for reduced in (False, True) if stage < 3 or not reduced),
+            *((stage, False, _BF16) for stage in range(4)),
+            *((1, reduced, {**_BF16, "data_types": {"grad_accum_dtype": "fp32"}}) for reduced in (False, True)),
+            *((stage, False, {"offload_optimizer": {"device": "cpu"}}) for stage in (1, 2, 3)),
+        ],
+        lambda _, case: case in [(0, False, {}), (1, True, {}), (3, False, {})],
+    ),
+)
+def test_gradients_that_zero_grad_discards_are_named(
+    world: Worlds, stage: int, reduced: bool, config: dict[str, Any]
+) -> None:
+    first, second = world(2).run(_clear, stage, reduced, config)
+    assert not any(number for _, number in second.values())
+    right = first["never"][0]
+    are_lost = {name: total != pytest.approx(right, rel=1e-6) for name, (total, _) in first.items()}
+    assert {name: number for name, (_, number) in first.items()} == are_lost
+    assert not are_lost["after step"]
+    assert are_lost["optimizer"] == (stage != 2)
+
+
+def _train_inside_no_sync(stage: int, reduced: bool, passes: str) -> tuple[list[str], float]:
+    start()
+    options = settings(zero_optimization={"stage": stage}, gradient_reducer=reduced)
+    with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine, *_ = initialize(model=nn.Linear(8, 8), mpu=grid, config=options)
+        try:
+            for number in range(4):
+                is_local = passes != "none" and (passes != "first" or number % 2 == 0)
+                with engine.no_sync() if is_local else nullcontext():
+                    engine.backward(engine(torch.randn(2, 8) + grid.grid_rank).square().mean())
+                if passes == "reduced later":
+                    engine.allreduce_gradients()
+                engine.step()
+            total = engine.module.weight.detach().double().sum()
+        finally:
+            engine.destroy()
+        replicas = total.clone()
+        dist.all_reduce(replicas)
+    return [str(each.message) for each in said if "no_sync" in str(each.message)], float(replicas - 2 * total)
+
+
+def test_steps_inside_no_sync_are_named(world: Worlds) -> None:
+    for passes in ("none", "first", "reduced later"):
+        assert world(2).run(_train_inside_no_sync, 0, False, passes) == [([], 0.0)] * 2
+    (first, drift), (second, _) = world(2).run(_train_inside_no_sync, 0, False, "all")
+    assert (len(first), len(second), abs(drift) > 0) == (1, 0, True)
+    assert "not averaged over the 2 replicas" in first[0]
+    for reduced in (False, True):
+        assert world(2).run(_train_inside_no_sync, 1, reduced, "first") == [([], 0.0)] * 2
+        errors = world(2).run(_train_inside_no_sync, 1, reduced, "all", expect_failure=True)
+        assert all("leave no_sync() before the forward pass of the last" in str(error) for error in errors)

@@ -53,13 +53,14 @@ class Case:
     seq: int = 1
     """The number of ranks that share a sequence (DeepSpeed's long sequence training).
 
-    Not at ZeRO 3, where stock DeepSpeed divides gradients by this number once more than at stages 0 to 2, and not with
-    a resume, where accelerate itself fails on DeepSpeed's loader of long sequences.
+    Not with a resume, where accelerate itself fails on DeepSpeed's loader of long sequences.
     """
     split: bool = False
     """Whether AutoTP splits the model along ``model``. Stock DeepSpeed trains it whole, on one rank per replica."""
     fp16: bool = False
     """Whether the loss has a scale, which starts so high that the first steps are skipped."""
+    descent: bool = False
+    """Train by SGD without clipping instead of AdamW: both of those hide the scale of gradients."""
 
     def __str__(self) -> str:
         """Return a name for ``pytest -k``."""
@@ -67,6 +68,7 @@ class Case:
         words += ["resumed"] if self.resume else []
         words += ["split"] if self.split else []
         words += ["fp16"] if self.fp16 else []
+        words += ["SGD"] if self.descent else []
         return "-".join([*words, "seq"] if self.seq > 1 else words)
 
 
@@ -91,6 +93,8 @@ ACCELERATE = [
     Case("cosine", samples=13, zero=2, accumulation=2, split=True),
     Case("WarmupDecayLR", zero=3, split=True),
     Case("linear", zero=0, resume=(0, 2), split=True),
+    *(Case("linear", zero=zero, seq=2, descent=True) for zero in range(4)),
+    *(Case("linear", samples=13, zero=zero, accumulation=2, descent=True) for zero in (0, 3)),
     Case("linear", resume=(0, 2), fp16=True),
     Case("WarmupDecayLR", samples=13, zero=2, accumulation=2, fp16=True),
 ]
@@ -112,6 +116,8 @@ TRAINER = [
     Case("WarmupLR", zero=0, split=True),
     Case("cosine", zero=3, split=True),
     Case("linear", resume=(0, 3), split=True),
+    *(Case("linear", zero=zero, seq=2, descent=True) for zero in range(4)),
+    *(Case("linear", samples=13, zero=zero, accumulation=2, descent=True) for zero in (0, 3)),
     Case("linear", resume=(0, 3), fp16=True),
     Case("WarmupDecayLR", samples=13, zero=2, accumulation=2, fp16=True),
 ]
@@ -122,7 +128,7 @@ def config_of(case: Case, spec: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
         "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": 0.0 if case.descent else 0.5,
         "zero_optimization": {"stage": case.zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -263,7 +269,7 @@ def _prepared(case: Case, spec: str) -> list[Any]:
         optimizer: Any = DummyOptim(model.parameters(), lr=1e-2)
         schedule: Any = DummyScheduler(optimizer, total_num_steps=24, warmup_num_steps=4)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = (torch.optim.SGD if case.descent else torch.optim.AdamW)(model.parameters(), lr=1e-2)
         schedule = _schedule(case, optimizer)
     inputs = torch.randn(case.samples, 4)
     data: Any = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
@@ -339,7 +345,9 @@ def _trained(case: Case, spec: str, folder: str, resumes: bool) -> list[Any]:
 
     torch.manual_seed(0)
     model = _llama()
-    options: dict[str, Any] = {"warmup_steps": 2}
+    options: dict[str, Any] = {"warmup_steps": 2, "max_grad_norm": 0.5}
+    if case.descent:
+        options |= {"optim": "sgd", "max_grad_norm": 0.0}
     if case.schedule not in DEEPSPEEDS:
         options["lr_scheduler_type"] = case.schedule
     if case.schedule == "reduce_lr_on_plateau":
@@ -350,7 +358,6 @@ def _trained(case: Case, spec: str, folder: str, resumes: bool) -> list[Any]:
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=case.accumulation,
-        max_grad_norm=0.5,
         num_train_epochs=2,
         learning_rate=1e-2,
         eval_strategy="steps",
@@ -380,7 +387,8 @@ def _trained(case: Case, spec: str, folder: str, resumes: bool) -> list[Any]:
     with recorded_steps() as steps:
         trainer.train(resume_from_checkpoint=checkpoint)
     assert not case.fp16 or any(skipped for *_, skipped in steps)
-    known = ("loss", "learning_rate", "grad_norm", "eval_loss", "epoch")
+    norm = ("grad_norm",) if case.zero else ()  # stock DeepSpeed keeps none without ZeRO
+    known = ("loss", "learning_rate", *norm, "eval_loss", "epoch")
     found += [tuple(float(row[name]) for name in known if name in row) for row in trainer.state.log_history]
     return [*found, *steps, trainer.state.global_step]
 

@@ -46,14 +46,18 @@ def _without_reducer(make_config: Callable[..., dict[str, Any]], *arguments: Any
 
 @contextmanager
 def recorded_steps() -> Iterator[list[tuple[float, ...]]]:
-    """Record the learning rate, norm, loss scale and number of skipped steps after every step of an engine."""
+    """Record the learning rate, norm, loss scale and number of skipped steps after every step of an engine.
+
+    Stock DeepSpeed keeps no norm without ZeRO.
+    """
     found: list[tuple[float, ...]] = []
     take = DeepSpeedEngine._take_model_step
 
     def recording(engine: Any, *args: Any, **options: Any) -> None:
         take(engine, *args, **options)
-        norm, scale = engine.get_global_grad_norm() or 0.0, getattr(engine.optimizer, "cur_scale", 1.0)
-        found.append((engine.get_lr()[0], float(norm), float(scale), engine.skipped_steps))
+        norm = engine.get_global_grad_norm() if engine.zero_optimization() else None
+        scale = getattr(engine.optimizer, "cur_scale", 1.0)
+        found.append((engine.get_lr()[0], float(norm or 0.0), float(scale), engine.skipped_steps))
 
     with patch.object(DeepSpeedEngine, "_take_model_step", recording):
         yield found
@@ -196,10 +200,10 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH)}
 
 
-def _long_sequences(spec: str, zero: int) -> Steps:
+def _long_sequences(spec: str) -> Steps:
     """Return the mean losses and the steps of a loop whose sequences accelerate and DeepSpeed split."""
     with recorded_steps() as steps, recorded_samples(Sequences) as read:
-        losses, share = _losses_of_long_sequences(spec, zero)
+        losses, share = _losses_of_long_sequences(spec)
         return losses, steps, in_order(read, share, STEPS // 2, 1)
 
 
@@ -208,7 +212,7 @@ def _share(grid: PipelineParallelGrid | None) -> int:
     return dist.get_rank() if grid is None else 2 * grid.get_axis_rank("data") + grid.get_axis_rank("seq")
 
 
-def _losses_of_long_sequences(spec: str, zero: int) -> tuple[list[float], int]:
+def _losses_of_long_sequences(spec: str) -> tuple[list[float], int]:
     import accelerate.accelerator
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
@@ -224,7 +228,7 @@ def _losses_of_long_sequences(spec: str, zero: int) -> tuple[list[float], int]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -270,9 +274,9 @@ def _prepare_for_all_ranks(prepare: Any, *args: Any, **options: Any) -> Any:
 
 @pytest.mark.exhaustive
 def test_long_sequences_on_a_grid_train_as_without_it() -> None:
-    [stock, *_] = run_ranks(4, _long_sequences, "stock", 1)
-    [in_stock_order, *_] = run_ranks(4, _long_sequences, "data=2,seq=2", 1)
-    [found, *_] = run_ranks(4, _long_sequences, "seq=2,data=2", 3)
+    [stock, *_] = run_ranks(4, _long_sequences, "stock")
+    [in_stock_order, *_] = run_ranks(4, _long_sequences, "data=2,seq=2")
+    [found, *_] = run_ranks(4, _long_sequences, "seq=2,data=2")
     assert in_stock_order == stock
     assert_alike(found, stock)
 
@@ -286,7 +290,7 @@ def _exchange(ctx: Any, group: Any, received: list[torch.Tensor], *sent: torch.T
     return tuple(received)
 
 
-def _trainer_of_sequences(spec: str, zero: int, folder: str) -> Steps:
+def _trainer_of_sequences(spec: str, folder: str) -> Steps:
     """Return the losses, the steps and the samples of a Trainer that splits sequences."""
     import accelerate.accelerator
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
@@ -309,7 +313,7 @@ def _trainer_of_sequences(spec: str, zero: int, folder: str) -> Steps:
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
     }
     sequences = DeepSpeedSequenceParallelConfig(
@@ -344,13 +348,12 @@ def _trainer_of_sequences(spec: str, zero: int, folder: str) -> Steps:
 
 @pytest.mark.exhaustive
 def test_trainer_splits_sequences_along_seq_in_any_order(tmp_path: Path) -> None:
-    stock, in_stock_order, *others = (
-        run_ranks(4, _trainer_of_sequences, spec, zero, str(tmp_path))[0]
-        for spec, zero in (("stock", 1), ("data=2,seq=2", 1), ("seq=2,data=2", 1), ("seq=2,data=2", 3))
+    stock, in_stock_order, found = (
+        run_ranks(4, _trainer_of_sequences, spec, str(tmp_path))[0]
+        for spec in ("stock", "data=2,seq=2", "seq=2,data=2")
     )
     assert in_stock_order == stock
-    for found in others:
-        assert_alike(found, stock)
+    assert_alike(found, stock)
 
 
 def _attention_of_a_grid(spec: str) -> list[tuple[float, float]]:
@@ -398,12 +401,13 @@ def _attention_of_a_grid(spec: str) -> list[tuple[float, float]]:
         for _, batch in zip(range(STEPS), batches, strict=False):
             labels = batch.pop("shift_labels")
             logits = engine(**batch).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
+            # the mean over this rank's positions: as in DeepSpeed alone, ZeRO 3 averages over the ranks of a sequence
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
             total = loss.detach().clone()
             dist.all_reduce(total)
             engine.backward(loss)
             engine.step()
-            losses.append((total.item() / 2, float(engine.get_global_grad_norm())))
+            losses.append((total.item() / 4, float(engine.get_global_grad_norm())))
         engine.destroy()
     return losses
 
