@@ -466,7 +466,7 @@ class FirstSamples:
         self._in_step: list[tuple[int, int]] | None = None
         """The digests of inputs and labels that this rank has read, in a step that peers compare."""
         self._digests: list[tuple[int, ...]] = []
-        """The digests of what was read before the first step. Those of batches of one value, such as ones, are empty."""
+        """The digests of what was read before the first step. That of a batch of one value, such as ones, is empty."""
         self._loss: torch.Tensor | None = None
         """The loss of the first micro-batch of a plain engine."""
         self.are_compared = False

@@ -133,7 +133,9 @@ def test_deepspeed_has_no_zero_3_with_expert_parallelism() -> None:
     assert {plan.layout.expert_parallel for plan in search(made, Wanted(zero=3)).plans} == {1}
 
 
-@pytest.mark.parametrize(("bytes_more", "text"), [(1e9, "as fast as .* and needs less memory"), (0.0, "are equally fast")])
+@pytest.mark.parametrize(
+    ("bytes_more", "text"), [(1e9, "as fast as .* and needs less memory"), (0.0, "are equally fast")]
+)
 def test_reason_names_less_memory_only_if_it_is_less(bytes_more: float, text: str) -> None:
     found = search(job())
     best = found.best
