@@ -53,8 +53,7 @@ class Case:
     seq: int = 1
     """The number of ranks that share a sequence (DeepSpeed's long sequence training).
 
-    Not at ZeRO 3, where stock DeepSpeed divides gradients by this number once more than at stages 0 to 2, and not with
-    a resume, where accelerate itself fails on DeepSpeed's loader of long sequences.
+    Not with a resume, where accelerate itself fails on DeepSpeed's loader of long sequences.
     """
     split: bool = False
     """Whether AutoTP splits the model along ``model``. Stock DeepSpeed trains it whole, on one rank per replica."""
