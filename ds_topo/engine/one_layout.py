@@ -230,8 +230,8 @@ def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
         if divides and (replicas := _axes_of_other_samples(ranks, grid)):
             raise TopologyError(
                 f"{what} divides the work of one replica over ranks {listed(ranks)}, which read different "
-                f"samples along {' x '.join(replicas)}: give it the group of {grid.topology().spec!r} along 'model', or "
-                "'seq' for attention"
+                f"samples along {' x '.join(replicas)}: give it the group of {grid.topology().spec!r} along 'model', "
+                "or 'seq' for attention"
             )
         if not str(group.group_desc).startswith(DESCRIPTION):
             continue
