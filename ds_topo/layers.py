@@ -161,6 +161,7 @@ class ParallelLinear(nn.Module):
             bias = None if bias is None else self.parallel.own(bias.view(shape), len(shape) - 1)
         self.weight = weight
         self.bias: nn.Parameter | None = bias
+        self.register_load_state_dict_pre_hook(collectives.explain_whole_weights)  # type: ignore[no-untyped-call]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply the layer: ``[..., h]`` or ``[..., h/n]`` -> ``[..., g]`` or ``[..., g/n]``."""
@@ -219,6 +220,7 @@ class ParallelEmbedding(nn.Module):
         if self.dim is not None:
             self.parallel = _parallel(group)
             self.weight = self.parallel.own(full.weight, 0 if self.dim in ROWS else 1)
+            self.register_load_state_dict_pre_hook(collectives.explain_whole_weights)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look tokens up: ``[...]`` -> ``[..., h]``; with sequence parallelism ``[b, s]`` -> ``[b, s/n, h]``."""
