@@ -198,6 +198,7 @@ class ParallelLinear(_Split):
             self.marks = {"weight": split, "bias": split}
         self.weight = weight
         self.bias: nn.Parameter | None = bias
+        self.register_load_state_dict_pre_hook(collectives.explain_whole_weights)  # type: ignore[no-untyped-call]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply the layer: ``[..., h]`` or ``[..., h/n]`` -> ``[..., g]`` or ``[..., g/n]``."""
@@ -257,6 +258,7 @@ class ParallelEmbedding(_Split):
             split = 0 if self.dim in ROWS else 1
             self.parallel, self.marks = _parallel(group), {"weight": split}
             self.weight = self.parallel.own(full.weight, split)
+            self.register_load_state_dict_pre_hook(collectives.explain_whole_weights)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look tokens up: ``[...]`` -> ``[..., h]``; with sequence parallelism ``[b, s]`` -> ``[b, s/n, h]``."""

@@ -626,6 +626,11 @@ def digest(samples: Any, zeros_count: bool = False) -> int:
     return int.from_bytes(hashed.digest(), "big") if found else 0
 
 
+def types_of(samples: Any) -> set[torch.dtype]:
+    """Return the floating-point types of all tensors in samples."""
+    return {tensor.dtype for tensor in _tensors(samples) if tensor.is_floating_point()}
+
+
 def _tensors(samples: Any) -> Iterator[torch.Tensor]:
     if isinstance(samples, torch.Tensor):
         is_wrapper = samples.is_nested or hasattr(samples, "__tensor_flatten__")  # such as a DTensor
