@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from ds_topo.base.backends import traits_of
@@ -272,6 +272,27 @@ def own_part(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
         ValueError: as for ``scatter``.
     """
     return _own_part(x.detach(), _checked_dim("own_part", x, dim, group.size()), group)
+
+
+def explain_whole_weights(module: nn.Module, states: Mapping[str, Any], prefix: str, *lists: Any) -> None:
+    """Say, in errors of ``load_state_dict``, how to load a whole weight into this rank's part of it.
+
+    It is a hook for ``register_load_state_dict_pre_hook``.
+    """
+    told = "is a slice of a weight"
+    if any(told in error for error in lists[-1]):
+        return
+    for name, part in module.named_parameters():
+        given = states.get(f"{prefix}{name}")
+        if not isinstance(given, Tensor) or not getattr(part, "tensor_model_parallel", False):
+            continue
+        if given.numel() > part.numel():
+            lists[-1].append(
+                f"{prefix}{name} {told}, {list(part.shape)}, but the state dict has {list(given.shape)}, the whole of "
+                "it: load whole weights before the model is split (ParallelLinear.from_linear), or into the engine by "
+                "ds_topo.checkpoint.load(engine, folder), which gives each rank its slice"
+            )
+            return
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:

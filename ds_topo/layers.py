@@ -13,7 +13,7 @@ drop. Here a row-parallel layer knows by the width of its input, and the loss by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -69,16 +69,49 @@ class Parallel:
     def own(self, full: Tensor, dim: int) -> nn.Parameter:
         """Return this rank's part of a full weight, marked for the gradient norm and for checkpoints."""
         part = nn.Parameter(collectives.own_part(full, self.group, dim))
-        part.tensor_model_parallel = True  # type: ignore[attr-defined]
-        part.partition_dim = dim  # type: ignore[attr-defined]
+        _mark(part, dim)
         return part
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Share the group with a copy of a layer, such as a teacher or a moving average."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a layer over the process group of ranks {dist.get_process_group_ranks(self.group)} cannot be pickled, "
+            "because process groups belong to one process: save model.state_dict(), and build the layers again to "
+            "load it, or call engine.save_checkpoint(); copy.deepcopy(model) shares the group"
+        )
 
 
 Group: TypeAlias = "Parallel | dist.ProcessGroup | None"
 """How to split: a group, also with split sequences; None is the group of ``ds_topo.distributed``."""
 
 
-class ParallelLinear(nn.Module):
+def _mark(parameter: Any, dim: int | None) -> None:
+    """Mark a parameter as split along a dimension; None: as equal on all slices, which experts need."""
+    parameter.tensor_model_parallel = dim is not None
+    if dim is not None:
+        parameter.partition_dim = dim
+
+
+class _Split(nn.Module):
+    """A layer whose copies have the marks of its parameters: torch copies parameters without attributes."""
+
+    marks: dict[str, int | None]
+    """What parameters are marked with, by name."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, dim in self.marks.items():
+            if (parameter := getattr(self, name)) is not None:
+                _mark(parameter, dim)
+
+
+class ParallelLinear(_Split):
     """A linear layer ``[..., h]`` -> ``[..., g]`` whose weight is split over a group.
 
     Like ``torchshard.nn.ParallelLinear``. Without an engine, clip by :func:`ds_topo.clip_grad_norm_`: torch's function
@@ -151,16 +184,21 @@ class ParallelLinear(nn.Module):
         weight, bias = full.weight, full.bias
         if self.dim is not None:
             self.parallel = _parallel(group)
+        self.marks = {}
         if self.dim in ROWS:
             weight = self.parallel.own(weight, 1)
+            self.marks = {"weight": 1, "bias": None}
             if bias is not None:  # norms count parameters of experts on every slice unless they say so
-                bias.tensor_model_parallel = False  # type: ignore[attr-defined]
+                _mark(bias, None)
         elif self.dim in COLUMNS:
             shape = (pieces, -1) if pieces > 1 else (-1,)
-            weight = self.parallel.own(weight.view(*shape, full.in_features), len(shape) - 1)
-            bias = None if bias is None else self.parallel.own(bias.view(shape), len(shape) - 1)
+            split = len(shape) - 1
+            weight = self.parallel.own(weight.view(*shape, full.in_features), split)
+            bias = None if bias is None else self.parallel.own(bias.view(shape), split)
+            self.marks = {"weight": split, "bias": split}
         self.weight = weight
         self.bias: nn.Parameter | None = bias
+        self.register_load_state_dict_pre_hook(collectives.explain_whole_weights)  # type: ignore[no-untyped-call]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply the layer: ``[..., h]`` or ``[..., h/n]`` -> ``[..., g]`` or ``[..., g/n]``."""
@@ -186,7 +224,7 @@ class ParallelLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dim={self.dim}"
 
 
-class ParallelEmbedding(nn.Module):
+class ParallelEmbedding(_Split):
     """An embedding ``[...]`` -> ``[..., h]`` whose weight ``[v, h]`` is split over a group.
 
     Like ``torchshard.nn.ParallelEmbedding``.
@@ -215,10 +253,12 @@ class ParallelEmbedding(nn.Module):
         super().__init__()
         full = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
         self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, _checked_dim(dim)
-        self.weight, self.padding_idx = full.weight, full.padding_idx
+        self.weight, self.padding_idx, self.marks = full.weight, full.padding_idx, {}
         if self.dim is not None:
-            self.parallel = _parallel(group)
-            self.weight = self.parallel.own(full.weight, 0 if self.dim in ROWS else 1)
+            split = 0 if self.dim in ROWS else 1
+            self.parallel, self.marks = _parallel(group), {"weight": split}
+            self.weight = self.parallel.own(full.weight, split)
+            self.register_load_state_dict_pre_hook(collectives.explain_whole_weights)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look tokens up: ``[...]`` -> ``[..., h]``; with sequence parallelism ``[b, s]`` -> ``[b, s/n, h]``."""
@@ -259,7 +299,8 @@ class ParallelCrossEntropyLoss(nn.Module):
         super().__init__()
         self.register_buffer("weight", weight)
         self.weight: Tensor | None
-        self.ignore_index, self.reduction, self.dim, self.group = ignore_index, reduction, dim, group
+        self.ignore_index, self.reduction, self.dim = ignore_index, reduction, dim
+        self.group = None if group is None else _parallel(group)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss, in nats."""

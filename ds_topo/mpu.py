@@ -20,7 +20,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.base.supported import refuse_older_releases
 from ds_topo.errors import ExpertGroupError, abridged
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.process_groups.process_grid import ProcessGrid, Progress
+from ds_topo.process_groups.process_grid import ProcessGrid, TrainingProgress
 from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, RankGroup
@@ -68,7 +68,7 @@ class MpuGrid(ProcessGrid):
         return self._core.correct_norms
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """Return what samplers know about the engines."""
         return self._core.progress
 

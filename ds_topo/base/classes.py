@@ -10,6 +10,7 @@ Several mixins of one object are independent: each is taken away by itself. The 
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -56,11 +57,17 @@ class Mixin:
         """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, content, *others = reduced
+        make = _new if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
         states = {mixin.mixin_state for mixin in mixins_of(self)}
         arguments = tuple(stock_class(self) if each is type(self) else each for each in arguments)
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if name not in states}
         return make, arguments, content, *others
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    """Do what ``copyreg.__newobj__`` does, which pickle refuses for another class than the object's."""
+    return kind.__new__(kind, *arguments)
 
 
 def _while_adopted(mixin: type[Mixin], name: str, method: FunctionType) -> Any:

@@ -6,6 +6,7 @@ it. What a supported release lacks is refused when it is used (:func:`require`),
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -84,6 +85,21 @@ SEPARATE_GRADIENTS_ON_CPU = Feature(
     "Older releases do not reduce any gradient there.",
     "or leave contiguous_gradients out",
 )
+
+
+def minutes_of_timeout() -> int:
+    """Return the number in ``DEEPSPEED_TIMEOUT``, which is 10 by default.
+
+    Raises:
+        ValueError: it is no number of minutes.
+    """
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
+    if not (minutes.isascii() and minutes.isdecimal()) or not int(minutes):
+        raise ValueError(
+            f"DEEPSPEED_TIMEOUT={minutes!r} is not a number of minutes >= 1: set a number alone, such as "
+            "DEEPSPEED_TIMEOUT=10, or unset it; init_distributed(timeout=) takes seconds"
+        )
+    return int(minutes)
 
 
 def number(release: str) -> Version:

@@ -41,7 +41,7 @@ def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, 
     )
     for number, line in enumerate(_plan_lines(found, console.width)):  # the header, and the best plan
         console.print(line, style="bold" if number < 2 else None, markup=False, soft_wrap=True)
-    console.print(f"\nfirst because {explain.reason(found)}", markup=False)
+    console.print(f"\n{explain.reason(found)}", markup=False)
     if needed := explain.needs(found):
         console.print("; ".join(needed), markup=False)
     if explained:

@@ -466,7 +466,7 @@ class FirstSamples:
         self._in_step: list[tuple[int, int]] | None = None
         """The digests of inputs and labels that this rank has read, in a step that peers compare."""
         self._digests: list[tuple[int, ...]] = []
-        """The digests of what was read before the first step; empty tuples for what tells nothing, such as ones."""
+        """The digests of what was read before the first step. That of a batch of one value, such as ones, is empty."""
         self._loss: torch.Tensor | None = None
         """The loss of the first micro-batch of a plain engine."""
         self.are_compared = False
@@ -624,6 +624,11 @@ def digest(samples: Any, zeros_count: bool = False) -> int:
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(hashed.digest(), "big") if found else 0
+
+
+def types_of(samples: Any) -> set[torch.dtype]:
+    """Return the floating-point types of all tensors in samples."""
+    return {tensor.dtype for tensor in _tensors(samples) if tensor.is_floating_point()}
 
 
 def _tensors(samples: Any) -> Iterator[torch.Tensor]:

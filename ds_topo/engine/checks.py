@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -266,6 +267,35 @@ def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
                 f'config section "{TOPOLOGY_SECTION}" is {wanted.spec!r}, but the mpu is {grid.topology().spec!r}: '
                 "give only one of them, or make them equal"
             )
+
+
+def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], error: RuntimeError) -> None:
+    """Raise for an error of a forward pass whose cause are inputs of another type than that of the parameters.
+
+    Raises:
+        EngineOptionError: the message says how to give both one type.
+    """
+    own = {each.dtype for each in engine.module.parameters() if each.is_floating_point()}
+    if "type" not in str(error) or not own or types <= own:
+        return
+    kind, given = str(next(iter(own))), listed(sorted(map(str, types - own)))
+    enabled = next((name for name in ("bf16", "fp16") if getattr(engine, f"{_ENABLED[name]}_enabled")()), None)
+    if enabled:
+        why = f'"{enabled}" is enabled in the config'
+        remedy = 'or have "torch_autocast": {"enabled": true} in its place, with which parameters stay float32'
+        remedy = 'or set "fp16": {"auto_cast": true}' if enabled == "fp16" else remedy
+    elif kind == "torch.float32":
+        why, remedy = "the config enables neither bf16 nor fp16", 'or enable "bf16" or "fp16"'
+    else:
+        why = "the program has converted the model, and the config enables neither bf16 nor fp16"
+        remedy = 'or leave .half() or .bfloat16() out and enable "bf16" or "fp16", by which master weights are float32'
+    raise EngineOptionError(
+        f"inputs of type {given}, but parameters of the engine have the type {kind} ({why}), and the model does not "
+        f"convert them ({error}): convert inputs by .to({kind}), {remedy}"
+    ) from error
+
+
+_ENABLED = {"bf16": "bfloat16", "fp16": "fp16"}
 
 
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:

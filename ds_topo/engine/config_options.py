@@ -204,8 +204,9 @@ def _dynamic_batches(case: ConfigOnGrid) -> Iterator[str]:
         )
     if case.degree(SEQ) > 1 and _is_deepcompile(case.config):
         yield (
-            f'{_SAMPLING} "dynamic_batching" and compile.deepcompile on {case.spec!r}: both use one group, of which '
-            f"one wants ranks along {SEQ!r} and the other does not: switch one of them off"
+            f'{_SAMPLING} "dynamic_batching" and compile.deepcompile on {case.spec!r}: both use the data parallel '
+            f"group, but DeepCompile needs the ranks along {SEQ!r} in it, and dynamic batching needs a group without "
+            "them: switch one of them off"
         )
 
 

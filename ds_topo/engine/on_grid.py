@@ -27,6 +27,7 @@ from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.base.ledger import always
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
+from ds_topo.collectives import explain_whole_weights
 from ds_topo.engine import (
     activation_shapes,
     autoparallel,
@@ -91,6 +92,8 @@ class EngineParts:
         self.passes = BackwardPasses()
         """The backward passes of a step; a pipeline runs them itself."""
         self.adds_zeros = reduction_order.adds_zeros(engine)
+        self.types: set[torch.dtype] = set()
+        """The floating-point types of the inputs in the first batch that this rank of a pipeline has read."""
         self.instructions: dict[type, Any] | None = None
         """The instructions of a pipeline's schedule."""
         self.release_optimizer = put_optimizer_on_grid(
@@ -155,6 +158,7 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         grid = self.mpu
         super()._configure_tensor_parallel_states(model)
         self.mpu = grid
+        grid.on_destroy(model.register_load_state_dict_pre_hook(explain_whole_weights).remove)
 
     def _configure_distributed_model(self, model: Any) -> None:
         """Compare the models of replicas first, and create expert groups on all stages.
@@ -357,7 +361,11 @@ class PlainEngineOnGrid(EngineOnGrid):
             parts.micro_batches.forwards += 1
             if parts.samples.left:
                 parts.samples.look_at_inputs((inputs, named))
-        outputs = super().forward(*inputs, **named)
+        try:
+            outputs = super().forward(*inputs, **named)
+        except RuntimeError as error:
+            checks.explain_types(self, batches.types_of((inputs, named)), error)
+            raise
         return parts.passes.of_outputs(self, outputs)
 
     @_call
@@ -499,14 +507,24 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
         If one rank runs out of samples within a step, the others wait for its activations without end.
         """
-        with self.on_grid.samples.compared(self):
+        with self.on_grid.samples.compared(self), self._explaining_types():
             backward_passes.check_number(self)
             return run_with_enough(super().train_batch, self, *arguments, **options)
 
     @_call
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:
         """Start on all ranks or on none."""
-        return run_with_enough(super().eval_batch, self, *arguments, **options)
+        with self._explaining_types():
+            return run_with_enough(super().eval_batch, self, *arguments, **options)
+
+    @contextmanager
+    def _explaining_types(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_first_stage():
+                checks.explain_types(self, self.on_grid.types, error)
+            raise
 
     def _bcast_pipe_scalar(self, data: Any, *arguments: Any, **options: Any) -> Any:
         """Refuse a result that is no scalar: other stages would receive it in memory for one number, and crash."""
@@ -543,6 +561,8 @@ class PipelineEngineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         """Take a digest of the first batches: peers read samples independently, and must read the same."""
         batch = super()._next_batch()
         self.on_grid.samples.look_at_batch(self, batch)
+        if not self.on_grid.types and isinstance(batch, (tuple, list)):
+            self.on_grid.types = batches.types_of(batch[0])
         return batch
 
     @property

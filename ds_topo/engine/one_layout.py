@@ -46,6 +46,7 @@ _DATA_QUESTION = "get_data_parallel_group"
 _ONLY_IN_NEOX = "get_io_parallel_group"
 """A function that only the parallel state of GPT-NeoX has, where model parallel means tensor parallel."""
 _LIBRARIES = ("deepspeed", "ds_topo", "torch")
+_OUR_LAYERS = "ds_topo.layers"
 
 
 def grid_in_use() -> MpuGrid | None:
@@ -208,7 +209,12 @@ def check_programs(model: nn.Module, grid: MpuGrid) -> None:
 
 
 def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
-    """Refuse a layer that keeps another grid of the same ranks, or a group that joins other ranks or replicas."""
+    """Refuse a layer that keeps another grid of the same ranks, or a group that joins other ranks or replicas.
+
+    Any group that a layer of ours divides its work over must stay within the ranks that read one sample, the whole
+    world's, too. What other layers use their groups for is unknown.
+    """
+    is_ours = any(kind.__module__ == _OUR_LAYERS for kind in type(layer).__mro__)
     for attribute, value in vars(layer).items():
         what = f"{attribute} of {type(layer).__name__} {name!r}"
         if isinstance(value, ProcessGrid) and value.is_alive and value.topology() != grid.topology():
@@ -217,20 +223,33 @@ def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
                 f"{grid.topology().spec!r}: give the layer and the engine the same grid"
             )
         group = getattr(value, "__dict__", {}).get("group", value)  # ds_topo.layers.Parallel has one
-        if not isinstance(group, dist.ProcessGroup) or not str(group.group_desc).startswith(DESCRIPTION):
+        if not isinstance(group, dist.ProcessGroup):
             continue
-        axes, ranks = describe(group)[0].split("+"), dist.get_process_group_ranks(group)
-        divides = isinstance(layer, DistributedAttention) or type(value).__module__ == "ds_topo.layers"
-        if divides and len(ranks) > 1 and (replicas := [axis for axis in axes if axis in sample_axes(grid.topology())]):
+        ranks = dist.get_process_group_ranks(group)
+        divides = is_ours or isinstance(layer, DistributedAttention) or type(value).__module__ == _OUR_LAYERS
+        if divides and (replicas := _axes_of_other_samples(ranks, grid)):
             raise TopologyError(
-                f"{what} divides the work of one replica over {' x '.join(replicas)}, whose ranks read different "
-                f"samples: give it the group of {grid.topology().spec!r} along 'model', or 'seq' for attention"
+                f"{what} divides the work of one replica over ranks {listed(ranks)}, which read different "
+                f"samples along {' x '.join(replicas)}: give it the group of {grid.topology().spec!r} along 'model', "
+                "or 'seq' for attention"
             )
+        if not str(group.group_desc).startswith(DESCRIPTION):
+            continue
+        axes = describe(group)[0].split("+")
         if set(axes) <= set(grid.topology().axes) and ranks != grid.get_ranks(axes):
             raise TopologyError(
                 f"two layouts in one job: {what} joins ranks {listed(ranks)} along {' x '.join(axes)}, but "
                 f"{grid.topology().spec!r} joins {listed(grid.get_ranks(axes))}: take the group from the engine's grid"
             )
+
+
+def _axes_of_other_samples(ranks: list[int], grid: MpuGrid) -> list[str]:
+    """Return the axes along which some of these ranks read other samples than this rank."""
+    varied = sample_axes(grid.topology())
+    if set(ranks) <= set(grid.get_ranks(axis for axis in grid.topology().axes if axis not in varied)):
+        return []
+    found = [axis for axis in varied if len({*ranks} & {*grid.get_ranks(axis)}) > 1]
+    return found or [axis for axis in varied if grid.get_axis_size(axis) > 1]
 
 
 def _refuse_grid_as_neox_state(module: ModuleType, name: str, grid: MpuGrid) -> None:

@@ -32,8 +32,7 @@ REDUCER = EnginePart(
     "reducer", "ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'
 )
 REDUCER_OPTIONS = EnginePart("options of a reducer", "ds_topo.reduction.options", "the same section")
-GATHERS = EnginePart("gathers", "ds_topo.engine.parameter_gathers", "ZeRO 1 and 2, which gather parameters after a step")
+GATHERS = EnginePart("gathers", "ds_topo.engine.parameter_gathers", "ZeRO 1 and 2, which gather after a step")
 REPLICAS = EnginePart("replicas", "ds_topo.engine.quorum", 'the section "replicas"')
 OVER_SHARD = EnginePart("shard", "ds_topo.engine.hybrid_sharding", "an axis shard, or replicas at ZeRO 3")
 COMPARISON = EnginePart("comparison", "ds_topo.engine.replica_comparison", "an axis model, or check_replicas")
-PARTS = (SAVING, LOADING, REDUCER, REDUCER_OPTIONS, GATHERS, REPLICAS, OVER_SHARD, COMPARISON)

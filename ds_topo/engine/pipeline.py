@@ -30,7 +30,7 @@ from ds_topo.checkpoint.engine_facts import saved_layer
 from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.idle_stages import add_placeholders
 from ds_topo.engine.one_layout import agreement, grid_in_use, require_topology_in_use
-from ds_topo.errors import MissingTopologyError, TopologyError, abridged
+from ds_topo.errors import MissingTopologyError, TopologyError, abridged, listed, warn
 from ds_topo.health import guard
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
@@ -238,6 +238,26 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             if layout is not grid:
                 engine_grid.destroy()
             raise
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights of this stage; say how it names them if the state dict has others.
+
+        Raises:
+            RuntimeError: weights are missing, or not of this stage, with ``strict``.
+        """
+        own = list(self.state_dict())
+        others = [name for name in state_dict if name not in {*own}]
+        text = (
+            f"{listed(others, 3)} are not weights of this stage, which has {listed(own, 3)}: a name begins with the "
+            "number of the layer in the pipeline. Rename them, and load with strict=False, by which each stage takes "
+            "its own; or load weights of the whole model into the engine by ds_topo.checkpoint.load(engine, folder, "
+            "rename=...)"
+        )
+        if strict and others:
+            raise RuntimeError(f"load_state_dict of a pipeline: {text}")
+        if own and others and len(others) == len(state_dict):
+            warn(f"load_state_dict(strict=False) of a pipeline changes nothing: {text}")
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def topology(self) -> ProcessTopology:
         """Return the topology as it was given, extra axes included."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy finds them only here
 
 from ds_topo.base.backends import check_backend, default_backend, device_served_by
+from ds_topo.base.supported import minutes_of_timeout
 from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
 from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, tell, warn
 from ds_topo.launch import orphans
@@ -170,10 +171,7 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
     (datetime.timedelta(seconds=90), 120.0)
     """
     if timeout is None:
-        minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
-        if not (minutes.isascii() and minutes.isdecimal()) or not int(minutes):
-            raise ValueError(f"DEEPSPEED_TIMEOUT={minutes!r} is not a number of minutes >= 1")
-        return timedelta(minutes=int(minutes))
+        return timedelta(minutes=minutes_of_timeout())
     return timeout_of(timeout)
 
 

@@ -132,21 +132,21 @@ def explain_axes(costs: Costs, layout: JobLayout) -> list[AxisUse]:
 
 
 def reason(found: Found) -> str:
-    """Return why the best is the best: the terms in which the next set of degrees loses most."""
+    """Return why the first plan is the best, as a sentence: the terms in which the next set of degrees loses most."""
     best, other = found.best, found.runner_up
     if other is None:
-        return "no other degrees fit" if found.tally.degrees > 1 else "no other degrees were tried"
+        return "No other degrees fit." if found.tally.degrees > 1 else "No other degrees were tried."
     spec = other.layout.topology.spec
     if other.seconds <= best.seconds * (1 + TIE):
         axes, others = (sum(degree > 1 for degree in plan.layout.topology.dims) for plan in (best, other))
         if axes < others:
-            return f"as fast as {spec}, with fewer axes"
+            return f"The first is as fast as {spec} and has fewer axes."
         if best.memory.total < 0.999 * other.memory.total:
-            return f"as fast as {spec}, with less memory"
-        return f"no other is faster; {spec} is as fast"
+            return f"The first is as fast as {spec} and needs less memory."
+        return f"The first and {spec} are equally fast. No other is faster."
     losses = sorted(differences(best, other), key=lambda term: term.value, reverse=True)
-    named = ", ".join(f"{_ms(term.value)} more {term.name}" for term in losses[:2] if term.value > 0)
-    return f"the next, {spec}, is {other.seconds / best.seconds - 1:.1%} slower: {named}"
+    named = ", ".join(f"{term.name} takes {_ms(term.value)} longer" for term in losses[:2] if term.value > 0)
+    return f"The next best, {spec}, is {other.seconds / best.seconds - 1:.1%} slower: {named}."
 
 
 def needs(found: Found) -> list[str]:

@@ -40,7 +40,7 @@ AnyTopology: TypeAlias = "ProcessTopology | AxesAndDims | Spec"
 
 
 @dataclass(eq=False)
-class Progress:
+class TrainingProgress:
     """What samplers of a grid need to know about its engines."""
 
     is_first_rank: bool
@@ -59,7 +59,7 @@ class _Core:
     rank: int
     """This process's rank in the topology."""
     groups: ProcessGroups
-    progress: Progress
+    progress: TrainingProgress
     meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
     """Meshes by the type of device and the names of the dimensions."""
     check_weights: bool = True
@@ -88,7 +88,7 @@ class _Core:
 class Epochs:
     """Notice that an engine is trained a second time on samples that were shuffled for the same epoch."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
         self._last: int | None = None
         """The last epoch in which all samples were read while an engine took steps."""
@@ -226,7 +226,7 @@ class ProcessGrid:
         # the job's own timeout may differ by milliseconds between ranks; a given one must be equal
         given = "the job's timeout" if timeout is None else f"timeout {limit}"
         created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
-        self._core = _Core(agreed, members, rank, created, Progress(rank == 0))
+        self._core = _Core(agreed, members, rank, created, TrainingProgress(rank == 0))
         if len(members) == dist.get_world_size():
             self.on_destroy(export_coordinates(agreed, rank))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -209,6 +211,32 @@ def test_layers_are_built_on_the_cpu_for_a_group_of_gpus(monkeypatch: pytest.Mon
         layer = ParallelLinear(4, 6, dim=-1, group=dist.group.WORLD)
         embedding = ParallelEmbedding(8, 4, dim=0, group=dist.group.WORLD)
     assert (layer.weight.shape, embedding.weight.shape) == ((3, 4), (4, 4))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_copies_share_the_group_and_keep_the_marks_of_parameters(sequence: bool) -> None:
+    with fake_world(1, 2):
+        parallel = Parallel(dist.group.WORLD, sequence)
+        layers: list[nn.Module] = [ParallelLinear(4, 8, dim=dim, group=parallel) for dim in (None, 0, 1)]
+        layers += [
+            ParallelLinear(4, 8, dim=1, group=parallel, pieces=2),
+            ParallelLinear(4, 8, False, 0, group=parallel),
+        ]
+        layers += [ParallelEmbedding(4, 8, dim=dim, group=dist.group.WORLD) for dim in (None, 0, 1)]
+        model = nn.Sequential(*layers, ParallelCrossEntropyLoss(group=dist.group.WORLD))
+        twin = copy.deepcopy(model)
+        for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, its)
+            assert mine.data_ptr() != its.data_ptr()
+            assert vars(mine) == vars(its)
+        for layer, other in zip(model, twin, strict=True):
+            assert getattr(layer, "parallel", None) == getattr(other, "parallel", None)
+        assert twin[-1].group.group is dist.group.WORLD
+        with pytest.raises(TypeError, match=r"ranks \[0, 1\] cannot be pickled.* save model\.state_dict\(\)"):
+            torch.save(model, io.BytesIO())
+        assert [vars(each) for each in copy.copy(model[1]).parameters()] == [
+            vars(each) for each in model[1].parameters()
+        ]
 
 
 def test_wrong_arguments_are_refused() -> None:

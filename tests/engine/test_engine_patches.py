@@ -346,7 +346,7 @@ def test_grid_may_be_destroyed_before_a_reducer_is_detached(world: Worlds) -> No
 
 def _copies() -> None:
     start()
-    states = []
+    states, refusals = [], list[list[type]]()
     for spec in (None, "data=2"):
         grid = None if spec is None else PipelineParallelGrid(spec)
         torch.manual_seed(1)
@@ -358,11 +358,18 @@ def _copies() -> None:
         states.append(torch.load(io.BytesIO(file.getvalue())))
         assert not ours(copy.deepcopy(engine.optimizer))
         assert pickle.loads(pickle.dumps(engine.optimizer)).state_dict().keys() == engine.optimizer.state_dict().keys()
+        partitioned = engine_of(grid, **STAGE_1)
+        refusals.append([])
+        for target in (engine, partitioned, partitioned.optimizer):
+            with pytest.raises((AttributeError, TypeError)) as caught:  # of a hook, or of a group
+                torch.save(target, io.BytesIO())
+            refusals[-1].append(caught.type)
         twin = copy.deepcopy(engine.module)
         assert torch.equal(twin(torch.ones(1, 4)), engine.module(torch.ones(1, 4)))
         if grid is not None:
             grid.destroy()
     assert [set(state) for state in states[0]] == [set(state) for state in states[1]]
+    assert refusals[0] == refusals[1]
 
 
 def test_states_modules_and_optimizers_can_be_copied(world: Worlds) -> None:

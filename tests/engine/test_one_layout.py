@@ -22,7 +22,7 @@ from torch import nn
 from ds_topo import PipelineModule, PipelineParallelGrid, parallel_state, use
 from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import DisagreementError, TopologyError
-from ds_topo.layers import ParallelLinear
+from ds_topo.layers import Parallel, ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinear
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import TiedPipe, pipeline_losses, settings, start
 from tests.support.world import Worlds
@@ -154,10 +154,18 @@ def test_layers_that_are_split_over_replicas_are_refused(axis: str) -> None:
     with fake_world(0, 4), PipelineParallelGrid("data=2,model=2") as grid:
         model = nn.Sequential(ParallelLinear(4, 4, dim=-1, group=grid.get_group(axis)))
         attention = DistributedAttention(nn.Identity(), grid.get_group(axis))
-        refused = pytest.raises(TopologyError, match="over data, whose ranks read different samples: give it the group")
+        refused = pytest.raises(TopologyError, match="which read different samples along data: give it the group")
         for module in (model, attention):
             with refused if axis == "data" else nullcontext():
                 check_programs(module, grid)
+        whole = dist.group.WORLD if axis == "data" else grid.get_group(axis)
+        assert axis == "model" or grid.get_group(("data", "model")) == whole
+        for group in (whole, grid.get_group(axis)):
+            parts = [Parallel(group), group]
+            layers: list[nn.Module] = [ParallelCrossEntropyLoss(group=each) for each in parts]
+            for module in (ParallelEmbedding(4, 4, dim=0, group=group), *layers):
+                with refused if axis == "data" else nullcontext():
+                    check_programs(nn.ModuleList([module]), grid)
         own: Any = nn.Linear(4, 4)
         own.weight.tensor_model_parallel, own.group_for_logs = True, grid.get_group(axis)
         check_programs(own, grid)  # what a layer of the program uses its groups for is unknown

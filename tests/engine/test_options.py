@@ -427,6 +427,7 @@ def test_a_manifest_records_what_the_table_says() -> None:
         assert name in {each.name for each in fields(kinds[path.rpartition(".")[2]])}
     defaults = DeepSpeedZeroConfig()
     assert {name: getattr(defaults, name, False) for name in asdict(SavedOptions())} == asdict(SavedOptions())
+    assert tuple(asdict(SavedOptions())) == table.SAVED_OPTIONS
 
 
 def _accept(topology: str, options: dict[str, Any]) -> None:

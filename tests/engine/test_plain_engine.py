@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -20,8 +21,8 @@ from ds_topo.base.supported import CHECKPOINTS_ON_CPU, number
 from tests.support.deepspeeds_calls import called_by
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, TINY, plain_engine, train
-from tests.support.small_engines import settings
-from tests.support.training import Reference, Run, assert_trained_alike
+from tests.support.small_engines import settings, start
+from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -183,3 +184,88 @@ def test_step_of_zero_starts_as_many_kernels_for_many_parameters(
     assert few == many
     few, many = (world(1).run(_kernels_of_a_step, config, layers, False)[0] for layers in (2, 22))
     assert many - few >= 40  # DeepSpeed alone
+
+
+# -- documented functions ---------------------------------------------------------------------------------------------
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1}},
+}
+
+
+def _answers(side: str, stage: int, precision: str) -> list[dict[str, Any]]:
+    """Return what an engine answers before training, and after each of some steps in unusual ways."""
+    start()
+    with ExitStack() as undo:
+        grid = None if side == "stock" else undo.enter_context(PipelineParallelGrid("data=-1"))
+        if grid is not None and stage == 0 and precision == "fp16":
+            grid.correct_norms = False  # stock divides gradients by the loss scale, but does not multiply losses by it
+        model = torch.nn.Linear(8, 8)
+        config = settings(zero_optimization={"stage": stage}, gradient_clipping=0.5, **PRECISIONS[precision])
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}
+        config["gradient_reducer"] = side == "reducer"
+        engine, *_ = (deepspeed.initialize if grid is None else partial(initialize, mpu=grid))(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        found = [_answers_of(engine)]
+        for way in ("plain", "scale_wrt_gas", "no_sync", "plain", "boundary"):
+            if way == "no_sync" and stage >= 2:
+                with pytest.raises(AssertionError, match="no_sync context manager is incompatible"), engine.no_sync():
+                    pass
+                continue
+            for micro_batch in range(3 if way == "no_sync" else 2):
+                seed = 10 * len(found) + 4 * micro_batch + torch.distributed.get_rank()
+                inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)).to(engine.module.weight.dtype)
+                if way == "boundary":  # from here on, the program says where steps end
+                    engine.set_gradient_accumulation_boundary(micro_batch == 1)
+                is_extra = way == "no_sync" and micro_batch == 0  # a backward pass that does not count
+                with engine.no_sync() if is_extra else nullcontext():
+                    loss = (engine(inputs).float() - inputs.float().sin()).square().mean()
+                    engine.backward(loss, **({"scale_wrt_gas": False} if way == "scale_wrt_gas" else {}))
+                if not is_extra:
+                    engine.step()
+            found.append(_answers_of(engine))
+        found.append({"weights": [parameter.detach().float().clone() for parameter in _whole(model, stage)]})
+        destroy_engine(engine)
+    return found
+
+
+def _answers_of(engine: Any) -> dict[str, Any]:
+    norm = engine.get_global_grad_norm()
+    return {
+        "batch": [size() for size in engine.get_batch_info()],
+        "rate": engine.get_lr(),
+        "momentum": engine.get_mom(),
+        "norm": None if norm is None else float(norm),
+        "boundary": engine.is_gradient_accumulation_boundary(),
+        "steps": (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps),
+        "applied": engine.was_step_applied(),
+        "scale": (engine.loss_scale(), engine.dynamic_loss_scale(), engine.initial_dynamic_scale()),
+        "current": float(getattr(getattr(engine.optimizer, "loss_scale_config", engine.optimizer), "cur_scale", 1.0)),
+    }
+
+
+def _whole(model: torch.nn.Module, stage: int) -> list[torch.nn.Parameter]:
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
+        return [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    mark_exhaustive(product(range(4), PRECISIONS), default=lambda _, case: case in ((1, "fp32"), (3, "fp32"))),
+)
+def test_documented_functions_answer_as_those_of_stock(world: Worlds, stage: int, precision: str) -> None:
+    stock = world(2).run(_answers, "stock", stage, precision)
+    for side in ("grid", "reducer") if stage < 3 else ("grid",):
+        for found, expected in zip(world(2).run(_answers, side, stage, precision), stock, strict=True):
+            for mine, theirs in zip(found, expected, strict=True):
+                if stage == 0 and precision == "fp32":  # stock keeps no norm
+                    mine["norm"] = theirs["norm"] = None
+                near = {} if precision == "fp32" else {"rtol": 5e-3, "atol": 1e-3}
+                for name, value in theirs.items():
+                    if isinstance(value, bool) or value is None or name in ("batch", "momentum"):
+                        assert mine[name] == value, name
+                    else:
+                        torch.testing.assert_close(mine[name], value, **near, msg=f"{name}: {mine}, {theirs}")

@@ -202,6 +202,34 @@ def _ends_badly() -> Any:
     raise OSError("disk on fire")
 
 
+def _forward_another_type(dtype: torch.dtype, **config: Any) -> None:
+    """Pass float32 to a model of another type."""
+    engine = _engine(nn.Linear(4, 4).to(dtype), mpu=_grid(), config={**CONFIG, **config})
+    try:
+        engine(_SAMPLE[0])
+    finally:
+        engine.destroy()
+
+
+def _load_whole_weights(of: str) -> None:
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if of == "stages":
+        _pipeline(list(whole), topology="data=2,pipe=2").load_state_dict(whole.state_dict())
+    elif of == "slices":
+        layers = ParallelLinear.convert_parallel_linear(whole, -1, group=_grid().get_group("model"))
+        layers.load_state_dict(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict())
+    else:
+        specs = [{"patterns": [r".*\.?0\.weight$"], "partition_type": "column"}]
+        specs += [{"patterns": [r".*\.?1\.weight$"], "partition_type": "row"}]
+        section = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+        weights = {name: value.clone() for name, value in whole.state_dict().items()}
+        engine = _engine(whole, mpu=_grid(), config={**CONFIG, "tensor_parallel": section})
+        try:
+            engine.module.load_state_dict(weights)
+        finally:
+            engine.destroy()
+
+
 def _reduce_late() -> None:
     layer = nn.Linear(4, 4)
     layer(torch.ones(2, 4)).sum().backward()
@@ -269,6 +297,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such axis": (lambda: _grid().get_group("pip"), UnknownAxisError, "its axes are|is not in the topology"),
     "no such index": (lambda: _grid().stage_to_global(3), CoordinateError, "out of range"),
     "after destroy": (lambda: _after("destroy").get_group("data"), RuntimeError, "build a new grid"),
+    "float32 for bf16": (
+        lambda: _forward_another_type(torch.float32, bf16={"enabled": True}),
+        EngineOptionError,
+        "convert inputs by .to(torch.bfloat16), or have",
+    ),
+    "float32 for a converted model": (
+        lambda: _forward_another_type(torch.bfloat16),
+        EngineOptionError,
+        'leave .half() or .bfloat16() out and enable "bf16"',
+    ),
+    "whole weights for slices": (lambda: _load_whole_weights("slices"), RuntimeError, "is a slice of a weight, [2, 4]"),
+    "whole weights for AutoTP": (lambda: _load_whole_weights("AutoTP"), RuntimeError, "is a slice of a weight, [2, 4]"),
+    "whole weights for stages": (lambda: _load_whole_weights("stages"), RuntimeError, "strict=False, by which each"),
     "a layer without a group": (
         lambda: (_grid(), ParallelLinear(4, 4, dim=-1)),
         RuntimeError,
@@ -987,3 +1028,16 @@ def _second_engine_warns() -> None:
 
 def test_engine_without_an_mpu_warns_while_a_grid_splits_models(world: Worlds) -> None:
     world(4).run(_second_engine_warns)
+
+
+def _train_on_float32() -> None:
+    module = _pipeline(topology="pipe=2", loss_fn=nn.MSELoss())
+    engine = _engine(module, config={**PIPELINE, "fp16": {"enabled": True}, "zero_allow_untested_optimizer": True})
+    engine.train_batch(iter([_SAMPLE] * 2))
+
+
+def test_all_stages_name_a_type_of_inputs_that_the_first_one_cannot_use(world: Worlds) -> None:
+    for error in world(2).run(_train_on_float32, expect_failure=True):
+        assert "inputs of type ['torch.float32'], but parameters of the engine have the type torch.float16" in str(
+            error
+        )

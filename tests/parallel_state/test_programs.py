@@ -470,9 +470,11 @@ def test_mypy_sees_every_answer_and_its_arguments(tmp_path: Path) -> None:
     ], found
 
 
-def test_guide_contains_the_printed_table() -> None:
+def test_guide_contains_the_names_with_other_meanings_and_those_refused() -> None:
     printed = io.StringIO()
     with redirect_stdout(printed):
         main()
+    lines = printed.getvalue().splitlines(keepends=True)
+    table = [*lines[:2], *(line for line in lines[2:] if "translated: " in line or "refused: " in line)]
     guide = Path(__file__).parents[2] / "examples/parallel_state_names.md"
-    assert printed.getvalue() in guide.read_text(), "write what python -m ds_topo.parallel_state prints into the guide"
+    assert "".join(table) in guide.read_text(), "copy them from what python -m ds_topo.parallel_state prints"

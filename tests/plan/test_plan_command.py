@@ -44,7 +44,7 @@ def test_plan_prints_a_table_and_a_reason(capsys: pytest.CaptureFixture[str], mo
     assert lines[1].startswith("2 x 4 A100-80GB, 78.7 GB each for tensors; 64 sequences of 256 in bf16")
     assert lines[3].split() == ["topology", "s/step", "GB", "ZeRO", "micro", "waits", "for", "tokens/s"]
     assert [line.split()[0].count("=") > 0 for line in lines[4:7]] == [True] * 3
-    assert lines[8].startswith("first because ")
+    assert lines[8].startswith("The ")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_error_has_one_reason_per_rule_and_the_batch_first(capsys: pytest.Captur
 def test_reason_tells_untried_degrees_from_too_large_ones(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "first because no other degrees were tried" in plan(capsys, *JOB, *option)
+    assert "No other degrees were tried." in plan(capsys, *JOB, *option)
 
 
 def test_picture_is_written_by_file_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,9 @@ def test_deepspeed_has_no_zero_3_with_expert_parallelism() -> None:
     assert {plan.layout.expert_parallel for plan in search(made, Wanted(zero=3)).plans} == {1}
 
 
-@pytest.mark.parametrize(("bytes_more", "text"), [(1e9, "as fast as .*, with less memory"), (0.0, "is as fast$")])
+@pytest.mark.parametrize(
+    ("bytes_more", "text"), [(1e9, "as fast as .* and needs less memory"), (0.0, "are equally fast")]
+)
 def test_reason_names_less_memory_only_if_it_is_less(bytes_more: float, text: str) -> None:
     found = search(job())
     best = found.best
@@ -155,7 +157,7 @@ def test_fewest_axes_are_first_among_equally_fast_plans(slower: float, is_first:
         assert ordered.best.layout == (one if is_first else two)
         assert len(ordered.plans) == len(plans)
         if is_first:
-            assert reason(ordered) == "as fast as data=4,seq=2, with fewer axes"
+            assert reason(ordered) == "The first is as fast as data=4,seq=2 and has fewer axes."
 
 
 def test_reason_names_the_next_best() -> None:

@@ -25,6 +25,8 @@ def imports_in(source: str, module: str, modules: Collection[str], *, of_types_t
     {'a.b.c'}
     >>> imports_in("NAME = 'a.b'\\nimport_module(NAME)\\nimportlib.import_module(f'{__name__}.b')", "a", modules)
     {'a.b'}
+    >>> imports_in("ROW = Row('d')\\nimport_module(self.where)", "a", modules)
+    {'d'}
     >>> imports_in("import_module(sys.argv[1])", "a", modules)
     Traceback (most recent call last):
     ValueError: a, line 1: what is imported must be a constant, not sys.argv[1]
@@ -45,6 +47,10 @@ def imports_in(source: str, module: str, modules: Collection[str], *, of_types_t
             submodules = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
             found.update(submodules if len(submodules) == len(node.names) else {base, *submodules})
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            if ast.unparse(node.args[0]) == "self.where":  # the rows of a table in this module
+                rows = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+                found.update(rows & set(modules))
+                continue
             found.add(_text_of(node.args[0], constants, f"{module}, line {node.lineno}"))
     return found
 
