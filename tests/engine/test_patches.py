@@ -454,8 +454,10 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
     "DeepSpeedZeroOptimizer.update_lp_params",
     "BF16_Optimizer.accumulate_hp_grads_and_remove_lp",
     "DeepSpeedDataSampler.get_start_end_idx",
+    "ZeROOptimizer.get_param_comm_dtype",
 }
-"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam or in a data loader."""
+"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam, in a data loader or with
+torch_autocast."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
     patches.DROPOUT,
