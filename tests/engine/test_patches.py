@@ -456,8 +456,8 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
     "DeepSpeedDataSampler.get_start_end_idx",
     "ZeROOptimizer.get_param_comm_dtype",
 }
-"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam, in a data loader or with
-torch_autocast."""
+"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam, in a data loader, or
+with torch_autocast."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
     patches.DROPOUT,
