@@ -30,7 +30,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -69,8 +68,6 @@ class OptimizerParts:
     corrects_norm: bool
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
-    autocasts: bool
-    """True if the engine uses ``torch_autocast``."""
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather of updated parameters runs."""
     replicas: ReplicaSums | None = None
@@ -119,7 +116,6 @@ def put_optimizer_on_grid(
         keeps_gradients=kind is DeepSpeedZeroOptimizer_Stage3 or bool(is_offloaded),
         corrects_norm=corrects,
         has_experts=has_experts,
-        autocasts=bool(engine.torch_autocast_enabled()),
         gathering=gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
     with ExitStack() as undo:
@@ -200,10 +196,6 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Gather updated parameters point to point on gloo."""
         with self.on_grid.gathering():
             return super().update_lp_params()
-
-    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
-        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
-        return _comm_dtype(self, param)
 
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
         """Look for overflows on all replicas, because experts may overflow on any of them."""
@@ -407,10 +399,6 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             _hand_over_partitions(self)
         return super().step(closure)
 
-    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
-        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
-        return _comm_dtype(self, param)
-
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
         """Look at what later slices do not count, too: a nan there alone would not reach the norm."""
         if self.model_parallel_rank > 0:
@@ -437,11 +425,6 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         places = [place for place, module in enumerate(FWD_MODULE_STACK) if module is self.module]
         if places:
             del FWD_MODULE_STACK[places[0]]
-
-
-def _comm_dtype(optimizer: Any, parameter: torch.nn.Parameter) -> torch.dtype:
-    own: torch.dtype = optimizer.communication_data_type
-    return get_comm_dtype(parameter) if optimizer.on_grid.autocasts else own
 
 
 def keep_scale(engine: DeepSpeedEngine) -> None:
