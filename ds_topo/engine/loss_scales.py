@@ -85,13 +85,8 @@ lowest scale."""
 
 
 def share_scale(engine: DeepSpeedEngine) -> None:
-    """Replace the scaler of an engine that uses ``torch_autocast`` in fp16.
-
-    Let its ZeRO optimizer know that it communicates in several types, which DeepSpeed asks of the whole process.
-    """
+    """Replace the scaler of an engine that uses ``torch_autocast`` in fp16."""
     optimizer = engine.optimizer
-    if engine.torch_autocast_enabled() and hasattr(optimizer, "get_param_comm_dtype"):
-        optimizer.get_param_comm_dtype = torch_autocast.get_comm_dtype
     if engine.torch_autocast_z0_gradscaler is not None:
         engine.torch_autocast_z0_gradscaler = AutocastScaler(engine.mpu, optimizer)
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
