@@ -265,7 +265,6 @@ deepspeed.runtime.engine.DeepSpeedEngine
   inside_no_sync_ctxt: tells which backward pass is the last one
   _is_gradient_accumulation_boundary: tells whether the program says which micro-batch is the last one
 deepspeed.runtime.base_optimizer.ZeROOptimizer
-  get_param_comm_dtype: is get_comm_dtype in engines that use torch_autocast
   _backward_hook_state: tells which backward pass has been prepared, and whether one is running
 deepspeed.runtime.torch_autocast
   TORCH_AUTOCAST_INITIALIZED: is False while an engine is built, until its own config sets it
