@@ -613,7 +613,7 @@ def _release_scaler(scaler: Any) -> None:
 def _end_pipeline(engine: weakref.ref[PipelineEngine]) -> None:
     """Let later steps raise on every rank: otherwise one stage fails, and the others wait for it without end."""
     living = engine()
-    if living is not None:
+    if living is not None and "mpu" in vars(living):  # it was not destroyed
         grid = living.mpu
         vars(living)["_exec_schedule"] = lambda _: grid.get_group(PIPE)
 

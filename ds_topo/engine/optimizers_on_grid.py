@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -70,8 +71,6 @@ class OptimizerParts:
     corrects_norm: bool
     """True if the optimizer's own norm would be wrong."""
     has_experts: bool
-    autocasts: bool
-    """True if the engine uses ``torch_autocast``."""
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather of updated parameters runs."""
     replicas: ReplicaSums | None = None
@@ -120,13 +119,14 @@ def put_optimizer_on_grid(
         keeps_gradients=kind is DeepSpeedZeroOptimizer_Stage3 or bool(is_offloaded),
         corrects_norm=corrects,
         has_experts=has_experts,
-        autocasts=bool(engine.torch_autocast_enabled()),
         gathering=GATHERS.load().gathering_of(optimizer) if mixin in (ZeroOnGrid, BF16OnGrid) else nullcontext,
     )
     with ExitStack() as undo:
         undo.callback(adopt(optimizer, mixin))
         if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             undo.callback(adopt(optimizer.overflow_checker, OverflowOnGrid))
+        if isinstance(optimizer, ZeROOptimizer) and engine.torch_autocast_enabled():
+            undo.callback(adopt(optimizer, AutocastOnGrid))
         return undo.pop_all().close
 
 
@@ -201,10 +201,6 @@ class ZeroOnGrid(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Gather updated parameters point to point on gloo."""
         with self.on_grid.gathering():
             return super().update_lp_params()
-
-    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
-        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
-        return _comm_dtype(self, param)
 
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
         """Look for overflows on all replicas, because experts may overflow on any of them."""
@@ -330,6 +326,17 @@ class UnfusedOnGrid(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
         return super().unscale_and_clip_grads(total_norm, apply_scale)
 
 
+class AutocastOnGrid(Mixin, ZeROOptimizer):  # type: ignore[misc]
+    """An optimizer of ZeRO with ``torch_autocast``, in an engine on a grid."""
+
+    mixin_suffix = "Autocast"
+
+    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Return the type in which gradients travel: DeepSpeed asks for the last engine of the process."""
+        dtype: torch.dtype = get_comm_dtype(param)
+        return dtype
+
+
 class OverflowOnGrid(Mixin, CheckOverflow):  # type: ignore[misc]
     """``CheckOverflow`` of an optimizer of fp16 or bf16 without ZeRO, in an engine on a grid."""
 
@@ -408,10 +415,6 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             _hand_over_partitions(self)
         return super().step(closure)
 
-    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
-        """Ask this engine's config: DeepSpeed asks whether any engine of the process has used ``torch_autocast``."""
-        return _comm_dtype(self, param)
-
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
         """Look at what later slices do not count, too: a nan there alone would not reach the norm."""
         if self.model_parallel_rank > 0:
@@ -438,11 +441,6 @@ class Zero3OnGrid(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         places = [place for place, module in enumerate(FWD_MODULE_STACK) if module is self.module]
         if places:
             del FWD_MODULE_STACK[places[0]]
-
-
-def _comm_dtype(optimizer: Any, parameter: torch.nn.Parameter) -> torch.dtype:
-    own: torch.dtype = optimizer.communication_data_type
-    return get_comm_dtype(parameter) if optimizer.on_grid.autocasts else own
 
 
 def keep_scale(engine: DeepSpeedEngine) -> None:

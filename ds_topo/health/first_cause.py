@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ds_topo.base.torch_names import Store, abort_nccl, append, communicates, default_store, served_at, set_several
-from ds_topo.errors import EndOfSamplesError, FailedRankError, listed, tell
+from ds_topo.errors import DisagreementError, EndOfSamplesError, FailedRankError, GroupCreationError, listed, tell
 from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Activity, Observer, Progress, first_line
 from ds_topo.health.heartbeat import named
 from ds_topo.health.watch import (
@@ -229,7 +229,7 @@ class FailureListener:
         departure = departure_of(self.rank, self._guard.calls, is_end=is_end)
 
         def leave(store: Store) -> None:
-            if not self.has_failed:
+            if departure is not None and not self.has_failed:
                 departure.leave_in(store, self._world_size)
             store.set(_wake(self.rank), "")
             others = store.add(_LISTENERS, -1)
@@ -282,7 +282,8 @@ class FailureListener:
     def explain(self, error: BaseException, members: Sequence[int]) -> FirstCause | None:
         """Return the cause of an error that says only that another rank could not be reached; None if none is known.
 
-        Wait a moment for a rank that reports a cause. If none does, ask all ranks where they are.
+        Wait a moment for a rank that reports a cause. If none does, ask all ranks where they are, unless the error is
+        one of ours, which names ranks.
         """
         self.where, self._calls_at_post = self._observer.read_traceback(error.__traceback__), self._guard.calls
         self.has_news.wait(_CAUSE_LIMIT)
@@ -293,6 +294,8 @@ class FailureListener:
             left = apart(self._job_store, _STORE_LIMIT, "who has left", departure_in)
         if left is not None and left.rank in members and left.rank != self.rank:
             return left.as_cause()
+        if any(isinstance(one, (DisagreementError, GroupCreationError)) for one in chain_of(error)):
+            return None
         key, me = self._key(self._number, "asked"), str(self.rank)
 
         def ask(store: Store) -> None:
@@ -567,8 +570,10 @@ class Guard:
             self._listener.stop(is_end=True)
         elif _can_listen():
             size, departure = dist.get_world_size(), departure_of(dist.get_rank(), self.calls, is_end=True)
-            with suppress(RuntimeError):  # the store does not answer
-                apart(default_store(), _STORE_LIMIT, "the end of a rank", lambda store: departure.leave_in(store, size))
+            if departure is not None:
+                leave_in = departure.leave_in
+                with suppress(RuntimeError):  # the store does not answer
+                    apart(default_store(), _STORE_LIMIT, "the end of a rank", lambda store: leave_in(store, size))
 
     def _heard(self) -> FailureListener | None:
         return None if watch_is_on() else self._listener
@@ -653,11 +658,14 @@ def here(rank: int) -> str:
     return named(rank, socket.gethostname(), os.environ.get(COORDINATE, ""))
 
 
-def departure_of(rank: int, calls: int, *, is_end: bool) -> Departure:
-    """Return the note that this rank leaves after so many guarded calls."""
+def departure_of(rank: int, calls: int, *, is_end: bool) -> Departure | None:
+    """Return the note that this rank leaves after so many guarded calls; None if it leaves because of another rank."""
     error = sys.exc_info()[1]
-    is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-    return Departure(rank, here(rank), first_line(error) if error and is_failure else "", calls, is_end)
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return Departure(rank, here(rank), "", calls, is_end)
+    if is_of_transport(error) or any(isinstance(one, FailedRankError) for one in chain_of(error)):
+        return None
+    return Departure(rank, here(rank), first_line(error), calls, is_end)
 
 
 def departure_in(store: Store) -> Departure | None:

@@ -410,9 +410,11 @@ def chain_of(error: BaseException | None) -> list[BaseException]:
 
 
 def is_of_transport(error: BaseException) -> bool:
-    """Return whether an exception, or a cause of it, says only that another rank could not be reached."""
-    chain = chain_of(error)
-    return any(isinstance(each, (RuntimeError, OSError)) and _OF_TRANSPORT.search(str(each)) for each in chain)
+    """Return whether an exception, or a cause of it, says only that another rank could not be reached.
+
+    torch raises a ``RuntimeError``. An ``OSError`` is the program's own, as of a server that has its samples.
+    """
+    return any(isinstance(each, RuntimeError) and _OF_TRANSPORT.search(str(each)) for each in chain_of(error))
 
 
 def save_flight_record(rank: int) -> Path | None:

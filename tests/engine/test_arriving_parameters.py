@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.base.backends import synchronize
 from ds_topo.base.torch_names import COLLECTIVES_ASK
+from ds_topo.errors import FailedRankError
 from ds_topo.reduction import exchange
 from ds_topo.reduction.arrivals import Arrival, Arrivals, InFlightParameter, hide, unaware_of_arrivals
 from tests.support.exhaustive import mark_exhaustive
@@ -655,7 +656,10 @@ def _writes(overlap: bool) -> None:
             assert torch.equal(weight, torch.full_like(weight, 3.0)), way
             engine.backward(engine(torch.ones(2, 8)).sum())
             engine.step()
-            assert torch.equal(weight, safe_get_full_fp32_param(weight)), f"{way}, after the next step"
+            if not overlap and way == "by other memory":  # as in stock: the step writes to the former memory
+                assert torch.equal(weight, torch.full_like(weight, 3.0))
+            else:
+                assert torch.equal(weight, safe_get_full_fp32_param(weight)), f"{way}, after the next step"
         engine.destroy()
 
 
@@ -706,8 +710,9 @@ def _after_an_error() -> None:
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="connection closed"):
                     weight.clone()
-            with pytest.raises(RuntimeError, match="connection closed"):
+            with pytest.raises(FailedRankError, match="this rank cannot finish forward") as raised:
                 engine(torch.ones(2, 8))
+            assert "connection closed" in str(raised.value.__cause__)
             with pytest.raises(RuntimeError, match=r"forked while parameters .* in flight .*call wait\(\)"):
                 _read_by_a_child(weight)
             assert _is_hidden(weight)

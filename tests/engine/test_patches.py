@@ -454,8 +454,10 @@ OVERRIDES_CALLED_BY_PROGRAMS = {
     "DeepSpeedZeroOptimizer.update_lp_params",
     "BF16_Optimizer.accumulate_hp_grads_and_remove_lp",
     "DeepSpeedDataSampler.get_start_end_idx",
+    "ZeROOptimizer.get_param_comm_dtype",
 }
-"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam or in a data loader."""
+"""Names that DeepSpeed does not call itself, or only for universal checkpoints, with FusedAdam, in a data loader, or
+with torch_autocast."""
 CALLED_BY_VERIFY = {
     patches.LOCAL_EXPERTS,
     patches.DROPOUT,
@@ -563,16 +565,9 @@ def _calls_of_further_features(folder: str) -> set[tuple[str, str]]:
 
 CALLED_BY_DEEPSPEED = {
     *("accumulate_hp_grads_and_remove_lp", "async_accumulate_grad_in_cpu_via_gpu", "buffered_allreduce_fallback"),
-    *("clear_hp_grads", "clip_fp32_gradients", "complete_grad_norm_calculation_for_cpu_offload", "get_autosp_backend"),
-    *(
-        "get_grad_norm_direct",
-        "get_flat_partition",
-        "get_grads_for_norm",
-        "get_param_comm_dtype",
-        "get_start_end_idx",
-        "has_overflow",
-    ),
-    *("has_overflow_partitioned_grads_serial", "has_overflow_serial"),
+    *("clear_hp_grads", "complete_grad_norm_calculation_for_cpu_offload", "get_autosp_backend"),
+    *("get_flat_partition", "get_grad_norm_direct", "get_grads_for_norm", "get_param_comm_dtype"),
+    *("get_start_end_idx", "has_overflow_partitioned_grads_serial", "has_overflow_serial"),
     *("independent_gradient_partition_epilogue", "overlapping_partition_gradients_reduce_epilogue"),
     *("partition_grads", "process_gradients", "reduce_gradients", "reduce_ipg_grads", "scaled_global_norm"),
     *("unscale_and_clip_grads", "update_hp_grads", "update_lp_params"),

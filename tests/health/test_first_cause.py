@@ -23,6 +23,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.base.torch_names import default_store
 from ds_topo.errors import FailedRankError
 from ds_topo.health import first_cause
+from ds_topo.health.watch import is_of_transport
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -215,6 +216,22 @@ def test_error_of_a_program_wins_over_a_timeout(world: Worlds) -> None:
     *others, own = world(3).run(_lose_each_other, TEXT)
     assert own == TEXT
     assert all(re.match(rf"rank 2 \(data=2\) on \S+ failed in step.*\n.*{TEXT}", text) for text in others)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_consequence"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.77.0.1]:414"), True),
+        (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), True),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (dist.DistStoreError("wait timeout after 2000ms, keys: /a"), True),
+        (ConnectionRefusedError(111, "Connection refused"), False),
+        (ConnectionResetError("the server of the samples: Connection reset by peer"), False),
+        (ValueError("a socket of the wrong kind"), False),
+    ],
+)
+def test_errors_of_the_transport_are_told_from_those_of_the_program(error: Exception, is_consequence: bool) -> None:
+    assert is_of_transport(error) == is_consequence
 
 
 def test_no_thread_without_other_processes() -> None:
