@@ -74,15 +74,3 @@ def test_every_path_to_the_grid_protects_engines() -> None:
     for statement, during, afterwards in found:
         assert during == ["__init__", "__init__"], statement
         assert afterwards == [], statement
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        *((f"ds_topo.planner.{name}", f"ds_topo.plan.{name}") for name in ("hardware", "job", "model", "search")),
-        ("ds_topo.measurement.live_module", "ds_topo.plan.live_module"),
-    ],
-)
-def test_former_import_paths_give_the_same_modules(old: str, new: str) -> None:
-    code = f"import sys, {old} as old, {new} as new; assert old is new is sys.modules['{old}']"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
