@@ -29,7 +29,7 @@ LAYERS: tuple[set[str], ...] = (
     {"checkpoint"},
     {"engine"},
     {"distributed", "groups", "parallel_state", "plan", "verification"},
-    {"cli", "layers", "measurement", "planner"},
+    {"cli", "layers"},
     {"__main__"},
 )
 """Packages and top-level modules by layer. A module imports from its own package and from lower layers only."""
