@@ -33,6 +33,7 @@ from ds_topo.engine import autoparallel, checks, loss_scales
 from ds_topo.engine.config_options import check_sections_and_sizes
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import complete, put_engine_on_grid
+from ds_topo.engine.parts import PARTS
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.health import guard
 from ds_topo.launch.launchers import REFERENCE
@@ -228,6 +229,8 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
 
 
 def _rows() -> tuple[Row, ...]:
+    for part in PARTS:  # their classes override names, too
+        part.load()
     return (*patches.ROWS, *torch_names.ROWS, *overrides())
 
 

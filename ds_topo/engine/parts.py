@@ -36,3 +36,5 @@ GATHERS = EnginePart("gathers", "ds_topo.engine.parameter_gathers", "ZeRO 1 and 
 REPLICAS = EnginePart("replicas", "ds_topo.engine.quorum", 'the section "replicas"')
 OVER_SHARD = EnginePart("shard", "ds_topo.engine.hybrid_sharding", "an axis shard, or replicas at ZeRO 3")
 COMPARISON = EnginePart("comparison", "ds_topo.engine.replica_comparison", "an axis model, or check_replicas")
+PARTS = (SAVING, LOADING, REDUCER, REDUCER_OPTIONS, GATHERS, REPLICAS, OVER_SHARD, COMPARISON)
+"""All of them, for what looks at every class of ours, such as the warning about a newer release."""
