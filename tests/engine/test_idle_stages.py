@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
-from ds_topo.checkpoint.manifest import PLACEHOLDERS
+from ds_topo.base.marks import PLACEHOLDERS
 from ds_topo.engine.idle_stages import _connect, fill_groups
 from ds_topo.errors import CheckpointLayoutError, DisagreementError, EngineOptionError, FailedRankError
 from ds_topo.health import first_cause
