@@ -440,7 +440,8 @@ class Ending:
         """True if it stays until the end of the job's ``torch.distributed``."""
         sys.excepthook = self
         atexit.register(self._at_exit)
-        weakref.finalize(store, self.remove).atexit = False
+        self._end_of_job = weakref.finalize(store, self.remove)
+        self._end_of_job.atexit = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the error, and report it."""
@@ -457,6 +458,7 @@ class Ending:
         if sys.excepthook is self:
             sys.excepthook = self._before
         atexit.unregister(self._at_exit)
+        self._end_of_job.detach()
         if self._guard.ending is self:
             self._guard.ending = None
 
