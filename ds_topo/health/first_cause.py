@@ -60,6 +60,7 @@ from ds_topo.health.watch import (
     ports_towards,
     shut_down,
 )
+from ds_topo.launch.agreement import FAILED
 from ds_topo.launch.council import apart, linger
 from ds_topo.launch.launchers import COORDINATE
 
@@ -561,6 +562,8 @@ class Guard:
         chain, ranks = chain_of(error), range(dist.get_world_size())
         if any(isinstance(one, FailedRankError) or id(one) == listener.reported for one in chain):
             return
+        if any(map(tells_of_another, chain)):
+            return
         if not is_of_transport(error):
             listener.post(error, listener.place_of(error.__traceback__), ranks, has_left=True)
         elif cause := listener.explain(error, ranks):
@@ -614,6 +617,8 @@ class Guard:
             return
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
             return
+        if error is not None and tells_of_another(error):
+            return
         if error is not None and cause is None:
             if is_of_transport(error):
                 cause = listener.explain(error, call.members)
@@ -648,6 +653,11 @@ def _can_listen() -> bool:
         and not watch_is_on()
         and os.environ.get(ENVIRONMENT, "").lower() not in ("off", "0", "no", "false")
     )
+
+
+def tells_of_another(error: BaseException) -> bool:
+    """Tell whether an error of an agreement says that another rank has failed, which reports its own error itself."""
+    return isinstance(error, DisagreementError) and f"-> {FAILED}" in str(error)
 
 
 def _kind(cause: FirstCause) -> str:

@@ -34,7 +34,7 @@ NOTICE_AFTER = timedelta(seconds=15)
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
 """The number of different plans that are compared line by line."""
-_FAILED = "failed: "
+FAILED = "failed: "
 
 _rounds: Counter[str] = Counter()
 """The number of agreements of each set of members; equal on all members, since they agree together."""
@@ -80,7 +80,7 @@ def agree(
     if lines is not None:
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         description = f"{description}{len(lines)} lines of digest {digest}"
-    outcome = f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
+    outcome = f"{FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
     round_ = Round(default_store(), token, dist.get_rank(), members, timeout, subject)
     try:
         verdict = within(timeout * UNANSWERED_AFTER, f"agreement on {subject}", lambda: round_.verdict(outcome, lines))
@@ -189,7 +189,7 @@ class Round:
         here = {rank for rank, *_ in reports}
         missing = [rank for rank in self.members if rank not in here]
         agreed = not missing and len({digest for _, _, digest, _ in reports}) == 1
-        agreed = agreed and not reports[0][3].startswith(_FAILED)
+        agreed = agreed and not reports[0][3].startswith(FAILED)
         verdict = {"text": "", "all_came": True} if agreed else self._problems(reports, missing)
         written = json.dumps(verdict)
         if self.store.compare_set(self._key("verdict"), "", written).decode() == written and agreed:
@@ -215,7 +215,7 @@ class Round:
         problems += [f"{_where(hosts_of[digest])} -> {text_of[digest]}" for digest in shown]
         if len(ordered) > len(shown):
             problems.append(f"and {len(ordered) - len(shown)} further plans")
-        planned = [first[digest] for digest in ordered if not text_of[digest].startswith(_FAILED)]
+        planned = [first[digest] for digest in ordered if not text_of[digest].startswith(FAILED)]
         text = _shortened("\n  ".join([self._disagreement, *problems]), MAX_MESSAGE - 1000)
         return {"text": text, "compare": planned[:_COMPARED] if len(planned) > 1 else [], "all_came": not missing}
 

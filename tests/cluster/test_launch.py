@@ -181,7 +181,9 @@ def test_all_ranks_end_soon_after_one_fails_alone(
     if fault.startswith("exception"):
         assert "ValueError: a sample that cannot be read" in output
     if launcher == "srun" and not watch:  # the other launchers end the ranks at once
-        assert len(re.findall("FailedRankError: .*|the cause is probably that .*", output)) >= 3, output[-6000:]
+        assert (
+            len(re.findall("FailedRankError: .*|the cause is probably that .*|-> failed: ValueError: .*", output)) >= 3
+        ), output[-6000:]
         assert re.search(rf"rank {victim}( \(.*\))? on host0 (failed|has ended)|rank 0, which served", output)
 
 

@@ -382,3 +382,22 @@ def test_fault_at_a_random_place_is_named_by_all_ranks(
             return  # DeepSpeed has handled the error, and all ranks have gone on
         assert TEXT in text or (name == "EndOfSamplesError" and f"rank {victim} " in text), (name, text, where)
         assert seconds < LIMIT, (name, text, where)
+
+
+def _posted_by(victim: int) -> str:
+    """Fail on one rank before an agreement; return the error that the job's store has as the first cause."""
+    start()
+    with PipelineParallelGrid("data=2"):
+        dist.barrier()
+        with pytest.raises(RuntimeError if dist.get_rank() != victim else ValueError):
+            PipelineParallelGrid("data=3" if dist.get_rank() == victim else "data=2")
+        dist.barrier()
+        key = "ds_topo/first_cause/0/post"
+        return default_store().get(key).decode() if default_store().check([key]) else ""
+
+
+def test_an_agreement_that_tells_of_another_rank_is_no_cause(world: Worlds) -> None:
+    for _ in range(3):  # whichever rank is first
+        for posted in world(2).run(_posted_by, 1):
+            assert "rank 1" in posted
+            assert "DisagreementError" not in posted
