@@ -41,7 +41,7 @@ AnyTopology: TypeAlias = "ProcessTopology | AxesAndDims | Spec"
 
 @dataclass(eq=False)
 class TrainingProgress:
-    """What samplers of a grid need to know about its engines."""
+    """Hold what the samplers of a grid need to know about its engines."""
 
     is_first_rank: bool
     check_samples: bool = True
