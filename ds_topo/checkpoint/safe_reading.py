@@ -65,6 +65,7 @@ _OF_METADATA = {
 OF_DEEPSPEED = {
     *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
     *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size"),
+    "sparse_tensor_module_names",  # in files of DeepSpeed before 0.19.8
 }
 """Keys that ``DeepSpeedEngine.load_checkpoint`` reads from the file that also holds the program's ``client_state``."""
 _RETURNED = {

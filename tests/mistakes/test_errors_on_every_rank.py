@@ -254,7 +254,7 @@ def _step_after_destroy(call: str, reduced: bool) -> None:
         engine.destroy()
 
 
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Exception], ...], str]] = {
     # grids
     "pip": (lambda: _grid("pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
     "modle": (lambda: _grid("modle=2,data=2"), UnknownAxisError, "did you mean 'model'?"),
@@ -496,8 +496,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             mpu=_grid("data=4"),
             config={**CONFIG, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True},
         ),
-        EngineOptionError,
-        "which keeps its parts of all parameters in one vector: convert the model to one of them",
+        (EngineOptionError, RuntimeError),
+        "which keeps its parts of all parameters in one vector: convert the model to one of them|needs DeepSpeed >= ",
     ),
     "Muon in bf16 with sums in fp32 over slices": (
         lambda: _engine(
