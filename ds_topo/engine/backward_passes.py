@@ -414,7 +414,7 @@ def _takes_further_gradients(engine: DeepSpeedEngine) -> bool:
     if isinstance(optimizer, DeepSpeedZeroOptimizer) or engine.zero_optimization_partition_weights():
         return False  # ZeRO 3 could, but does not notice that a program sets parameter.grad to None
     if getattr(optimizer, "has_sent_to_owners", False):
-        return False  # a GradientReducer has
+        return False  # a GradientReducer has sent them to their owners
     return bool(engine.gradient_average and engine.sequence_parallel_size == 1 and not engine.has_moe_layers)
 
 
