@@ -148,11 +148,13 @@ def mixins(kind: type[Mixin] = Mixin) -> Iterator[type[Mixin]]:
             yield from mixins(each)
 
 
-def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
-    """Give an object a mixin; return the function that takes it away, which is idempotent and keeps no object alive.
+def adopt(target: Any, *mixins: type[Mixin]) -> Callable[[], None]:
+    """Give an object mixins; return the function that takes them away, which is idempotent and keeps no object alive.
+
+    Of mixins of the same order, the methods of the first one given run first, and those of earlier calls last.
 
     Raises:
-        RuntimeError: the object has the mixin already.
+        RuntimeError: the object has one of them already.
 
     >>> class Stock:
     ...     def step(self): return "stock"
@@ -165,16 +167,18 @@ def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
     ('before, stock, after', 'StockOnGrid', None, 'stock', 'Stock')
     """
     present = mixins_of(target)
-    if mixin in present:
-        raise RuntimeError(f"{type(target).__name__} has {mixin.__name__} already: release it first")
-    _set(target, (*present, mixin))
+    for mixin in mixins:
+        if mixin in present:
+            raise RuntimeError(f"{type(target).__name__} has {mixin.__name__} already: release it first")
+    _set(target, (*mixins, *present))
     reference = weakref.ref(target)
 
     def release() -> None:
         living = reference()
-        if living is not None and mixin in (present := mixins_of(living)):
-            _set(living, tuple(each for each in present if each is not mixin))
-            vars(living).pop(mixin.mixin_state, None)
+        if living is not None and not set(mixins).isdisjoint(present := mixins_of(living)):
+            _set(living, tuple(each for each in present if each not in mixins))
+            for mixin in mixins:
+                vars(living).pop(mixin.mixin_state, None)
 
     return release
 
@@ -191,5 +195,5 @@ _IS_MADE = "ds_topo_is_made"
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
-    name = stock.__name__ + "".join(mixin.mixin_suffix for mixin in reversed(mixins))
+    name = stock.__name__ + "".join(dict.fromkeys(mixin.mixin_suffix for mixin in reversed(mixins)))
     return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True})

@@ -37,13 +37,15 @@ SAVED_OPTIONS = ("round_robin_gradients", "parameter_alignment", "sub_group_size
 
 
 @dataclass(frozen=True)
-class ConfigOnGrid:
-    """The config of an engine, and the grid that the engine is for."""
+class Case:
+    """What decides about the parts of an engine: its config, its grid and its kind."""
 
     config: DeepSpeedConfig
     grid: MpuGrid
     is_pipeline: bool = False
     is_dualpipe: bool = False
+    has_experts: bool = False
+    """True if the grid has expert groups, or the model or the config of this rank asks for some."""
 
     @property
     def spec(self) -> str:
@@ -59,6 +61,27 @@ class ConfigOnGrid:
     def slices(self) -> int:
         """The number of slices that AutoTP makes; 1 without it."""
         return max(1, int(self.config.tensor_parallel_config.autotp_size))  # 0 switches it off, too
+
+    @property
+    def has_master_weights(self) -> bool:
+        """True if DeepSpeed puts an optimizer of its own, with master weights, around the program's."""
+        return bool(self.stage or self.is_fp16 or self.is_bf16)
+
+    @property
+    def is_fp16(self) -> bool:
+        """True if fp16 is enabled."""
+        return bool(self.config.float16_config.enabled)
+
+    @property
+    def is_bf16(self) -> bool:
+        """True if bf16 is enabled."""
+        return bool(self.config.bfloat16_config.enabled)
+
+    @property
+    def splits_automatically(self) -> bool:
+        """True if the config asks for AutoTP, AutoEP or AutoSP."""
+        experts = self.config.expert_parallel_config.enabled
+        return "tensor_parallel" in self.config._param_dict or experts or "autosp" in passes_of(self.config)
 
     def degree(self, axis: str) -> int:
         """Return the degree of an axis, 1 if the grid does not have it."""
@@ -76,7 +99,7 @@ class Option:
     """The name of what uses it, as in ``model=2: AutoTP``."""
     axes: tuple[str, ...] = ()
     """The axes that this mechanism uses."""
-    check: Callable[[ConfigOnGrid], Iterator[str]] | None = None
+    check: Callable[[Case], Iterator[str]] | None = None
     """Yields a message for each combination that is refused: what was given, why it cannot work, and what to do."""
     ignores_shard: bool = False
     """True if it has groups or a reduction of its own, which ignore the axis ``shard``."""
@@ -122,7 +145,7 @@ def _is_at_stage(stage: int, config: DeepSpeedConfig) -> bool:
     return int(config.zero_config.stage) == stage
 
 
-def _zero(case: ConfigOnGrid) -> Iterator[str]:
+def _zero(case: Case) -> Iterator[str]:
     # ZeRO 2 saves memory by reducing gradients in every micro-batch. A pipeline sums those of all micro-batches first,
     # so they are whole on every rank until the last backward. After it only the partition stays, at stage 1, too.
     if case.is_pipeline and case.stage > 1:
@@ -133,7 +156,7 @@ def _zero(case: ConfigOnGrid) -> Iterator[str]:
         )
 
 
-def _second_partition(case: ConfigOnGrid) -> Iterator[str]:
+def _second_partition(case: Case) -> Iterator[str]:
     grid = case.grid
     size = min(case.config.zero_config.zero_hpz_partition_size, len(grid.dp_group))  # as DeepSpeed does
     wanted = list(grid.to_global(zero_partition_ranks(grid.topology(), size, grid.grid_rank)))
@@ -147,16 +170,16 @@ def _second_partition(case: ConfigOnGrid) -> Iterator[str]:
         )
 
 
-def _quantized_gradients(case: ConfigOnGrid) -> Iterator[str]:
+def _quantized_gradients(case: Case) -> Iterator[str]:
     yield from different_parameters("zero_quantized_gradients", case.grid)
 
 
-def _zenflow(case: ConfigOnGrid) -> Iterator[str]:
+def _zenflow(case: Case) -> Iterator[str]:
     if case.stage < 3:  # it broadcasts by numbers in the group
         yield from different_parameters("zero_optimization.zenflow at stage 1 or 2", case.grid)
 
 
-def _elastic(case: ConfigOnGrid) -> Iterator[str]:
+def _elastic(case: Case) -> Iterator[str]:
     if case.stage in (1, 2):  # DeepSpeed itself refuses it at stage 3
         yield (
             f"zero_optimization.elastic_checkpoint at stage {case.stage}: DeepSpeed saves optimizer states in a form "
@@ -176,7 +199,7 @@ def _is_deepcompile(config: DeepSpeedConfig) -> bool:
 _SAMPLING = 'config section "data_efficiency": "data_sampling" with'
 
 
-def _curriculum(case: ConfigOnGrid) -> Iterator[str]:
+def _curriculum(case: Case) -> Iterator[str]:
     is_without_first = not case.is_pipeline and case.degree(PIPE) > 1
     if is_without_first or case.grid.to_global([0]) != (0,):
         yield (
@@ -196,7 +219,7 @@ def _has_curriculum(config: DeepSpeedConfig) -> bool:
     return bool(sampling[samplers.CURRICULUM_LEARNING][samplers.CURRICULUM_LEARNING_ENABLED])
 
 
-def _dynamic_batches(case: ConfigOnGrid) -> Iterator[str]:
+def _dynamic_batches(case: Case) -> Iterator[str]:
     if case.degree(SEQ) > 1 and case.is_pipeline:
         yield (
             f'{_SAMPLING} "dynamic_batching" in a pipeline on {case.spec!r}: the batch size of a pipeline counts peers '
@@ -223,7 +246,7 @@ def other_slices(name: str, size: int, grid: MpuGrid) -> Iterator[str]:
         )
 
 
-def _autotp(case: ConfigOnGrid) -> Iterator[str]:
+def _autotp(case: Case) -> Iterator[str]:
     yield from other_slices("tensor_parallel.autotp_size", case.slices, case.grid)
 
 
@@ -232,7 +255,7 @@ def passes_of(config: DeepSpeedConfig) -> set[str]:
     return set(getattr(config.compile_config, "passes", None) or ())
 
 
-def _pass_of_autotp(case: ConfigOnGrid) -> Iterator[str]:
+def _pass_of_autotp(case: Case) -> Iterator[str]:
     if others := sorted({"autosp", "z1", "z3"} & passes_of(case.config)):  # DeepSpeed refuses it only in compile()
         yield (
             f"compile.passes 'autotp' with {others}: DeepSpeed refuses this in DeepSpeedEngine.compile; "
@@ -240,7 +263,7 @@ def _pass_of_autotp(case: ConfigOnGrid) -> Iterator[str]:
         )
 
 
-def _autoep(case: ConfigOnGrid) -> Iterator[str]:
+def _autoep(case: Case) -> Iterator[str]:
     config, zero, sequences = case.config, case.config.zero_config, case.degree(SEQ)
     start = f"expert_parallel (AutoEP) on {case.spec!r}:"
     if case.degree(PIPE) > 1:
@@ -286,7 +309,7 @@ def _autoep(case: ConfigOnGrid) -> Iterator[str]:
         require(SLICES_WITH_EXPERTS)
 
 
-def _autosp(case: ConfigOnGrid) -> Iterator[str]:
+def _autosp(case: Case) -> Iterator[str]:
     size = case.degree(SEQ)
     given = case.config._param_dict.get("sequence_parallel_size", size)
     if given != size:
@@ -314,7 +337,7 @@ def _autosp(case: ConfigOnGrid) -> Iterator[str]:
         require(SEQUENCES_ON_CPU)
 
 
-def _mesh(case: ConfigOnGrid) -> Iterator[str]:
+def _mesh(case: Case) -> Iterator[str]:
     name = "mesh_param or sequence_parallel_size with data_parallel_size"
     size, found = deepspeed_groups.mesh_device.size(1), case.grid.get_context_parallel_global_ranks()
     if found != _neighbors(size):
@@ -325,7 +348,7 @@ def _mesh(case: ConfigOnGrid) -> Iterator[str]:
     yield from different_parameters(name, case.grid)
 
 
-def _long_sequence_training(case: ConfigOnGrid) -> Iterator[str]:
+def _long_sequence_training(case: Case) -> Iterator[str]:
     if case.slices > 1:
         yield (
             "UlyssesSPAttentionHF (ALST) with tensor_parallel (AutoTP), which splits the heads: its forward() needs "
@@ -342,7 +365,7 @@ def _long_sequence_training(case: ConfigOnGrid) -> Iterator[str]:
         )
 
 
-def _hybrid_engine(case: ConfigOnGrid) -> Iterator[str]:
+def _hybrid_engine(case: Case) -> Iterator[str]:
     size, slices = case.config.hybrid_engine.inference_tp_size, case.grid.get_model_parallel_world_size()
     if size > 1 and (size != slices or case.degree(PIPE) > 1):
         yield (
@@ -357,7 +380,7 @@ def _hybrid_engine(case: ConfigOnGrid) -> Iterator[str]:
         )
 
 
-def _micro_batches(case: ConfigOnGrid) -> Iterator[str]:
+def _micro_batches(case: Case) -> Iterator[str]:
     needed, given = 2 * case.degree(PIPE), case.config.gradient_accumulation_steps
     if case.is_dualpipe and given < needed:
         yield (
@@ -370,7 +393,7 @@ def _parts_of_activations(config: DeepSpeedConfig) -> list[str]:
     return [name for name in ("pipe_partitioned", "grad_partitioned") if config.pipeline[name]]
 
 
-def _partitioned_pipeline(case: ConfigOnGrid) -> Iterator[str]:
+def _partitioned_pipeline(case: Case) -> Iterator[str]:
     if case.is_dualpipe and case.degree(MODEL) > 1:
         yield (
             f'config section "pipeline": {listed(_parts_of_activations(case.config))} (true by default) with DualPipeV '
@@ -502,7 +525,7 @@ OPTIONS: tuple[Option, ...] = (
 # -- readers of the table ---------------------------------------------------------------------------------------------
 
 
-def refusals(case: ConfigOnGrid) -> Iterator[str]:
+def refusals(case: Case) -> Iterator[str]:
     """Yield a message for each combination that is refused."""
     on = [option for option in OPTIONS if option.is_on(case.config)]
     ignoring = [option.title for option in on if option.ignores_shard]
@@ -523,14 +546,14 @@ def refusal_of_reducer(config: DeepSpeedConfig) -> str | None:
     return next((option.with_reducer for option in OPTIONS if option.with_reducer and option.is_on(config)), None)
 
 
-def mechanisms_on(case: ConfigOnGrid) -> dict[str, str]:
+def mechanisms_on(case: Case) -> dict[str, str]:
     """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one."""
     on = [option for option in OPTIONS if option.axes and option.is_on(case.config)]
     used = {axis: [option.mechanism for option in on if axis in option.axes] for axis in case.grid.topology().axes}
     return {axis: " and ".join(names) for axis, names in used.items() if names and case.degree(axis) > 1}
 
 
-def check_config(case: ConfigOnGrid) -> None:
+def check_config(case: Case) -> None:
     """Refuse a config that an engine of a grid could not follow.
 
     Raises:
