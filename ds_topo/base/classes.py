@@ -47,12 +47,6 @@ class Mixin:
     mixin_state = ""
     """The name of the object's attribute that these methods use; it goes with the mixin."""
 
-    def __init_subclass__(cls) -> None:
-        """Let these methods work after their mixin was taken away: a program may have kept one, to wrap it."""
-        for name, method in list(vars(cls).items()):
-            if isinstance(method, FunctionType) and name in CALLED_BY_PROGRAMS:
-                setattr(cls, name, _while_adopted(cls, name, method))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
         reduced: Any = super().__reduce_ex__(protocol)
@@ -68,16 +62,6 @@ class Mixin:
 def _new(kind: type, *arguments: Any) -> Any:
     """Do what ``copyreg.__newobj__`` does, which pickle refuses for another class than the object's."""
     return kind.__new__(kind, *arguments)
-
-
-def _while_adopted(mixin: type[Mixin], name: str, method: FunctionType) -> Any:
-    @wraps(method)
-    def called(self: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(self, mixin):
-            return method(self, *arguments, **options)
-        return getattr(type(self), name)(self, *arguments, **options)
-
-    return called
 
 
 def stock_class(target: object) -> type:
@@ -196,4 +180,22 @@ _IS_MADE = "ds_topo_is_made"
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
     name = stock.__name__ + "".join(dict.fromkeys(mixin.mixin_suffix for mixin in reversed(mixins)))
-    return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True})
+    content = {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True}
+    made = type(name, (*mixins, stock), content)
+    for method in CALLED_BY_PROGRAMS:
+        owner = next((kind for kind in made.__mro__[1:] if method in vars(kind)), object)
+        if issubclass(owner, Mixin) and isinstance(vars(owner)[method], FunctionType):
+            setattr(made, method, _while_made(made, method, vars(owner)[method]))
+    return made
+
+
+def _while_made(made: type, name: str, method: FunctionType) -> Any:
+    """Return a method that works after its mixins were taken away: a program may have kept it, to wrap it."""
+
+    @wraps(method)
+    def called(self: Any, *arguments: Any, **options: Any) -> Any:
+        if type(self) is made:
+            return method(self, *arguments, **options)
+        return getattr(type(self), name)(self, *arguments, **options)
+
+    return called
