@@ -40,7 +40,7 @@ from ds_topo.base.differences import FoldingGroupTables
 from ds_topo.base.ledger import Patch, always, find, ledger
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.collectives import explain_whole_weights
-from ds_topo.engine.config_options import Case, passes_of
+from ds_topo.engine.config import Case, passes_of
 from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, listed, warn

@@ -32,7 +32,7 @@ from ds_topo.base.classes import stock_class
 from ds_topo.base.ledger import always
 from ds_topo.base.marks import PLACEHOLDERS
 from ds_topo.base.torch_names import DESCRIPTION, describe
-from ds_topo.engine.config_options import (
+from ds_topo.engine.config import (
     REDUCER_SECTION,
     REPLICAS_SECTION,
     TOPOLOGY_SECTION,
@@ -90,9 +90,9 @@ def check_with_all_ranks(
     optimizer, config, grid = given.get("optimizer"), case.config, case.grid
     everyone = grid.get_ranks(axes_of_engine(grid, case.is_pipeline))
     with agreement(everyone, "the settings of the engine") as lines:
+        check_config(case)
         for mixin in mixins.values():
             mixin.complete_config(case)
-        check_config(case)
         check_arguments(given, config)
         check_sections(config, grid)
         lines += _settings(config, grid, type(optimizer).__name__ if optimizer else config.optimizer_name)

@@ -31,7 +31,7 @@ from ds_topo.base.differences import DualPipeVEngine, check_release
 from ds_topo.base.ledger import Patch, Reliance, always, around, ledger
 from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.engine import checks
-from ds_topo.engine.config_options import Case, check_sections_and_sizes
+from ds_topo.engine.config import Case, check_sections_and_sizes
 from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank
 from ds_topo.engine.on_call import ON_CALL
 from ds_topo.engine.on_grid import put_on_grid

@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin, adopt
-from ds_topo.engine.config_options import Case
+from ds_topo.engine.config import Case
 from ds_topo.engine.current_mpu import current
 from ds_topo.health import guard, job_watch
 from ds_topo.mpu import MpuGrid

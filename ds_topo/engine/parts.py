@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed.runtime import torch_autocast
 
-from ds_topo.engine.config_options import Case
+from ds_topo.engine.config import Case, may_assume_ranks
 from ds_topo.mpu import has_shard
 from ds_topo.topology.axes import PIPE, SEQ
 
@@ -134,6 +134,13 @@ PARTS: tuple[EnginePart, ...] = (
         "AutomaticParallelism",
         lambda case: case.splits_automatically,
         "AutoTP, AutoEP and AutoSP join neighboring ranks. The layers that they replace are compared afterwards.",
+    ),
+    EnginePart(
+        "options",
+        "ds_topo.engine.config_options",
+        "OptionsOfConfig",
+        may_assume_ranks,
+        "Some options assume neighboring ranks. They are checked when automatic parallelism has completed the config.",
     ),
     EnginePart(
         "bf16",

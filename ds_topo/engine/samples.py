@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.engine.config_options import passes_of
+from ds_topo.engine.config import passes_of
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid

@@ -24,7 +24,7 @@ from typing_extensions import Never
 
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
-from ds_topo.engine.config_options import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
+from ds_topo.engine.config import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
 from ds_topo.engine.current_mpu import grid_in_use
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.on_call import LAYOUT_IN_USE, REDUCER, REDUCER_OPTIONS, REPLICAS

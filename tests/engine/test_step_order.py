@@ -20,7 +20,7 @@ from torch import nn
 from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
 from ds_topo.base.classes import mixins, mixins_of, stock_class
 from ds_topo.engine import on_grid
-from ds_topo.engine.config_options import Case
+from ds_topo.engine.config import Case
 from ds_topo.engine.parts import PARTS, parts_of
 from ds_topo.health import job_watch
 from tests.step_order import mixins_for_optimizers, optimizer_of

@@ -39,7 +39,7 @@ from deepspeed.utils import log_dist
 from torch.nn.utils import get_total_norm
 
 from ds_topo.base.classes import Mixin
-from ds_topo.engine.config_options import Case
+from ds_topo.engine.config import Case
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.mpu import MpuGrid
 
