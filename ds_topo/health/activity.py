@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ds_topo.base.torch_names import describe, is_known, unfinished_calls
-from ds_topo.errors import listed
+from ds_topo.errors import first_line, listed
 
 OTHERWISE, SAVES, COMPILES, DEBUGS = "running", "save", "compilation", "the debugger"
 _DEEPSPEED, _PIPELINE = "deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py"
@@ -289,17 +289,6 @@ def _is_at(frame: FrameType, places: Iterable[tuple[str, str]]) -> bool:
     """Return whether a frame is in one of these functions, given by the end of the file's name and their name."""
     file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
     return any(name == function and file.endswith(ending) for ending, name in places)
-
-
-def first_line(error: BaseException | type[BaseException]) -> str:
-    """Describe an exception in one line.
-
-    >>> first_line(ValueError("no\\nway"))
-    'ValueError: no'
-    """
-    text = str(error).strip().partition("\n")[0][:200]
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind
 
 
 @cache

@@ -23,13 +23,27 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 from ds_topo.base.backends import check_backend, default_backend, device_served_by
 from ds_topo.base.supported import minutes_of_timeout
 from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
-from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, tell, warn
-from ds_topo.launch import orphans
+from ds_topo.errors import (
+    DisagreementError,
+    HostError,
+    LaunchError,
+    StoreTimeoutError,
+    fold_numbers,
+    ranks_by_host,
+    tell,
+    warn,
+)
 from ds_topo.launch.agreement import NOTICE_AFTER
 from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, ranks_that_came, within
-from ds_topo.launch.hosts import address_of, is_loopback
-from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address, warn_of_misspelt_variables
-from ds_topo.launch.placement import fold_numbers, ranks_by_host
+from ds_topo.launch.launchers import (
+    ALONE,
+    Launch,
+    address_of,
+    detect_launch,
+    is_loopback,
+    is_own_address,
+    warn_of_misspelt_variables,
+)
 from ds_topo.launch.tracebacks import share_tracebacks
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -183,7 +197,9 @@ def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
     launch = detect_launch(alone=alone)
     if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
         os.environ.update(launch.variables)
-    if end_with_launcher:
+    if end_with_launcher and launch.launcher not in ("environment", ALONE):  # what sets variables may end before
+        from ds_topo.launch import orphans
+
         orphans.end_with_launcher(launch)
     address = check_master(launch)
     interface = choose_interface(launch, address)
