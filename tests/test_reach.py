@@ -13,7 +13,8 @@ _TOOLS = (
     *("cli", "distributed", "layers", "parallel_state", "plan", "verification"),
     *("health.faults", "health.probes", "health.session"),
 )
-_OF_WATCH = ("health.activity", "health.blocked_calls", "health.heartbeat", "health.watch", "health.witness")
+_OF_WATCH = ("health.heartbeat", "health.watch", "health.witness")
+_OF_FAILURES = ("health.activity", "health.blocked_calls", "launch.tracebacks")
 _OF_LAUNCHERS = ("launch.hosts", "launch.orphans", "launch.placement")
 """What hostfiles, Slurm and launchers whose end is noticed need."""
 LIMITS = {
@@ -43,7 +44,7 @@ def test_a_job_loads_what_it_asks_for(kind: str, ranks: int) -> None:
     files, lines = LIMITS[kind]
     assert len(modules) <= files
     assert sum(modules.values()) <= lines
-    unasked = tuple(f"ds_topo.{name}" for name in (*_TOOLS, *_OF_WATCH, *_OF_LAUNCHERS))
+    unasked = tuple(f"ds_topo.{name}" for name in (*_TOOLS, *_OF_WATCH, *_OF_FAILURES, *_OF_LAUNCHERS))
     assert [name for name in modules if name.startswith(unasked)] == []
     if kind in ("plain", "ZeRO 3", "experts"):
         assert sorted(_PARTS.intersection(modules)) == []

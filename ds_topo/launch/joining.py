@@ -10,10 +10,12 @@ import os
 import socket
 import struct
 import sys
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +24,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 
 from ds_topo.base.backends import check_backend, default_backend, device_served_by
 from ds_topo.base.supported import minutes_of_timeout
-from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
+from ds_topo.base.torch_names import (
+    address_of_store,
+    default_store,
+    inherit_timeout,
+    job_timeout,
+    served_at,
+    timeout_of,
+)
 from ds_topo.errors import (
     DisagreementError,
     HostError,
@@ -44,7 +53,6 @@ from ds_topo.launch.launchers import (
     is_own_address,
     warn_of_misspelt_variables,
 )
-from ds_topo.launch.tracebacks import share_tracebacks
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
@@ -316,6 +324,42 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
             f"{GLOO_INTERFACE} is {os.environ.get(GLOO_INTERFACE, 'not set')}"
         ) from error
     inherit_timeout()
+
+
+class SharedTraceback:
+    """A ``sys.excepthook`` that prints what another rank has printed already in one line.
+
+    It calls the former hook, and that one is back once the store's job is over.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._rank, self._before = weakref.ref(store), dist.get_rank(), sys.excepthook
+        sys.excepthook = self
+        weakref.finalize(store, self.remove).atexit = False
+
+    def remove(self) -> None:
+        """Put the former hook back, unless another one was set since, which may call this one."""
+        if sys.excepthook is self:
+            sys.excepthook = self._before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the error, or a line if another rank prints the same one."""
+        store = self._store()
+        if store is None or not isinstance(error, Exception):
+            self._before(kind, error, trace)
+        else:
+            from ds_topo.launch.tracebacks import print_once  # Python prints both errors if this one fails
+
+            print_once(store, self._rank, self._before, kind, error, trace)
+
+
+def share_tracebacks() -> None:
+    """Set the hook for the present job, once, if it has several ranks."""
+    store = default_store()
+    if dist.get_world_size() > 1 and served_at(store) is not None:
+        present = sys.excepthook
+        if not (isinstance(present, SharedTraceback) and present._store() is store):
+            SharedTraceback(store)
 
 
 def _joined_already(timeout: timedelta | None) -> Launch:
