@@ -30,9 +30,9 @@ from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.on_call import LAYOUT_IN_USE, REDUCER, REDUCER_OPTIONS, REPLICAS
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
+from ds_topo.launch.build_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
-from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.mpu import MpuGrid
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from ds_topo.launch.placement import fold_numbers, ranks_by_host
+from ds_topo.errors import fold_numbers, ranks_by_host
 
 EXPECTED_SHARE = 0.8
 """A link below this share of its expected bandwidth is a fault."""
