@@ -15,8 +15,11 @@ from textwrap import fill
 from ds_topo.base import patches, releases, torch_names
 from ds_topo.base.classes import Override, overrides
 from ds_topo.base.ledger import ONE_CALL, Patch, Reliance, Row
-from ds_topo.engine import gradient_reducer, grid, quorum, replica_comparison  # noqa: F401 (they define the mixins)
+from ds_topo.engine import grid  # noqa: F401 (it defines mixins)
+from ds_topo.engine.parts import PARTS
 
+for _part in PARTS:
+    _part.load()  # it defines mixins
 ROWS: tuple[Patch | Reliance | Override, ...] = (*patches.ROWS, *torch_names.ROWS, *overrides())
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
 _OF_CALLS = "Patches during one call"

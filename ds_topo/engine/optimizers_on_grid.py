@@ -49,7 +49,7 @@ from ds_topo.mpu import MpuGrid, has_shard
 
 if TYPE_CHECKING:
     from ds_topo.reduction.exchange import PartitionHolders
-    from ds_topo.reduction.managed import ReplicaSums
+    from ds_topo.reduction.parameters import WiderSums
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class OptimizerParts:
     has_experts: bool
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather of updated parameters runs."""
-    replicas: ReplicaSums | None = None
+    replicas: WiderSums | None = None
     """The averages over the replicas of a ``Manager`` at ZeRO 3; without one, or with a reducer, None."""
     sums_over_seq: bool = True
     """True if gradients are summed over ``seq`` at ZeRO 3 as at every other stage."""

@@ -31,10 +31,17 @@ LOADING = EnginePart("loading", "ds_topo.checkpoint.loading", "the first call th
 REDUCER = EnginePart(
     "reducer", "ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'
 )
+PIPELINE_DRIVER = EnginePart("reducer of a pipeline", "ds_topo.engine.pipeline_driver", "the same, for a pipeline")
+OPTIMIZER_GRADIENTS = EnginePart(
+    "reducer of ZeRO", "ds_topo.engine.optimizer_gradients", "the same, for ZeRO 1 and 2 or BF16_Optimizer"
+)
 REDUCER_OPTIONS = EnginePart("options of a reducer", "ds_topo.reduction.options", "the same section")
-GATHERS = EnginePart("gathers", "ds_topo.engine.parameter_gathers", "ZeRO 1 and 2, which gather after a step")
+GATHERS = EnginePart("gathers", "ds_topo.engine.gathers_in_slices", "ZeRO 1 and 2, which gather after a step")
 REPLICAS = EnginePart("replicas", "ds_topo.engine.quorum", 'the section "replicas"')
 OVER_SHARD = EnginePart("shard", "ds_topo.engine.hybrid_sharding", "an axis shard, or replicas at ZeRO 3")
 COMPARISON = EnginePart("comparison", "ds_topo.engine.replica_comparison", "an axis model, or check_replicas")
-PARTS = (SAVING, LOADING, REDUCER, REDUCER_OPTIONS, GATHERS, REPLICAS, OVER_SHARD, COMPARISON)
+PARTS = (
+    *(SAVING, LOADING, REDUCER, PIPELINE_DRIVER, OPTIMIZER_GRADIENTS, REDUCER_OPTIONS),
+    *(GATHERS, REPLICAS, OVER_SHARD, COMPARISON),
+)
 """All of them, for what looks at every class of ours, such as the warning about a newer release."""

@@ -232,7 +232,7 @@ class Replicas:
             engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
         else:
             GradientReducer.attach(engine, **reduction, manager=self.manager)
-            self._sums = engine.gradient_reducer.driver.sums
+            self._sums = engine.gradient_reducer.driver.wider
         load, state = WeakMethod(self._load), WeakMethod(self._state)
         self.manager.register_state_dict_fn("ds_topo", lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,7 @@ from ds_topo.base.backends import SideStream, order_after
 from ds_topo.base.torch_names import ReduceOp
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import Exchange, Pending, Started
+from ds_topo.reduction.parameters import ROWS, ParameterState
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -75,6 +76,28 @@ class ReplicaSums:
             self.manager.allreduce(tensor, reduce_op=op).wait()
         end = stream.mark()
         return Started(lambda: end is None or end.query(), lambda: order_after(end, tensor.device))
+
+    def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
+        """Return the exchange of a group whose sums go on over the replicas."""
+        return ManagedExchange(self, group, inside)
+
+    def check(self, states: Sequence[ParameterState]) -> None:
+        """Refuse sparse gradients.
+
+        Raises:
+            ValueError: a parameter has one.
+        """
+        if any(state.home is ROWS for state in states):
+            raise ValueError(
+                "manager: torchft does not sum the sparse gradients of nn.Embedding(sparse=True): give it sparse=False"
+            )
+
+    def refuse_late(self, names: str) -> RuntimeError:
+        """Return the error for parameters that got a gradient after their bucket was launched."""
+        return RuntimeError(
+            f"parameters {names} got more gradients than in the first step, which replicas of a Manager cannot know of "
+            "each other: let every step reach the same parameters equally often"
+        )
 
     def rest(self) -> None:
         """End the thread. Idempotent; the next sum starts another one."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import nn
 
 from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction.partitions import PartitionedGradients, RegionOfGradients
 
 MIB = 1 << 20
 
@@ -37,6 +36,38 @@ class BucketSizes:
                 raise ValueError(f"{name}={value}: a capacity is in bytes and at least 1; leave it out for the default")
 
 
+class GradientPartition(Protocol):
+    """Gradients of which every rank needs only its own part, such as those of ZeRO's flat tensors."""
+
+    @property
+    def regions(self) -> Mapping[nn.Parameter, Any]:
+        """The :class:`~ds_topo.reduction.parameters.GradientPlace` of every parameter."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which they accumulate."""
+        ...
+
+    @property
+    def copies(self) -> object:
+        """The other ranks that need the same part; None if there are none."""
+        ...
+
+    @property
+    def waits_for_buckets(self) -> bool:
+        """True if the gradients of every micro-batch are reduced, as soon as a bucket is full."""
+        ...
+
+    @property
+    def holds_sums(self) -> bool:
+        """True if it has sums that nobody has taken yet."""
+        ...
+
+    def discard(self) -> None:
+        """Discard these sums."""
+
+
 class ReductionArguments(TypedDict, total=False):
     """The fields of :class:`ReductionOptions` as keyword arguments, for type checkers and editors."""
 
@@ -54,7 +85,7 @@ class ReductionArguments(TypedDict, total=False):
     static_graph: bool
     allow_late_gradients: bool
     grad_buffers: Mapping[nn.Parameter, torch.Tensor]
-    partitions: Sequence[PartitionedGradients]
+    partitions: Sequence[GradientPartition]
     expert_groups: Mapping[str, ProcessGroup]
     ignored_parameters: Collection[str | nn.Parameter]
     broadcast_at_start: bool
@@ -180,7 +211,7 @@ class ReductionOptions:
     static_graph: bool = False
     allow_late_gradients: bool = False
     grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    partitions: Sequence[PartitionedGradients] = ()
+    partitions: Sequence[GradientPartition] = ()
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
     broadcast_at_start: bool = True
@@ -262,15 +293,15 @@ class ReductionOptions:
         """
         if parameter in self.grad_buffers:
             return self.grad_buffers[parameter].dtype
-        region = self.region_of(parameter)
-        if region is not None:
-            return region.gradients.dtype
+        for partition in self.partitions:
+            if parameter in partition.regions:
+                return partition.dtype
         dtype = parameter.dtype
         wide = self.accumulation_dtype
         return wide if wide and wide.itemsize > dtype.itemsize else dtype
 
-    def region_of(self, parameter: nn.Parameter) -> RegionOfGradients | None:
-        """Return the region of a partitioned gradient, or None."""
+    def place_of(self, parameter: nn.Parameter) -> Any:
+        """Return the place of a partitioned gradient, or None."""
         regions = (partition.regions for partition in self.partitions if parameter in partition.regions)
         return next(regions, {}).get(parameter)
 
