@@ -25,11 +25,10 @@ from ds_topo.base.marks import is_element_by_element
 from ds_topo.engine.config_options import refusal_of_reducer
 from ds_topo.engine.parts import OPTIMIZER_GRADIENTS
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction import MANAGED
 from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes, GradientPartition, ReductionArguments, ReductionOptions
 from ds_topo.reduction.parameters import WiderSums
-from ds_topo.reduction.reducer import BucketReducer, StepDriver
+from ds_topo.reduction.reducer import BucketReducer, StepDriver, wider_sums
 from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
 
 
@@ -135,8 +134,7 @@ class EngineDriver(StepDriver):
     def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
         self.engine = engine
         self._wanted = options
-        if (manager := options.get("manager")) is not None:
-            self.wider = MANAGED.load().ReplicaSums(manager)
+        self.wider = wider_sums(options.get("manager"))
         self._gradients = gradients_of(engine, self._bucket_sizes, self.wider)
         self._bindings = ExitStack()
         self._is_backward_of_output = False

@@ -49,7 +49,6 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
 )
 from ds_topo.engine.gradient_reducer import GradientReducer
-from ds_topo.engine.partitioned_optimizers import PartitionedZero
 from ds_topo.engine.replica_comparison import digest
 from ds_topo.errors import (
     CheckpointLayoutError,
@@ -332,7 +331,7 @@ class Replicas:
     def discard_gradients(self) -> None:
         """Discard the gradients of a step that is not taken."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if isinstance(optimizer, PartitionedZero):
+        if hasattr(optimizer, "discard_gradients"):  # in the layout of a reducer
             optimizer.discard_gradients()
         elif engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
             optimizer.zero_grad()

@@ -199,7 +199,7 @@ def initialize(
     :meth:`~ds_topo.GradientReducer.attach`, with data types as ``"fp32"``, ``"bf16"`` or ``"fp16"``.
     ``"enabled": false`` switches it off. The reducer is ``engine.gradient_reducer``, which is None without one.
 
-    ``"replicas"`` keeps this job together with others that are replicas of it, by torchft; it is
+    ``"replicas"`` keeps this job together with others that are replicas of it; it is
     :class:`~ds_topo.engine.quorum.ReplicaOptions`, and the engine has :class:`~ds_topo.engine.quorum.Replicas` as
     ``engine.replicas``. The engine needs a grid, and gets a reducer at ZeRO 0 to 2.
 

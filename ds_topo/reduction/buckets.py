@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ds_topo.base.marks import expert_group_name
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction import SPARSE_ROWS
 from ds_topo.reduction.options import BucketSizes, ReductionOptions
 from ds_topo.reduction.parameters import (
     BUFFER,
@@ -480,14 +481,11 @@ def _sum(gradient: torch.Tensor, state: ParameterState, before: Contribution) ->
 
 
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
-    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it is sparse."""
+    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it has rows alone."""
     if gradient.layout is not _STRIDED:
         if state.home in (PARTITION, BUFFER):
             return gradient.detach().to_dense()
-        raise ValueError(
-            f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
-            "dense gradient"
-        )
+        raise SPARSE_ROWS.load().unexpected_rows(state.name)
     return gradient.detach() if gradient.requires_grad else gradient
 
 

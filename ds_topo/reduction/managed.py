@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +27,6 @@ from ds_topo.base.backends import SideStream, order_after
 from ds_topo.base.torch_names import ReduceOp
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import Exchange, Pending, Started
-from ds_topo.reduction.parameters import ROWS, ParameterState
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -80,17 +79,6 @@ class ReplicaSums:
     def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
         """Return the exchange of a group whose sums go on over the replicas."""
         return ManagedExchange(self, group, inside)
-
-    def check(self, states: Sequence[ParameterState]) -> None:
-        """Refuse sparse gradients.
-
-        Raises:
-            ValueError: a parameter has one.
-        """
-        if any(state.home is ROWS for state in states):
-            raise ValueError(
-                "manager: torchft does not sum the sparse gradients of nn.Embedding(sparse=True): give it sparse=False"
-            )
 
     def refuse_late(self, names: str) -> RuntimeError:
         """Return the error for parameters that got a gradient after their bucket was launched."""

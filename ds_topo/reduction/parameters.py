@@ -85,9 +85,6 @@ class Route:
 class WiderSums(Protocol):
     """Continue sums beyond the group of a route, as :mod:`~ds_topo.reduction.managed` does over replicas of a job."""
 
-    def check(self, states: Sequence[ParameterState]) -> None:
-        """Refuse parameters whose gradients it cannot sum."""
-
     def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
         """Return the exchange of a group whose sums go on; ``inside`` sums within the group, or torch if it is None."""
         ...
@@ -139,6 +136,9 @@ class GradientPlace:
 
     def check(self, module: nn.Module, name: str) -> None:
         """Refuse a parameter of a module that this place cannot serve."""
+
+    def check_wider(self) -> None:
+        """Refuse it if its sums cannot go on beyond the group of the route (:class:`WiderSums`)."""
 
     def address_of(self, parameter: nn.Parameter) -> int:
         """Return the sort key of a gradient among those of its bucket."""

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from typing_extensions import Unpack
 from ds_topo.base.marks import owners
 from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reduction import MANAGED, REPORT, ROWS
+from ds_topo.reduction import MANAGED, REPORT, SPARSE_ROWS
 from ds_topo.reduction.buckets import (
     BucketLayout,
     BucketTiming,
@@ -115,6 +115,11 @@ def _missing_gradients(states: Iterable[ParameterState], whose: str) -> RuntimeE
         f"parameters {_listed(states)} got no gradient on {whose} in this step: use them, freeze them before "
         "construction, or pass find_unused_parameters=True"
     )
+
+
+def wider_sums(manager: object) -> WiderSums | None:
+    """Return what continues sums over the replicas of a ``Manager``; None without one."""
+    return None if manager is None else cast("WiderSums", MANAGED.load().ReplicaSums(manager))
 
 
 @dataclass(eq=False)
@@ -228,19 +233,18 @@ class BucketReducer:
         self._given = frozenset(options)
         """Names of the options that the user gave, not the driver."""
         embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
-        places = ROWS.load().places_of_rows(module) if any(part.sparse for part in embeddings) else {}
+        places = SPARSE_ROWS.load().places_of_rows(module) if any(part.sparse for part in embeddings) else {}
         self.options, self._states = agreed_inputs(
             module, {**self.driver.options(), **options}, places, self.group, may_be_empty=driver is not None
         )
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
-        self._wider = self.driver.wider
+        self._wider = self.driver.wider or wider_sums(self.options.manager)
         """What continues the sums beyond the group; None if they end there."""
-        if self._wider is None and self.options.manager is not None:
-            self._wider = MANAGED.load().ReplicaSums(self.options.manager)
         self._dense = assign_routes(self._states, self.options, self.group, self._device, self._wider)
-        if self._wider is not None:
-            self._wider.check(self._states)
+        for state in self._states if self._wider is not None else ():
+            if state.place is not None:
+                state.place.check_wider()
         self._members: dict[Route, list[ParameterState]] = {}
         """The parameters of each route."""
         for state in self._states:

@@ -40,6 +40,12 @@ class PlaceOfRows(GradientPlace):
                         f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
                     )
 
+    def check_wider(self) -> None:
+        raise ValueError(
+            "manager: sums over replicas do not have the sparse gradients of nn.Embedding(sparse=True): give it "
+            "sparse=False"
+        )
+
     def bucket(self, index: int, members: Sequence[ParameterState]) -> RowsBucket:
         return RowsBucket(index, members)
 
@@ -102,6 +108,14 @@ class RowsBucket(GradientBucket):
 
     def take_sum(self, after: float) -> None:
         self.members[0].view = self.members[0].view * after
+
+
+def unexpected_rows(name: str) -> ValueError:
+    """Return the error for a sparse gradient of a parameter that has another place."""
+    return ValueError(
+        f"parameter {name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a dense "
+        "gradient"
+    )
 
 
 def start_sum_of_rows(gradient: torch.Tensor, route: Route) -> Callable[[], torch.Tensor]:
