@@ -26,7 +26,7 @@ from ds_topo.engine.config_options import refusal_of_reducer
 from ds_topo.engine.parts import OPTIMIZER_GRADIENTS
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import BucketTiming
-from ds_topo.reduction.options import BucketSizes, GradientPartition, ReductionArguments, ReductionOptions
+from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reduction.parameters import WiderSums
 from ds_topo.reduction.reducer import BucketReducer, StepDriver, wider_sums
 from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
@@ -35,7 +35,7 @@ from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_byt
 class OptimizerGradients:
     """The connection at stage 0: every rank needs whole gradients, and the optimizer reads ``parameter.grad``."""
 
-    partitions: Sequence[GradientPartition] = ()
+    partitions: Sequence[Any] = ()
     """The gradients of which each rank needs only its own part."""
     reduces_always = False
     """True if the gradients of every micro-batch are reduced."""

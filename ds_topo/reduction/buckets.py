@@ -335,12 +335,9 @@ class GradientBucket:
         """Start a reduction of this bucket's own, and return the wait for it; None if it is reduced like others."""
         return None
 
-    def start_scatter(self, payload: torch.Tensor) -> Pending:
+    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
         """Start to sum this rank's part of ``payload``, the bucket as it travels, if :attr:`is_scattered`."""
         raise NotImplementedError
-
-    def note(self, reduction: Pending) -> None:
-        """Record the reduction, which has started, if :attr:`is_scattered`."""
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of the bucket, or its payload, of which this rank gets the sum."""

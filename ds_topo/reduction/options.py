@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import nn
@@ -36,38 +36,6 @@ class BucketSizes:
                 raise ValueError(f"{name}={value}: a capacity is in bytes and at least 1; leave it out for the default")
 
 
-class GradientPartition(Protocol):
-    """Gradients of which every rank needs only its own part, such as those of ZeRO's flat tensors."""
-
-    @property
-    def regions(self) -> Mapping[nn.Parameter, Any]:
-        """The :class:`~ds_topo.reduction.parameters.GradientPlace` of every parameter."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type in which they accumulate."""
-        ...
-
-    @property
-    def copies(self) -> object:
-        """The other ranks that need the same part; None if there are none."""
-        ...
-
-    @property
-    def waits_for_buckets(self) -> bool:
-        """True if the gradients of every micro-batch are reduced, as soon as a bucket is full."""
-        ...
-
-    @property
-    def holds_sums(self) -> bool:
-        """True if it has sums that nobody has taken yet."""
-        ...
-
-    def discard(self) -> None:
-        """Discard these sums."""
-
-
 class ReductionArguments(TypedDict, total=False):
     """The fields of :class:`ReductionOptions` as keyword arguments, for type checkers and editors."""
 
@@ -85,7 +53,7 @@ class ReductionArguments(TypedDict, total=False):
     static_graph: bool
     allow_late_gradients: bool
     grad_buffers: Mapping[nn.Parameter, torch.Tensor]
-    partitions: Sequence[GradientPartition]
+    partitions: Sequence[Any]
     expert_groups: Mapping[str, ProcessGroup]
     ignored_parameters: Collection[str | nn.Parameter]
     broadcast_at_start: bool
@@ -177,8 +145,9 @@ class ReductionOptions:
         grad_buffers: for some parameters, the memory in which gradients accumulate instead of the reducer's buckets:
             contiguous ``[numel]`` tensors of any floating-point type. Buffers adjacent in memory share a bucket. The
             sum is left there; ``parameter.grad`` is None after ``finish()``.
-        partitions: gradients of which every rank needs only its own partition. They are reduced to it, in half the time
-            of a sum for all ranks. ``parameter.grad`` is None after ``finish()``.
+        partitions: gradients of which every rank needs only its own partition, as
+            :class:`~ds_topo.reduction.partitions.PartitionedGradients`. They are reduced to it, in half the time of a
+            sum for all ranks. ``parameter.grad`` is None after ``finish()``.
         expert_groups: the expert-data group of every ``group_name`` of parameters with ``allreduce = False``,
             DeepSpeed's marks of experts.
         ignored_parameters: names or parameters to leave alone.
@@ -211,7 +180,7 @@ class ReductionOptions:
     static_graph: bool = False
     allow_late_gradients: bool = False
     grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    partitions: Sequence[GradientPartition] = ()
+    partitions: Sequence[Any] = ()
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
     broadcast_at_start: bool = True
@@ -295,15 +264,15 @@ class ReductionOptions:
             return self.grad_buffers[parameter].dtype
         for partition in self.partitions:
             if parameter in partition.regions:
-                return partition.dtype
+                return cast("torch.dtype", partition.dtype)
         dtype = parameter.dtype
         wide = self.accumulation_dtype
         return wide if wide and wide.itemsize > dtype.itemsize else dtype
 
     def place_of(self, parameter: nn.Parameter) -> Any:
         """Return the place of a partitioned gradient, or None."""
-        regions = (partition.regions for partition in self.partitions if parameter in partition.regions)
-        return next(regions, {}).get(parameter)
+        found = (partition.regions[parameter] for partition in self.partitions if parameter in partition.regions)
+        return next(found, None)
 
     def scales(self, data_parallel_size: int) -> tuple[float, float]:
         """Return the factors that gradients are multiplied by before and after the sum.

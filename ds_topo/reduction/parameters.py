@@ -93,12 +93,8 @@ class WiderSums(Protocol):
         """Start to average a tensor, in place, when ``after()`` has returned."""
         ...
 
-    def refuse_late(self, names: str) -> RuntimeError:
-        """Return the error for parameters that got a gradient after their bucket was launched."""
-        ...
-
-    def rest(self) -> None:
-        """Stop background work. Idempotent."""
+    def refuse_late(self, names: str) -> RuntimeError: ...
+    def rest(self) -> None: ...
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------

@@ -511,12 +511,10 @@ class RegionBucket(GradientBucket):
         for gap in self._gaps:
             self.flat[gap].zero_()
 
-    def start_scatter(self, payload: torch.Tensor) -> Pending:
-        return self.gradients.start_sum(self.region, payload, self.route.op, self.route.after)
-
-    def note(self, reduction: Pending) -> None:
-        if self.is_scattered:
-            self.gradients.note(reduction)
+    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
+        pending = self.gradients.start_sum(self.region, payload, self.route.op, self.route.after)
+        self.gradients.note(reduction)
+        return pending
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self.region.size, -1)[self.gradients.rank] if self.is_scattered else flat

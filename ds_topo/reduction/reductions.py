@@ -236,8 +236,7 @@ class Reduction:
             payload = payload.to(dtype)
         pending: Pending | dist.Work
         if bucket.is_scattered:
-            pending = self._pending = bucket.start_scatter(payload)
-            bucket.note(self)
+            pending = self._pending = bucket.start_scatter(payload, self)
         elif route.exchange is not None:
             missing = -len(payload) % route.exchange.slices
             payload = nn.functional.pad(payload, (0, missing)) if missing else payload
