@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ds_topo import reduction
 from ds_topo.engine import parts
 from tests.reach import KINDS, reach_of
 from tests.support.exhaustive import mark_exhaustive
 
 _PARTS = {each.where for each in parts.PARTS}
+_OF_REDUCERS = {each.where for each in vars(reduction).values() if isinstance(each, reduction.OnDemand)}
 _TOOLS = ("cli", "distributed", "health.faults", "health.probes", "health.session", "layers", "parallel_state", "plan")
 LIMITS = {
     "plain": (56, 17_400),
@@ -38,5 +40,7 @@ def test_a_job_loads_what_it_asks_for(kind: str) -> None:
     assert sum(modules.values()) <= lines
     tools = tuple(f"ds_topo.{tool}" for tool in (*_TOOLS, "verification"))
     assert [name for name in modules if name.startswith(tools)] == []
+    if kind in ("plain", "reducer", "pipeline", "ZeRO 3", "experts", "AutoTP"):
+        assert sorted(_OF_REDUCERS.intersection(modules)) == []
     if kind in ("plain", "ZeRO 3", "experts"):
         assert sorted(_PARTS.intersection(modules)) == []
