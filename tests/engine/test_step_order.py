@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
 from ds_topo.base.classes import mixins, mixins_of
-from ds_topo.engine import on_grid
+from ds_topo.engine import on_grid, parts
 from ds_topo.health import job_watch
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
@@ -54,6 +54,8 @@ AS_READ = [
 def _traced_step() -> tuple[list[str], list[list[str]], list[list[str]]]:
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
+    for part in parts.PARTS:  # their classes are known from now on
+        part.load()
     codes = {
         inspect.unwrap(method).__code__: f"{kind.__name__}.{name}"
         for kind in mixins()
