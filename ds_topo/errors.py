@@ -213,7 +213,7 @@ class ReplicaError(RuntimeError):
 
 
 class QuorumError(RuntimeError):
-    """The replicas of a job that torchft keeps together did not find each other."""
+    """The replicas of a job did not find each other."""
 
 
 class VerificationError(RuntimeError):

@@ -132,6 +132,9 @@ TESTS = {
     "engine/partitioned_optimizers": "engine/test_zero_partitions.py",
     "engine/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",
     "engine/gradient_reducer": "engine/test_gradient_reducer.py mistakes/test_errors_on_every_rank.py",
+    "engine/engine_driver": "engine/test_gradient_reducer.py engine/test_irregular_steps.py",
+    "engine/pipeline_driver": "engine/test_gradient_reducer.py",
+    "engine/gathers_in_slices": "engine/test_zero_partitions.py",
     "engine/start": "engine/test_use.py engine/test_grid.py launch/test_joining.py",
     "engine/use": "engine/test_use.py programs/test_hugging_face.py",
     "launch/agreement": "process_groups/test_agreement.py process_groups/test_leftovers.py",
@@ -143,6 +146,7 @@ TESTS = {
     "reduction/parameters": "reduction/test_buckets.py reduction/test_parameters.py reduction/test_interactions.py",
     "reduction/reducer": "reduction/test_gradients.py reduction/test_parameters.py reduction",
     "reduction/exchange": "reduction/test_exchange.py engine/test_hybrid_sharding.py",
+    "reduction/rows": "reduction/test_buckets.py reduction/test_reductions.py",
     "reduction/partitions": "reduction/test_partitions.py reduction/test_exchange.py engine/test_zero_partitions.py",
     "reduction/arrivals": "engine/test_arriving_parameters.py",
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ds_topo import reduction
 from ds_topo.engine import parts
+from ds_topo.engine.on_grid import EngineOnGrid
 from tests.reach import KINDS, reach_of
 from tests.support.exhaustive import mark_exhaustive
 
-_PARTS = {each.where for each in parts.PARTS}
+_ON_CALL = {each.where for each in parts.ON_CALL}
+_OF_REDUCERS = {each.where for each in vars(reduction).values() if isinstance(each, reduction.OnDemand)}
 _TOOLS = (
     *("cli", "distributed", "layers", "parallel_state", "plan", "verification"),
     *("health.faults", "health.probes", "health.session"),
@@ -31,10 +34,9 @@ LIMITS = {
 
 
 def test_every_part_is_named_once() -> None:
-    rows = [each for each in vars(parts).values() if isinstance(each, parts.EnginePart)]
-    assert sorted(rows, key=str) == sorted(parts.PARTS, key=str)
-    assert len({each.name for each in rows}) == len(_PARTS) == len(rows)
-    assert all(each.load().__name__ == each.where for each in rows)
+    for names in ([part.name for part in parts.PARTS], [(part.where, part.mixin) for part in parts.PARTS]):
+        assert len(set(names)) == len(names)
+    assert all(issubclass(part.load(), EngineOnGrid) for part in parts.PARTS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -46,5 +48,7 @@ def test_a_job_loads_what_it_asks_for(kind: str, ranks: int) -> None:
     assert sum(modules.values()) <= lines
     unasked = tuple(f"ds_topo.{name}" for name in (*_TOOLS, *_OF_WATCH, *_OF_FAILURES, *_OF_LAUNCHERS))
     assert [name for name in modules if name.startswith(unasked)] == []
+    if kind in ("plain", "reducer", "pipeline", "ZeRO 3", "experts", "AutoTP"):
+        assert sorted(_OF_REDUCERS.intersection(modules)) == []
     if kind in ("plain", "ZeRO 3", "experts"):
-        assert sorted(_PARTS.intersection(modules)) == []
+        assert sorted(_ON_CALL.intersection(modules)) == []

@@ -33,7 +33,7 @@ CALLED_BY_PROGRAMS = frozenset(
 """The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
 ON_GRID, REDUCED, RECORDED, COMPARED, REPLICATED = range(5)
 """Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, ``check_replicas``, and
-torchft.
+replicas that are jobs of their own.
 """
 
 

@@ -76,7 +76,7 @@ _RETURNED = {
 """DeepSpeed's further keys in that file. Its ``load_checkpoint`` returns them beside the program's own."""
 _ALWAYS_RETURNED = {"buffer_names", "ds_config", "ds_version"}
 REPLICAS, _REPLACED = "ds_topo_replicas", "ds_topo_replaced"
-"""Our entries: the counts of torchft's manager, and the names of DeepSpeed's entries that the program has replaced."""
+"""Our entries: the counts of a manager of replicas, and the names of DeepSpeed's entries that the program replaced."""
 
 
 _adding = threading.RLock()

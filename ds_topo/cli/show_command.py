@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
     parameter = 'show which ranks hold which part of a parameter: "weight 4096x4096 split=1"'
     add("--parameter", metavar="TEXT", help=f"{parameter}; default: ranks and groups")
-    add("--replicas", metavar="AXIS", help="show which hosts are a replica, if each is a job of its own with torchft")
+    add("--replicas", metavar="AXIS", help="show which hosts are a replica, if each is a job of its own")
     add("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
     add("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
     add("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")

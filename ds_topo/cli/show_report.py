@@ -309,7 +309,7 @@ _PARAMETER = re.compile(r"(?P<name>\S+)\s+(?P<shape>\d+(x\d+)*)(?P<options>(\s+(
 
 
 def print_replicas(console: Console, view: LayoutView, axis: str) -> None:
-    """Print which ranks and hosts are a replica, if each replica along an axis is a job of its own, with torchft.
+    """Print which ranks and hosts are a replica, if each replica along an axis is a job of its own.
 
     Raises:
         TopologyError: the axis is not the outermost one, so ranks of other axes would be in several jobs.

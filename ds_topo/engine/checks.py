@@ -42,7 +42,6 @@ from ds_topo.engine.config import (
     wants_reducer,
 )
 from ds_topo.engine.current_mpu import agreement, axes_of_engine, in_use
-from ds_topo.engine.on_call import COMPARISON
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
@@ -64,7 +63,9 @@ class CheckedModel(EngineOnGrid):
         agree_on_model(self, model, self.mpu)
         super()._configure_distributed_model(model)
         if self.mpu.get_axis_size(MODEL) > 1:
-            COMPARISON.load().compare_slices(self, model)
+            from ds_topo.engine.replica_comparison import compare_slices  # which others do not need
+
+            compare_slices(self, model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Compare an optimizer that a function builds."""

@@ -31,6 +31,8 @@ class Case:
     grid: MpuGrid
     is_pipeline: bool = False
     is_dualpipe: bool = False
+    optimizer: object = None
+    """The program's optimizer, the function that builds it, or the name of one in the config; None if there is none."""
     has_experts: bool = False
     """True if the grid has expert groups, or the model or the config of this rank asks for some."""
 
@@ -85,6 +87,9 @@ def splits_models(grid: MpuGrid) -> bool:
     return any(grid.get_axis_size(axis) > 1 for axis in (PIPE, MODEL))
 
 
+TOPOLOGY_SECTION = "topology"
+REDUCER_SECTION = "gradient_reducer"
+REPLICAS_SECTION = "replicas"
 _WITHOUT_RANKS = frozenset(
     [
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
@@ -92,6 +97,7 @@ _WITHOUT_RANKS = frozenset(
         *("communication_data_type", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
         *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "steps_per_print"),
         *("wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "wandb", "csv_monitor", "comet"),
+        REDUCER_SECTION,
     ]
 )
 """The keys of a config that no option in the table reads."""
@@ -100,7 +106,12 @@ _WITHOUT_RANKS = frozenset(
 def may_assume_ranks(case: Case) -> bool:
     """Tell whether the table may have a row for a case: of an option, of DualPipeV, or of what the process has set."""
     has_groups = deepspeed_groups.mesh_device is not None or parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None
-    return has_groups or case.is_dualpipe or not _WITHOUT_RANKS.issuperset(case.config._param_dict)
+    return has_groups or case.is_dualpipe or may_have_options(case.config)
+
+
+def may_have_options(config: DeepSpeedConfig) -> bool:
+    """Tell whether the table may have a row for an option of a config."""
+    return not _WITHOUT_RANKS.issuperset(config._param_dict)
 
 
 def check_config(case: Case) -> None:
@@ -119,9 +130,6 @@ def check_config(case: Case) -> None:
 # -- keys and sizes ---------------------------------------------------------------------------------------------------
 
 
-TOPOLOGY_SECTION = "topology"
-REDUCER_SECTION = "gradient_reducer"
-REPLICAS_SECTION = "replicas"
 _KEYS = frozenset(
     f"""
     {TOPOLOGY_SECTION} {REDUCER_SECTION} {REPLICAS_SECTION}

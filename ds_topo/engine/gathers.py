@@ -1,17 +1,29 @@
-"""Gather updated parameters point to point on gloo, after a step of ZeRO 1 or 2 or of ``BF16_Optimizer``."""
+"""Gather updated parameters in slices on gloo, after a step of ZeRO 1 or 2 or of ``BF16_Optimizer``.
+
+DeepSpeed gathers at the end of its step, by one collective for each flat tensor. On gloo, slices sent point to point
+arrive in about half that time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ds_topo.base import patches
+from ds_topo.base.backends import traits_of
 from ds_topo.base.classes import Mixin
+from ds_topo.base.ledger import around, ledger
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.engine.parameter_gathers import gathering_of
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.exchange import exchange_of
 
 
 class GatheredPointToPoint(EngineOnGrid):
@@ -21,7 +33,7 @@ class GatheredPointToPoint(EngineOnGrid):
         """Gather by messages in both directions."""
         super().complete()
         if self.give_optimizer(GatheredZero, GatheredBF16):
-            self.optimizer.gathering = gathering_of(self.optimizer)
+            self.optimizer.gathering = _gathering_of(self.optimizer)
 
 
 class GatheredZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -52,3 +64,23 @@ class GatheredBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
         """Gather point to point."""
         with self.gathering():
             return super().update_lp_params()
+
+
+@around
+def _in_slices(
+    _: object,
+    groups_flat: Sequence[torch.Tensor],
+    partitioned_param_groups: object,
+    dp_process_group: Sequence[ProcessGroup],
+) -> None:
+    """Replace ``all_gather_into_tensor_dp_groups``."""
+    for flat, group in zip(groups_flat, dp_process_group, strict=False):
+        exchange_of(group, flat.device).gather_now(flat)
+
+
+def _gathering_of(optimizer: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which an optimizer's methods gather updated parameters: on gloo they go in slices."""
+    groups = [group for group in {*optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
+    device = torch.device(get_accelerator().current_device_name())
+    is_on_gloo = all(traits_of(group, device).tagged_messages for group in groups)
+    return partial(ledger.bound, patches.GATHER_PARAMETERS, _in_slices) if groups and is_on_gloo else nullcontext

@@ -33,9 +33,8 @@ from ds_topo.base.releases import warn_of_newer_releases
 from ds_topo.engine import checks
 from ds_topo.engine.config import Case, check_sections_and_sizes
 from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank
-from ds_topo.engine.on_call import ON_CALL
 from ds_topo.engine.on_grid import put_on_grid
-from ds_topo.engine.parts import PARTS, parts_of
+from ds_topo.engine.parts import load_all, parts_of
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.health import guard
 from ds_topo.launch.launchers import REFERENCE
@@ -216,7 +215,7 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         if given.get("mesh_device"):  # as the constructor does first
             deepspeed_groups.mesh_device = given["mesh_device"]
         given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
-        case = _case_of(engine, config, mpu, model)
+        case = _case_of(engine, config, mpu, given)
         mixins = {part.name: part.load() for part in parts_of(case)}
         checks.check_with_all_ranks(engine, case, mixins, given)
         release = put_on_grid(engine, [*mixins.values()])
@@ -233,21 +232,21 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         _tell_of(engine)
 
 
-def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, model: Any) -> Case:
+def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, given: Mapping[str, Any]) -> Case:
     has_experts = bool(registry.of(mpu)) or config.expert_parallel_config.enabled
     return Case(
         config,
         mpu,
         is_pipeline=isinstance(engine, PipelineEngine),
         is_dualpipe=isinstance(engine, DualPipeVEngine),
-        has_experts=has_experts or any(isinstance(module, MoE) for module in model.modules()),
+        optimizer=given.get("optimizer") or config.optimizer_name,
+        has_experts=has_experts or any(isinstance(module, MoE) for module in given["model"].modules()),
     )
 
 
 def rows() -> tuple[Patch | Reliance | Override, ...]:
     """Return all patches, overrides and names that ds_topo relies on, of all parts."""
-    for load in [each.load for each in PARTS] + [each.load for each in ON_CALL]:  # their classes override names, too
-        load()
+    load_all()  # their classes override names, too
     return (*patches.ROWS, *torch_names.ROWS, *overrides())
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -48,13 +48,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
 
-from ds_topo.engine.partitioned_optimizers import ReducedZero
 from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
-from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.topology.axes import SHARD
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.parameters import WiderSums
 
 
 def copies_of(grid: object) -> PartitionHolders | None:
@@ -209,7 +210,7 @@ def partition_over_copies(
         group: the number of the parameter group.
         make: DeepSpeed's function, which cuts the partition from whole gradients.
     """
-    if isinstance(optimizer, ReducedZero):
+    if hasattr(optimizer, "reduction"):  # a reducer has summed over the copies
         return make()
     if _become_updates(optimizer, optimizer.bit16_groups[group]):  # a sum of updates is no update of the sum
         if gradients := optimizer.all_grad_tensors[group]:
@@ -229,7 +230,7 @@ def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer,
     These are gradients in host memory, and those of another type than the parameters, which DeepSpeed collects in
     memory of the partition. ``summed`` has the groups that :func:`partition_over_copies` has summed.
     """
-    if isinstance(optimizer, ReducedZero):
+    if hasattr(optimizer, "reduction"):  # a reducer has summed over the copies
         return
     for group in set(range(len(optimizer.bit16_groups))).difference(summed):
         if optimizer.cpu_offload:
@@ -287,7 +288,7 @@ class _Sum:
         group: the ranks that hold copies; None if there is nothing to sum, only to scale.
         scale: a factor.
         dtype: the type in which they travel.
-        replicas: the averages over replicas of a ``Manager``, to which the sum goes on; None without one.
+        replicas: continues the sum over replicas of this job; None if there are none.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class _Sum:
         group: ProcessGroup | None,
         scale: float,
         dtype: torch.dtype,
-        replicas: ReplicaSums | None = None,
+        replicas: WiderSums | None = None,
     ) -> None:
         self._tensors = tensors
         device = get_accelerator().current_device_name()
@@ -327,7 +328,7 @@ identity of their parameter, and sums in flight."""
 
 def partition_and_sum(
     copies: PartitionHolders | None,
-    replicas: ReplicaSums | None,
+    replicas: WiderSums | None,
     partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
     optimizer: DeepSpeedZeroOptimizer_Stage3,
     parameters: list[Any],
@@ -356,7 +357,7 @@ def partition_and_sum(
 
 
 def wait_for_sums(
-    copies: PartitionHolders | None, replicas: ReplicaSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
+    copies: PartitionHolders | None, replicas: WiderSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
 ) -> None:
     """Wait for the sums of all buckets over copies and replicas, at the end of ZeRO 3's reduction."""
     if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():

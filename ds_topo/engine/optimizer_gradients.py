@@ -1,8 +1,8 @@
-"""Connect a reducer to an engine's optimizer: where gradients accumulate, and which call reduces them.
+"""Connect a reducer to ZeRO 1 and 2 and to ``BF16_Optimizer``: where gradients accumulate, and which call reduces them.
 
-:func:`gradients_of` chooses the connection. Without ZeRO, and with optimizers that need whole matrices, every rank gets
-whole gradients. At ZeRO 1 and 2 gradients go to the ranks that own them, in a balanced layout. While the reducer is
-attached, the optimizer has a class of :mod:`ds_topo.engine.partitioned_optimizers`.
+:func:`gradients_of_wrapper` chooses the connection. Gradients go to the ranks that own them, in a balanced layout; with
+optimizers that need whole matrices, every rank gets whole gradients. While the reducer is attached, the optimizer has a
+class of :mod:`ds_topo.engine.partitioned_optimizers`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import nn
 from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.differences import offsets_in_flat_groups
 from ds_topo.base.marks import is_element_by_element
-from ds_topo.engine.config_options import refusal_of_reducer
-from ds_topo.engine.hybrid_sharding import copies_of
+from ds_topo.engine.engine_driver import OptimizerGradients
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.engine.partitioned_optimizers import (
     PartitionedBF16,
@@ -33,56 +32,32 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducedZero,
     ReducerOfOptimizer,
 )
-from ds_topo.reduction.managed import ReplicaSums
+from ds_topo.errors import warn
+from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes
+from ds_topo.reduction.parameters import WiderSums
 from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
 
 
-class OptimizerGradients:
-    """The connection at stage 0: every rank needs whole gradients, and the optimizer reads ``parameter.grad``."""
+class WrapperGradients(OptimizerGradients):
+    """The connection to an optimizer that gets a class of ours while the reducer is attached."""
 
-    partitions: Sequence[PartitionedGradients] = ()
-    """The gradients of which each rank needs only its own part."""
-    reduces_always = False
-    """True if the gradients of every micro-batch are reduced."""
-    mixin: type[Mixin] | None = None
-    """The class of the optimizer while the reducer is attached; None for its own."""
-    reduced_by = "DeepSpeedEngine.buffered_allreduce_fallback"
-    """The method that DeepSpeed calls to reduce gradients."""
+    mixin: type[Mixin]
+    """The class."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.engine = engine
-        self.optimizer = engine.optimizer
-        self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
-        """The buffers in which gradients accumulate, if not in ``parameter.grad``."""
+        super().__init__(engine)
         self.groups: list[FlatGroup] = []
-        self.parameters = PartitionedParameters(())
-        """The parameters that arrive from other ranks after a step."""
+        """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
 
     def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
-        """Let the engine and its optimizer use the reducer until the bindings are closed.
-
-        Args:
-            reduce: waits for the reducer and calls :meth:`mark_reduced`.
-            forget: discards what the reducer has accumulated.
-            bindings: gets the functions that undo it.
-        """
-        if self.mixin is not None:
-            self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, self.parameters)
-            bindings.callback(adopt(self.optimizer, self.mixin))
-
-    def mark_reduced(self) -> None:
-        """Mark gradients as reduced for the optimizer. No-op here: its step reads ``parameter.grad``."""
-
-    def reduce_tied(self, reduce: Callable[[], None]) -> None:
-        """Sum the gradients of tied layers over their stages; ``reduce`` is the pipeline engine's own function."""
-        reduce()
-
-    def end_with_engine(self) -> None:
-        """Prepare for the end of the engine; the bindings are closed next."""
+        """Give the optimizer its class; see :class:`OptimizerGradients`."""
+        parameters = PartitionedParameters(self.groups)
+        self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, parameters)
+        bindings.callback(adopt(self.optimizer, self.mixin))
 
 
-class BF16Gradients(OptimizerGradients):
+class BF16Gradients(WrapperGradients):
     """``BF16_Optimizer`` with Muon: gradients accumulate in flat buffers, one for each group of parameters."""
 
     mixin = ReducedBF16
@@ -105,7 +80,7 @@ class BF16Gradients(OptimizerGradients):
             flags[:] = [True] * len(flags)
 
 
-class Zero1Gradients(OptimizerGradients):
+class Zero1Gradients(WrapperGradients):
     """ZeRO stage 1 with Muon, which needs whole matrices: it takes its partition from reduced ``parameter.grad``."""
 
     mixin = ReducedZero
@@ -116,14 +91,14 @@ class Zero1Gradients(OptimizerGradients):
         self.optimizer.independent_gradient_partition_epilogue()
 
 
-class PartitionGradients(OptimizerGradients):
+class PartitionGradients(WrapperGradients):
     """The connection at ZeRO 1 and 2: the optimizer runs in our layout while the reducer is attached.
 
     Args:
         engine: the engine.
         sizes: the sizes of the regions.
         whole: parameters that every rank needs whole.
-        replicas: the averages over replicas of a ``Manager``; None without one.
+        wider: continues sums beyond the engine's ranks; None if they end there.
     """
 
     def __init__(
@@ -131,11 +106,11 @@ class PartitionGradients(OptimizerGradients):
         engine: DeepSpeedEngine,
         sizes: BucketSizes,
         whole: Collection[nn.Parameter],
-        replicas: ReplicaSums | None,
+        wider: WiderSums | None,
     ) -> None:
         super().__init__(engine)
-        self._sizes, self._whole, self._copies = sizes, whole, copies_of(engine.mpu)
-        self._replicas = replicas
+        self._sizes, self._whole, self._wider = sizes, whole, wider
+        self._copies = getattr(engine, "partition_copies", None)
         self.reduces_always = int(engine.zero_optimization_stage()) == 2
         if isinstance(self.optimizer, BF16_Optimizer):
             self.mixin, self.groups = PartitionedBF16, list(self._groups_of_bf16(self.optimizer))
@@ -143,15 +118,17 @@ class PartitionGradients(OptimizerGradients):
             self.mixin, self.groups = PartitionedZero, list(self._groups_of_zero(self.optimizer))
             called = "overlapping_partition_gradients_reduce_epilogue" if self.reduces_always else "reduce_gradients"
             self.reduced_by = f"DeepSpeedZeroOptimizer.{called}"
-        self.partitions = [group.gradients for group in self.groups]
-        self.parameters = PartitionedParameters(self.groups)
+        self.partitions: list[PartitionedGradients] = [group.gradients for group in self.groups]
         self._engine_ends = False
+        self.parameters: PartitionedParameters
+        """The parameters, which arrive from other ranks after a step; set in :meth:`bind`."""
 
     # -- the reducer's calls
 
     def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
         super().bind(reduce, forget, bindings)
+        self.parameters = self.optimizer.reduction.parameters
         self.optimizer.enter()
         bindings.callback(self._end)
 
@@ -177,6 +154,24 @@ class PartitionGradients(OptimizerGradients):
             for partition in self.partitions:
                 if weight in partition.regions:
                     dist.all_reduce(partition.place_of(weight), group=group)
+
+    # -- parameters arrive
+
+    def start_overlapping(self) -> None:
+        self.parameters.start_overlapping(self.engine.module)
+
+    def gather_in_step(self) -> None:
+        if self.parameters.overlaps:
+            warn(
+                "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on"
+            )
+            self.parameters.stop_overlapping()
+
+    def wait_for_parameters(self) -> None:
+        self.parameters.wait()
+
+    def gathers(self) -> list[BucketTiming]:
+        return self.parameters.timings()
 
     # -- DeepSpeed's layout, and ours
 
@@ -226,7 +221,7 @@ class PartitionGradients(OptimizerGradients):
             memory=memory,
             whole=needed_whole,
             copies=copies,
-            replicas=self._replicas,
+            wider=self._wider,
             ends_step=self.engine.is_gradient_accumulation_boundary,
         )
         return FlatGroup(index, parameters, flat, master, theirs, gradients)
@@ -235,48 +230,17 @@ class PartitionGradients(OptimizerGradients):
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def gradients_of(
-    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], replicas: ReplicaSums | None = None
+def gradients_of_wrapper(
+    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], wider: WiderSums | None
 ) -> OptimizerGradients:
-    """Return the connection to this engine's optimizer.
+    """Return the connection to this engine's optimizer, ``BF16_Optimizer`` or that of ZeRO 1 and 2.
 
-    Args:
-        engine: the engine.
-        sizes: returns the sizes of buckets; called only if a layout depends on them.
-        replicas: the averages over replicas of a ``Manager``; None without one.
-
-    Raises:
-        ValueError: no reducer can be attached to the engine; the message says why, and what to use.
+    The arguments are those of :func:`ds_topo.engine.gradient_reducer.gradients_of`.
     """
-    if (reason := _why_not_attachable(engine)) is not None:
-        raise ValueError(f"GradientReducer.attach{'' if replicas is None else ', for replicas below ZeRO 3'}: {reason}")
     optimizer = engine.optimizer
-    if not isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-        return OptimizerGradients(engine)
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them
     if isinstance(engine, PipelineEngine):
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
     if is_element_by_element(optimizer.optimizer):  # their arithmetic does not depend on the layout
-        return PartitionGradients(engine, sizes(), tied, replicas)
+        return PartitionGradients(engine, sizes(), tied, wider)
     return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
-
-
-def _why_not_attachable(engine: DeepSpeedEngine) -> str | None:
-    """Return the reason why no reducer can be attached to an engine, or None."""
-    if (reason := refusal_of_reducer(engine._config)) is not None:
-        return reason
-    if not getattr(engine.optimizer, "param_groups", None):
-        return "the engine has no optimizer, so it never reduces gradients: give deepspeed.initialize one"
-    if not engine.enable_backward_allreduce and not engine.pipeline_parallelism:
-        return f"the optimizer {engine.optimizer_name()!r} communicates by itself: choose one that does not"
-    is_stage_2 = int(engine.zero_optimization_stage()) == 2
-    if is_stage_2 and not is_element_by_element(engine.optimizer.optimizer):
-        return (
-            f"{type(engine.optimizer.optimizer).__name__} is not known to update each element by itself, so its "
-            "partition cannot move to another layout, as stage 2 requires: use stage 0 or 1, or DeepSpeed's reduction"
-        )
-    if is_stage_2 and engine.micro_steps % engine.gradient_accumulation_steps():
-        return "a step has begun, and its gradients are in DeepSpeed's partition: attach the reducer after the step"
-    if engine.is_deepcompile_active():
-        return "DeepCompile reduces gradients inside the compiled graph: switch it off"
-    return None

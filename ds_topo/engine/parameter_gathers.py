@@ -1,35 +1,24 @@
 """Gather updated parameters from their owners, in the optimizer's step or during the next forward pass.
 
-DeepSpeed gathers at the end of its step, by one collective for each flat tensor. On gloo, slices sent point to point
-arrive in about half that time, in DeepSpeed's layout and in ours. In ours they may arrive during the next forward pass;
-whatever reads a parameter then waits for it (:mod:`ds_topo.reduction.arrivals`).
+The parameters are in the layout of a reducer. They may arrive during the next forward pass; whatever reads a parameter
+then waits for it (:mod:`ds_topo.reduction.arrivals`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_topo.base import patches
-from ds_topo.base.backends import traits_of
-from ds_topo.base.ledger import around, ledger
 from ds_topo.errors import warn
-from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.arrivals import Arrival, Arrivals, Seat, SharedMemory, hide, seats_of, show, unaware_of_arrivals
-from ds_topo.reduction.buckets import plan_buckets
-from ds_topo.reduction.exchange import exchange_of
+from ds_topo.reduction.buckets import BucketTiming, plan_buckets
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
-from ds_topo.reduction.report import BucketTiming
 
 
 def balanced_layout(
@@ -254,23 +243,3 @@ class PartitionedParameters:
     def _warn(self, reason: str) -> None:
         self._has_warned = True
         warn(f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower")
-
-
-@around
-def _in_slices(
-    _: object,
-    groups_flat: Sequence[torch.Tensor],
-    partitioned_param_groups: object,
-    dp_process_group: Sequence[ProcessGroup],
-) -> None:
-    """Replace ``all_gather_into_tensor_dp_groups``."""
-    for flat, group in zip(groups_flat, dp_process_group, strict=False):
-        exchange_of(group, flat.device).gather_now(flat)
-
-
-def gathering_of(optimizer: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which an optimizer's methods gather updated parameters: on gloo they go in slices."""
-    groups = [group for group in {*optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
-    device = torch.device(get_accelerator().current_device_name())
-    is_on_gloo = all(traits_of(group, device).tagged_messages for group in groups)
-    return partial(ledger.bound, patches.GATHER_PARAMETERS, _in_slices) if groups and is_on_gloo else nullcontext

@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from deepspeed.runtime import torch_autocast
 
 from ds_topo.engine.config import Case, may_assume_ranks
@@ -79,6 +80,13 @@ def _keeps_gradients(case: Case) -> bool:
     return case.stage == 3 or (case.stage > 0 and case.config.zero_config.offload_optimizer is not None)
 
 
+def _may_be_adagrad(case: Case) -> bool:
+    given = case.optimizer
+    is_one = "adagrad" in given.lower() if isinstance(given, str) else isinstance(given, torch.optim.Adagrad)
+    is_unknown = callable(given) and not hasattr(given, "param_groups")  # a function builds it
+    return case.stage > 0 and (is_one or is_unknown)
+
+
 def _clips_in_fp32(case: Case) -> bool:
     return not case.has_master_weights and bool(case.config.gradient_clipping)
 
@@ -95,7 +103,7 @@ def _scales_losses(case: Case) -> bool:
 PARTS: tuple[EnginePart, ...] = (
     EnginePart(
         "loaders",
-        "ds_topo.engine.loaders",
+        "ds_topo.engine.samples",
         "DealtSamples",
         _always,
         "Loaders of training_data read this rank's share of the samples.",
@@ -195,7 +203,7 @@ PARTS: tuple[EnginePart, ...] = (
         "groups of Adagrad",
         "ds_topo.engine.repairs.adagrad_groups",
         "GroupsOfAdagrad",
-        _partitions,
+        _may_be_adagrad,
         "ZeRO replaces an Adagrad by another one, of one group.",
     ),
     EnginePart(
@@ -306,7 +314,7 @@ PARTS: tuple[EnginePart, ...] = (
     ),
     EnginePart(
         "checkpoints",
-        "ds_topo.engine.checkpoints",
+        "ds_topo.engine.on_grid",
         "EngineWithCheckpoints",
         _always,
         "Checkpoints are saved and loaded as a whole. Outside of experts and shard, which choose files.",
@@ -322,3 +330,31 @@ PARTS: tuple[EnginePart, ...] = (
 def parts_of(case: Case) -> list[EnginePart]:
     """Return the parts that an engine gets, innermost first."""
     return [part for part in PARTS if part.wanted(case)]
+
+
+class OnCall(NamedTuple):
+    """A module with more mixins, which the first call of a function imports."""
+
+    where: str
+    when: str
+
+    def load(self) -> Any:
+        """Return the module."""
+        return importlib.import_module(self.where)
+
+
+ON_CALL = (
+    OnCall("ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'),
+    OnCall("ds_topo.engine.pipeline_driver", "the same, for a pipeline"),
+    OnCall("ds_topo.engine.optimizer_gradients", "the same, for ZeRO 1 and 2 or BF16_Optimizer"),
+    OnCall("ds_topo.engine.quorum", 'the section "replicas"'),
+    OnCall("ds_topo.engine.replica_comparison", "an axis model, or check_replicas"),
+)
+
+
+def load_all() -> None:
+    """Import every module with mixins, for what looks at all of them."""
+    for part in PARTS:
+        part.load()
+    for module in ON_CALL:
+        module.load()

@@ -17,8 +17,8 @@ from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.base.marks import inner_optimizer, is_element_by_element
 from ds_topo.engine import activation_shapes
 from ds_topo.engine.batches import Starts, run_with_enough
-from ds_topo.engine.loaders import counting_shares
 from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.engine.samples import counting_shares
 from ds_topo.errors import EngineOptionError, warn
 from ds_topo.topology.axes import PIPE
 

@@ -49,7 +49,6 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
 )
 from ds_topo.engine.gradient_reducer import GradientReducer
-from ds_topo.engine.partitioned_optimizers import PartitionedZero
 from ds_topo.engine.replica_comparison import digest
 from ds_topo.engine.shard import SummedPartitions
 from ds_topo.errors import (
@@ -236,7 +235,7 @@ class Replicas:
             engine.optimizer.replicas = self._sums
         else:
             GradientReducer.attach(engine, **reduction, manager=self.manager)
-            self._sums = engine.gradient_reducer.driver.sums
+            self._sums = engine.gradient_reducer.driver.wider
         load, state = WeakMethod(self._load), WeakMethod(self._state)
         self.manager.register_state_dict_fn("ds_topo", lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self
@@ -336,7 +335,7 @@ class Replicas:
     def discard_gradients(self) -> None:
         """Discard the gradients of a step that is not taken."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if isinstance(optimizer, PartitionedZero):
+        if hasattr(optimizer, "discard_gradients"):  # in the layout of a reducer
             optimizer.discard_gradients()
         elif engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
             optimizer.zero_grad()

@@ -1,9 +1,14 @@
-"""Compare the samples that the ranks of an engine read first: peers must read the same, and replicas should not.
+"""Deal samples to an engine's ranks, and compare those that they read first.
 
-The stages and slices of one replica read samples separately. If samples are divided over all ranks of the job, as
-``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the ranks compare
-the first samples of an engine. Replicas that read the same samples, as with a plain ``DataLoader``, train as one,
-without an error; engines warn about them, and about batches of another size than the config's, in the first step.
+*Shares.* Samples are divided into shares, one for all ranks that must read the same ones. ``training_data=`` and
+``engine.deepspeed_io()`` build DeepSpeed's own loaders. In a pipeline they would give peers along ``seq`` different
+samples.
+
+*Comparisons.* The stages and slices of one replica read samples separately. If samples are divided over all ranks of
+the job, as ``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the
+ranks compare the first samples of an engine. Replicas that read the same samples, as with a plain ``DataLoader``, train
+as one, without an error; engines warn about them, and about batches of another size than the config's, in the first
+step.
 """
 
 from __future__ import annotations
@@ -20,14 +25,53 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data import DistributedSampler
 
 from ds_topo.engine.config import passes_of
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
+from ds_topo.process_groups.process_grid import Epochs, FollowedSampler
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import sample_axes
+
+# -- shares -----------------------------------------------------------------------------------------------------------
+
+
+class DealtSamples(EngineOnGrid):
+    """The loaders of an engine."""
+
+    def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
+        """Build a data loader for this rank's share of samples.
+
+        DeepSpeed divides samples by a group that counts peers along ``seq``. Warn of a loader without a batch, and let
+        a shuffled sampler begin a new epoch when the loader does.
+        """
+        with counting_shares(self):
+            loader = super().deepspeed_io(*arguments, **options)
+        sampler = loader.data_sampler
+        if not len(loader):
+            whose = f"a batch of {loader.batch_size} on each rank that reads others"
+            self.mpu.warn_of_no_batch(loader.dataset, whose)
+        if type(sampler) is DistributedSampler:
+            sampler.__class__ = FollowedSampler  # the program may have given it, and kept it to call set_epoch
+            loader.data_sampler.epochs = Epochs(self.mpu.progress)
+        return loader
+
+
+@contextmanager
+def counting_shares(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Let the mpu and the attributes of an engine count shares of samples; those of pipelines count replicas."""
+    grid, replicas = engine.mpu, engine.dp_world_size
+    engine.mpu, engine.dp_world_size = MpuGrid.over(grid), grid.get_sample_world_size()
+    try:
+        yield
+    finally:
+        engine.mpu, engine.dp_world_size = grid, replicas
+
+
+# -- the same samples -------------------------------------------------------------------------------------------------
 
 _COMPARED = 2
 """The number of micro-batches of a plain engine, or steps of a pipeline, that are compared."""

@@ -18,23 +18,23 @@ from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.reduction.exchange import PartitionHolders
 
 if TYPE_CHECKING:
-    from ds_topo.reduction.managed import ReplicaSums
+    from ds_topo.reduction.parameters import WiderSums
 
 
 class ShardedEngine(EngineOnGrid):
     """An engine that partitions over ``shard`` alone."""
 
-    mixin_state = "copies"
-    copies: PartitionHolders | None
+    mixin_state = "partition_copies"
+    partition_copies: PartitionHolders | None
     """The ranks with copies of this rank's partition; None if there are no others."""
 
     def complete(self) -> None:
         """Sum gradients over the copies, too, and save each partition once."""
         super().complete()
         hybrid_sharding.save_each_partition_once(self)
-        self.copies = hybrid_sharding.copies_of(self.mpu)
-        if self.copies is not None and self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions):
-            self.optimizer.copies = CopiesOfPartition(self.copies, set())
+        self.partition_copies = hybrid_sharding.copies_of(self.mpu)
+        if self.partition_copies is not None and self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions):
+            self.optimizer.copies = CopiesOfPartition(self.partition_copies, set())
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Partition over the axis ``shard``; DeepSpeed partitions over all replicas."""
@@ -57,15 +57,15 @@ class ShardedEngine(EngineOnGrid):
             return super().load_checkpoint(*arguments, **options)
 
     def _in_own_file(self) -> Any:
-        if self.copies is None or not self.has_moe_layers:
+        if self.partition_copies is None or not self.has_moe_layers:
             return nullcontext()
-        return hybrid_sharding.file_of_replica(self, self.copies)
+        return hybrid_sharding.file_of_replica(self, self.partition_copies)
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
         states = super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
-        if self.copies is not None and hybrid_sharding.is_later_copy(self, self.copies):
-            hybrid_sharding.add_states_of_dense(self, self.copies, states, zero_ckpt_names)
+        if self.partition_copies is not None and hybrid_sharding.is_later_copy(self, self.partition_copies):
+            hybrid_sharding.add_states_of_dense(self, self.partition_copies, states, zero_ckpt_names)
         return states
 
 
@@ -124,7 +124,7 @@ class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mi
 
     mixin_suffix, mixin_state = "OnGrid", "copies"
     copies: CopiesOfPartition | None
-    replicas: ReplicaSums | None = None
+    replicas: WiderSums | None = None
     """The averages over the replicas of a ``Manager``; without one, None."""
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:

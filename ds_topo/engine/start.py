@@ -27,7 +27,6 @@ from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
 from ds_topo.engine.config import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
 from ds_topo.engine.current_mpu import grid_in_use
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.on_call import LAYOUT_IN_USE, REDUCER, REDUCER_OPTIONS, REPLICAS
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
 from ds_topo.launch.build_locks import remove_abandoned_locks
@@ -198,7 +197,7 @@ def initialize(
     :meth:`~ds_topo.GradientReducer.attach`, with data types as ``"fp32"``, ``"bf16"`` or ``"fp16"``.
     ``"enabled": false`` switches it off. The reducer is ``engine.gradient_reducer``, which is None without one.
 
-    ``"replicas"`` keeps this job together with others that are replicas of it, by torchft; it is
+    ``"replicas"`` keeps this job together with others that are replicas of it; it is
     :class:`~ds_topo.engine.quorum.ReplicaOptions`, and the engine has :class:`~ds_topo.engine.quorum.Replicas` as
     ``engine.replicas``. The engine needs a grid, and gets a reducer at ZeRO 0 to 2.
 
@@ -226,11 +225,17 @@ def initialize(
     check_top_level(content)
     reduction = None if REFERENCE in os.environ else _reduction_of(content)
     replicas = None if REFERENCE in os.environ else content.get(REPLICAS_SECTION)
-    options = None if replicas is None else REPLICAS.load().ReplicaOptions.of_section(replicas)
+    options = None
+    if replicas is not None:
+        from ds_topo.engine.quorum import ReplicaOptions  # what a section asks for
+
+        options = ReplicaOptions.of_section(replicas)
     used = grid_in_use()
     is_own_mpu = used is not None and mpu is not None and not isinstance(mpu, MpuGrid)
     if used is not None:
-        mpu = LAYOUT_IN_USE.load().mpu_in_use(mpu, model, used)
+        from ds_topo.engine.one_layout import mpu_in_use
+
+        mpu = mpu_in_use(mpu, model, used)
         warn_of_undealt_samples(used)
         if not isinstance(model, DeepSpeedPipelineModule):
             config, config_params = with_samples_of(used, config or config_params), None
@@ -248,9 +253,13 @@ def initialize(
     if is_own_mpu and hasattr(engine.optimizer, "keeps_scale"):  # the program's loss fits DeepSpeed's own scale
         engine.optimizer.keeps_scale = True
     if options is not None:
-        REPLICAS.load().Replicas(engine, options, reduction or {})  # attaches a reducer itself
+        from ds_topo.engine.quorum import Replicas
+
+        Replicas(engine, options, reduction or {})  # attaches a reducer itself
     elif reduction is not None:
-        REDUCER.load().GradientReducer.attach(engine, **reduction)
+        from ds_topo.engine.gradient_reducer import GradientReducer
+
+        GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 
 
@@ -289,7 +298,9 @@ def _reduction_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(enabled, bool):
         raise ValueError(f'config section "{REDUCER_SECTION}": "enabled" is {abridged(enabled)}: give true or false')
     try:
-        arguments: dict[str, Any] = REDUCER_OPTIONS.load().arguments_from_config(options)
+        from ds_topo.reduction.options import arguments_from_config
+
+        arguments: dict[str, Any] = arguments_from_config(options)
     except (TypeError, ValueError) as error:
         raise ValueError(f'config section "{REDUCER_SECTION}": {error}') from error
     return arguments if enabled else None

@@ -6,13 +6,41 @@ class; it adds ``attach()`` for DeepSpeed's engines.
 
 For ZeRO 1 and 2 ``partitions.py`` says which rank owns which slice of a flat tensor: it is cut into regions, and each
 region evenly over the ranks. ``exchange.py`` sums slices for their owners and gathers them into whole regions, and
-``arrivals.py`` lets readers wait for parameters that are still in flight.
+``arrivals.py`` lets readers wait for parameters that are still in flight. Whoever wants this imports it; a reducer
+itself imports what this table lists, on first use.
 """
 
 from __future__ import annotations
 
-from ds_topo.reduction.options import BucketSizes, ReductionOptions
-from ds_topo.reduction.reducer import BucketReducer
-from ds_topo.reduction.report import GradientReport
+import importlib
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["BucketReducer", "BucketSizes", "GradientReport", "ReductionOptions"]
+from ds_topo.base import lazy_attributes
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """A module that some reducers need."""
+
+    where: str
+    when: str
+
+    def load(self) -> Any:
+        """Return the module; only the first call imports it."""
+        return importlib.import_module(self.where)
+
+
+EXCHANGE = OnDemand("ds_topo.reduction.exchange", "a group over hosts with several ranks each")
+SPARSE_ROWS = OnDemand("ds_topo.reduction.rows", "a module with sparse embeddings")
+MANAGED = OnDemand("ds_topo.reduction.managed", "the option manager, or replicas of an engine's job")
+REPORT = OnDemand("ds_topo.reduction.report", "a call of report()")
+
+_MODULES = {
+    "BucketReducer": "reducer",
+    "BucketSizes": "options",
+    "GradientReport": "report",
+    "ReductionOptions": "options",
+}
+__all__ = sorted(_MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

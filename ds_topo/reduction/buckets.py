@@ -2,7 +2,8 @@
 
 A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds
 the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
-:func:`accumulate_gradient` and :func:`copy_in` move them there, and :func:`hand_out` leaves the results to parameters.
+:meth:`GradientBucket.accumulate` and :meth:`GradientBucket.copy_in` move them there, and :func:`hand_out` leaves the
+results to parameters. Other kinds of buckets are subclasses; a ``GradientPlace`` of ``parameters.py`` makes them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ds_topo.base.marks import expert_group_name
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction import SPARSE_ROWS
 from ds_topo.reduction.options import BucketSizes, ReductionOptions
 from ds_topo.reduction.parameters import (
     BUFFER,
@@ -29,9 +33,10 @@ from ds_topo.reduction.parameters import (
     WIDER,
     Contribution,
     ParameterState,
-    Route,
 )
-from ds_topo.reduction.partitions import LASTING, MICRO_BATCH
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.exchange import Pending
 
 
 def plan_buckets(
@@ -100,7 +105,7 @@ def plan_parameters(
 ) -> list[tuple[int, ...]]:
     """Return indices by bucket, for gradients that are expected in this order.
 
-    Parameters of a bucket have one data type, device and route. Each region is one bucket. Buckets over a user's
+    Parameters of a bucket have one data type, device and route. Each place is one bucket. Buckets over a user's
     buffers are ordered by their addresses, the highest first. Buckets of experts are ordered by the index of their
     parameters, the highest first, and not by arrival: replicas of an expert may be in several data-parallel groups,
     each of which learns an order of its own. Only other buckets have a small first and last one.
@@ -112,10 +117,10 @@ def plan_parameters(
     capacities: dict[Hashable, int] = {}
     without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
     for state in states:
-        apart = state.index if state.home is ROWS else state.region or runs.get(state.index)
+        apart = state.place or runs.get(state.index)
         kind = (state.dtype, state.parameter.device, id(state.route), apart)
         kinds.append(kind)
-        if state.region is not None:
+        if state.place is not None:
             capacities[kind] = capacities.get(kind, 0) + state.nbytes
         elif state.grad_buffer is not None or expert_group_name(state.parameter) is not None:
             without_order[kind].append(state)
@@ -144,99 +149,63 @@ def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str
 class GradientBucket:
     """Contiguous memory for the gradients of some parameters, which are reduced together.
 
-    In a step it is given memory, if that is lent (:meth:`open`). It is full when no member is pending, and is launched
-    in its turn (``ReductionStep.next_bucket``). After the wait, lent memory is returned (:meth:`give_back`). At the end
-    of the step all members are pending again (:meth:`reset`).
+    It is full when no member is pending (:meth:`complete`), and is launched in its turn
+    (``ReductionStep.next_bucket``). After the wait the sum is in it (:meth:`take_sum`). At the end of the step all
+    members are pending again (:meth:`reset`).
 
     Args:
         index: its position in the order of reduction.
         members: parameters of one data type, device and route.
     """
 
+    is_scattered = False
+    """True if a rank needs the sum of a part alone, unless a communication hook reduces the bucket."""
+    takes_hook = True
+    """True if a communication hook may reduce it."""
+
     def __init__(self, index: int, members: Sequence[ParameterState]) -> None:
         self.index = index
         self.members = sorted(members, key=operator.attrgetter("address"))
         first = self.members[0]
-        self.route, self.region, self.is_sparse = first.route, first.region, first.home is ROWS
-        self.scattered = first.region if first.region is not None and not first.region.is_whole else None
-        """The region if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
-        self.memory = first.memory
-        """How long it has memory. Lent memory is there from :meth:`open` to :meth:`give_back`."""
+        self.route = first.route
         numels = [member.parameter.numel() for member in self.members]
-        if self.region is not None:
-            start = self.region.region.start
-            self.offsets = [member.address - start for member in self.members]
-        else:
-            self.offsets = [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
-        """The offset of each member; in a region there may be gaps, for frozen parameters."""
-        ends = [start + numel for start, numel in zip(self.offsets, numels, strict=True)]
-        self._gaps = [slice(end, start) for end, start in zip([0, *ends], self.offsets, strict=False) if end < start]
-        self._gaps.append(slice(ends[-1], None))
-        self.numel = ends[-1]
+        self.offsets = self._offsets(numels)
+        """The offset of each member."""
+        self.numel = self.offsets[-1] + numels[-1]
         self.nbytes = self.numel * first.dtype.itemsize
 
         # -- the step
         self.pending = set(self.members)
         """The members whose contribution is not complete; hooks remove them, :meth:`reset` restores them."""
         self.flat = self._first_memory()
-        """The gradients, one after the other: ``[numel]``, then padding; empty while no memory is lent."""
-        if self.region is None:
-            self.flat[self.numel :].zero_()
+        """The gradients, one after the other: ``[numel]``, then padding."""
+
+    def _offsets(self, numels: Sequence[int]) -> list[int]:
+        return [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
 
     def _first_memory(self) -> torch.Tensor:
-        """Return new memory, or the members' buffers as one tensor; nothing if memory will be lent."""
+        """Return new memory, or the members' buffers as one tensor."""
         first = self.members[0]
-        if self.memory is not LASTING:
-            return torch.empty(0)
-        if self.region is not None:
-            return self.region.gradients.place(self.region.region)
         if first.grad_buffer is not None:
             return first.grad_buffer.as_strided((self.numel,), (1,))
-        if self.is_sparse:
-            return torch.empty(0, dtype=first.dtype, device=first.parameter.device)
-        exchange = self.route.exchange
-        multiple = 1 if exchange is None else exchange.slices
-        return torch.empty(-(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.parameter.device)
+        multiple = 1 if self.route.exchange is None else self.route.exchange.slices
+        size = -(-self.numel // multiple) * multiple
+        flat = torch.empty(size, dtype=first.dtype, device=first.parameter.device)
+        flat[self.numel :].zero_()
+        return flat
 
     def install(self) -> None:
         """Point the members at this bucket; gradients that they hold move along."""
         for member in self.members:
             member.bucket = self
-        if self.is_sparse:
-            return
-        if self.memory is LASTING:
-            self._set_views()
-        else:
-            self.give_back()
+        self.set_views()
 
-    def open(self) -> None:
-        """Borrow memory, if it has none."""
-        if not len(self.flat) and self.region is not None:
-            self.flat = self.region.gradients.place(self.region.region)
-            self._set_views()
-
-    def fill(self) -> None:
-        """Copy in gradients that had to wait for memory, and clear the gaps of a region."""
-        if self.region is None:
-            return
-        if self.memory is MICRO_BATCH:
-            copy_in(self.members)
-        for gap in self._gaps:
-            self.flat[gap].zero_()
-
-    def give_back(self) -> None:
-        """Return borrowed memory."""
-        if self.memory is not LASTING:
-            self.flat = self.flat.new_empty(0)
-            for member in self.members:
-                member.view = self.flat
-
-    def _set_views(self) -> None:
+    def set_views(self) -> None:
         """Give each member its part of the memory; gradients that it still needs move along."""
         for member, offset in zip(self.members, self.offsets, strict=True):
             parameter, buffer = member.parameter, member.grad_buffer
-            # Strides are those of autograd's gradients, except in a user's buffer, which is plain memory.
-            if buffer is not None or self.region is not None:
+            # Strides are those of autograd's gradients, except where memory is somebody else's, and plain.
+            if buffer is not None or member.place is not None:
                 stride = torch.empty(parameter.shape, device="meta").stride()
             elif parameter.is_contiguous():
                 stride = parameter.stride()
@@ -261,6 +230,123 @@ class GradientBucket:
         for member in self.members:  # no calls: this runs for every parameter in every step
             member.contribution = NOT_YET
             member.arrived = 0
+
+    # -- gradients arrive
+
+    def accumulate(self, state: ParameterState) -> None:
+        """Move a gradient of an earlier micro-batch into the bucket."""
+        gradient = state.parameter.grad
+        if gradient is None or gradient is state.view:
+            return
+        if state.home is GRAD:
+            state.view.copy_(_dense(gradient, state))
+            state.parameter.grad = state.view
+            return
+        _sum(gradient, state, state.contribution)
+        state.contribution, state.parameter.grad = SUMMED, None
+
+    def copy_in(self, members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
+        """Write this rank's scaled contributions to the views.
+
+        Args:
+            members: some of the members; those that were copied in already are skipped.
+            in_one_pass: copy and scale each gradient by one operation, for large ones, not all of them by two.
+
+        Returns:
+            The members without a gradient, whose views are now zero.
+        """
+        views: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        in_place: list[torch.Tensor] = []
+        without: list[ParameterState] = []
+        for state in members:
+            before = state.contribution
+            if before is COPIED:
+                continue
+            state.contribution = COPIED  # even if this raises: it must not raise again in reset()
+            parameter = state.parameter
+            gradient = parameter.grad
+            if state.home is not GRAD:
+                if gradient is None:
+                    in_place.append(state.view if before is SUMMED else state.view.zero_())
+                elif in_one_pass and before is NOT_YET and gradient.dtype == state.dtype:
+                    torch.mul(_dense(gradient, state), state.scale, out=state.view)
+                else:
+                    _sum(gradient, state, before)
+                    in_place.append(state.view)
+                parameter.grad = None
+            elif gradient is None:
+                state.view.zero_()
+                without.append(state)
+            elif gradient is (view := state.view):
+                in_place.append(gradient)
+            elif in_one_pass:
+                torch.mul(_dense(gradient, state), state.scale, out=view)
+                parameter.grad = view
+            else:
+                if gradient.requires_grad or gradient.layout is not _STRIDED:
+                    gradient = _dense(gradient, state)
+                views.append(view)
+                gradients.append(gradient)
+                parameter.grad = view
+            if state.repeats:
+                parameter.grad = None  # a further gradient must not be added to a bucket in flight
+        if views:
+            torch._foreach_copy_(views, gradients)
+        if members[0].scale != 1.0 and (views or in_place):
+            torch._foreach_mul_(views + in_place, members[0].scale)
+        return without
+
+    def complete(self) -> list[ParameterState]:
+        """Copy in what is still missing, when all gradients have arrived; return the members without a gradient."""
+        return self.copy_in(self.members)
+
+    # -- gradients that arrive after the copy
+
+    def late_gradient(self, state: ParameterState) -> torch.Tensor:
+        """Return such a gradient in the view's type and layout; zeros if there is none."""
+        gradient = state.parameter.grad
+        if gradient is None:
+            return torch.zeros_like(state.parameter, dtype=state.dtype)
+        return torch.empty_like(state.parameter, dtype=state.dtype).copy_(_dense(gradient, state))
+
+    def add_late(self, state: ParameterState, before: float, after: float) -> None:
+        """Reduce such a gradient, and add it to the sum; collective over the route's group.
+
+        Args:
+            state: the parameter.
+            before: the factor before the sum.
+            after: the factor after it.
+        """
+        gradient = self.late_gradient(state) * before
+        dist.all_reduce(gradient, group=self.route.group)
+        self.add(state, gradient.mul_(after))
+
+    def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Add a reduced gradient to the sum."""
+        state.view.add_(gradient)
+
+    # -- the reduction
+
+    def prepare(self) -> None:
+        """Complete the memory before the reduction starts."""
+
+    def start(self) -> Callable[[], object] | None:
+        """Start a reduction of this bucket's own, and return the wait for it; None if it is reduced like others."""
+        return None
+
+    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
+        """Start to sum this rank's part of ``payload``, the bucket as it travels, if :attr:`is_scattered`."""
+        raise NotImplementedError
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part of the bucket, or its payload, of which this rank gets the sum."""
+        return flat
+
+    def take_sum(self, after: float) -> None:
+        """Scale the sum, which has arrived."""
+        if after != 1.0:
+            self.flat.mul_(after)
 
 
 class CommHookBucket:
@@ -365,7 +451,9 @@ class BucketLayout:
             bucket.release()
         self.buckets = []
         for index, members in enumerate(self._plan):
-            bucket = GradientBucket(index, [self._states[member] for member in members])
+            states = [self._states[member] for member in members]
+            place = states[0].place
+            bucket = GradientBucket(index, states) if place is None else place.bucket(index, states)
             bucket.install()  # frees the old memory of its members before the next bucket gets memory
             self.buckets.append(bucket)
 
@@ -377,23 +465,8 @@ _LARGE_NUMEL = 1 << 14
 
 def is_copied_at_once(state: ParameterState) -> bool:
     """Return True if this parameter is copied in as soon as its gradient is complete."""
-    may_be = state.home is GRAD or (state.home is PARTITION and state.memory is not MICRO_BATCH)
-    return may_be and state.parameter.numel() >= _LARGE_NUMEL
-
-
-def accumulate_gradient(state: ParameterState) -> None:
-    """Move a gradient of an earlier micro-batch into its bucket."""
-    home, gradient = state.home, state.parameter.grad
-    if home is ROWS or gradient is None or gradient is state.view:
-        return
-    if home is GRAD:
-        state.view.copy_(_dense(gradient, state))
-        state.parameter.grad = state.view
-        return
-    if home is PARTITION:
-        state.bucket.open()
-    _sum(gradient, state, state.contribution)
-    state.contribution, state.parameter.grad = SUMMED, None
+    is_dense = state.home is GRAD or state.home is PARTITION
+    return is_dense and not state.waits_for_bucket and state.parameter.numel() >= _LARGE_NUMEL
 
 
 def _sum(gradient: torch.Tensor, state: ParameterState, before: Contribution) -> None:
@@ -404,163 +477,24 @@ def _sum(gradient: torch.Tensor, state: ParameterState, before: Contribution) ->
         state.view.copy_(_dense(gradient, state))
 
 
-def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
-    """Write this rank's scaled contributions to the views of a bucket.
-
-    Args:
-        members: members of one bucket; those that were copied in already are skipped.
-        in_one_pass: copy and scale each gradient by one operation, for large ones, not all of them by two.
-
-    Returns:
-        The members without a gradient, whose views are now zero.
-    """
-    views: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    in_place: list[torch.Tensor] = []
-    without: list[ParameterState] = []
-    if members[0].home is PARTITION:
-        members[0].bucket.open()
-    for state in members:
-        before = state.contribution
-        if before is COPIED:
-            continue
-        state.contribution = COPIED  # even if this raises: it must not raise again in reset()
-        parameter, home = state.parameter, state.home
-        gradient = parameter.grad
-        if home is ROWS:
-            state.view = _no_rows(state) if gradient is None else _rows(gradient, state) * state.scale
-        elif home is not GRAD:
-            if gradient is None:
-                in_place.append(state.view if before is SUMMED else state.view.zero_())
-            elif in_one_pass and before is NOT_YET and gradient.dtype == state.dtype:
-                torch.mul(_dense(gradient, state), state.scale, out=state.view)
-            else:
-                _sum(gradient, state, before)
-                in_place.append(state.view)
-            parameter.grad = None
-        elif gradient is None:
-            state.view.zero_()
-            without.append(state)
-        elif gradient is (view := state.view):
-            in_place.append(gradient)
-        elif in_one_pass:
-            torch.mul(_dense(gradient, state), state.scale, out=view)
-            parameter.grad = view
-        else:
-            if gradient.requires_grad or gradient.layout is not _STRIDED:
-                gradient = _dense(gradient, state)
-            views.append(view)
-            gradients.append(gradient)
-            parameter.grad = view
-        if state.repeats:
-            parameter.grad = None  # a further gradient must not be added to a bucket in flight
-    if views:
-        torch._foreach_copy_(views, gradients)
-    if members[0].scale != 1.0 and (views or in_place):
-        torch._foreach_mul_(views + in_place, members[0].scale)
-    return without
-
-
-def _no_rows(state: ParameterState) -> torch.Tensor:
-    parameter = state.parameter
-    indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
-    rows = parameter.new_zeros(0, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(indices, rows, parameter.shape, check_invariants=False)
-
-
-def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
-    """Return the gradient of a sparse embedding; raise if it is dense."""
-    if gradient.layout is _STRIDED:
-        raise ValueError(
-            f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True), but got a dense gradient: use "
-            "the weight in that embedding alone, or give it sparse=False"
-        )
-    return gradient.detach()
-
-
-def start_sum_of_rows(gradient: torch.Tensor, route: Route) -> Callable[[], torch.Tensor]:
-    """Start the sum of sparse gradients over a route's group; collective.
-
-    NCCL does not sum sparse tensors. There the ranks gather each other's rows, padded to the longest, as DeepSpeed's
-    ``sparse_allreduce`` does; the caller waits for their number.
-
-    Returns:
-        A function that waits for the sum and returns it, coalesced.
-    """
-    gradient = gradient.coalesce()
-    if route.traits.sums_sparse:
-        work = dist.all_reduce(gradient, group=route.group, async_op=True)
-
-        def summed() -> torch.Tensor:
-            work.wait()
-            return gradient.coalesce()
-
-        return summed
-    indices, values = gradient.indices()[0], gradient.values()
-    counts = indices.new_empty(route.size)
-    dist.all_gather_into_tensor(counts, counts.new_tensor([len(indices)]), group=route.group)
-    numbers: list[int] = counts.tolist()
-    most = max(numbers)
-    all_indices = indices.new_empty(route.size * most)
-    all_values = values.new_empty(route.size * most, *values.shape[1:])
-    works = []
-    for everyone, own in ((all_indices, indices), (all_values, values)):
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        works.append(dist.all_gather_into_tensor(everyone, padded, group=route.group, async_op=True))
-
-    def gathered() -> torch.Tensor:
-        for work in works:
-            work.wait()
-        is_row = torch.arange(most, device=counts.device) < counts[:, None]
-        rows = is_row.flatten().nonzero()[:, 0]
-        indices, values = all_indices[rows][None], all_values[rows]
-        return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()
-
-    return gathered if most else lambda: gradient
-
-
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
-    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it is sparse."""
+    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it has rows alone."""
     if gradient.layout is not _STRIDED:
         if state.home in (PARTITION, BUFFER):
             return gradient.detach().to_dense()
-        raise ValueError(
-            f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
-            "dense gradient"
-        )
+        raise SPARSE_ROWS.load().unexpected_rows(state.name)
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-def late_gradient(state: ParameterState) -> torch.Tensor:
-    """Return the gradient that arrived after the copy, in the view's type and layout; zeros if there is none."""
-    gradient = state.parameter.grad
-    if state.home is ROWS:
-        return _no_rows(state) if gradient is None else _rows(gradient, state)
-    if gradient is None:
-        return torch.zeros_like(state.parameter, dtype=state.dtype)
-    return torch.empty_like(state.parameter, dtype=state.dtype).copy_(_dense(gradient, state))
-
-
 def add_late_gradients(late: Sequence[ParameterState], scales: tuple[float, float]) -> None:
-    """Reduce the gradients that arrived after the copy and add them to the views; collective over each one's group.
+    """Reduce the gradients that arrived after the copy and add them to the sums; collective over each one's group.
 
     Args:
         late: the parameters, the same on all ranks.
         scales: the factors before and after the sum.
     """
-    before, after = scales
     for state in sorted(late, key=operator.attrgetter("index")):
-        gradient = late_gradient(state) * before
-        if state.home is ROWS:
-            gradient = start_sum_of_rows(gradient, state.route)()
-        else:
-            dist.all_reduce(gradient, group=state.route.group)
-        gradient.mul_(after)
-        if state.region is None:
-            state.view = state.view.add_(gradient)
-        else:
-            state.region.gradients.add(state.parameter, gradient)
+        state.bucket.add_late(state, *scales)
 
 
 def hand_out(
@@ -590,3 +524,61 @@ def hand_out(
         elif home is WIDER and state.index not in keep:
             setattr(parameter, "main_grad", state.view)  # noqa: B010
             parameter.grad = state.view.to(parameter.dtype)
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class BucketTiming:
+    """One reduction of one bucket; times in nanoseconds of ``time.perf_counter_ns``."""
+
+    index: int
+    nbytes: int
+    parameters: int
+    label: str
+    """The process group that reduced it."""
+    launched_ns: int
+    done_ns: int = 0
+    """The end of communication for CPU tensors; elsewhere, the time at which the wait for it returned."""
+    wait_started_ns: int = 0
+    wait_ended_ns: int = 0
+
+    @property
+    def waited_ns(self) -> int:
+        """The time spent in the wait for it."""
+        return self.wait_ended_ns - self.wait_started_ns
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """The times of one step: gradients arrive from ``started_ns`` on; ``finish()`` runs until ``ended_ns``."""
+
+    step: int
+    started_ns: int
+    finish_ns: int = 0
+    ended_ns: int = 0
+    buckets: list[BucketTiming] = field(default_factory=list)
+    gathers: list[BucketTiming] = field(default_factory=list)
+    """The gathers of parameters from their owners before this step's gradients (ZeRO 1 and 2)."""
+
+    @property
+    def communication_ns(self) -> int:
+        """The time during which at least one bucket was in flight."""
+        return sum(end - start for start, end in union(self.buckets))
+
+    @property
+    def exposed_ns(self) -> int:
+        """The part of ``communication_ns`` that ``finish()`` waited for."""
+        return sum(max(0, end - max(start, self.finish_ns)) for start, end in union(self.buckets))
+
+
+def union(buckets: Sequence[BucketTiming]) -> list[tuple[int, int]]:
+    """Return the times at which at least one bucket was in flight, as disjoint intervals."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted((bucket.launched_ns, bucket.done_ns) for bucket in buckets):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

@@ -76,6 +76,17 @@ class ReplicaSums:
         end = stream.mark()
         return Started(lambda: end is None or end.query(), lambda: order_after(end, tensor.device))
 
+    def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
+        """Return the exchange of a group whose sums go on over the replicas."""
+        return ManagedExchange(self, group, inside)
+
+    def refuse_late(self, names: str) -> RuntimeError:
+        """Return the error for parameters that got a gradient after their bucket was launched."""
+        return RuntimeError(
+            f"parameters {names} got more gradients than in the first step, which replicas of a Manager cannot know of "
+            "each other: let every step reach the same parameters equally often"
+        )
+
     def rest(self) -> None:
         """End the thread. Idempotent; the next sum starts another one."""
         if self._end is not None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import nn
 
 from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction.partitions import PartitionedGradients, RegionOfGradients
 
 MIB = 1 << 20
 
@@ -54,7 +53,7 @@ class ReductionArguments(TypedDict, total=False):
     static_graph: bool
     allow_late_gradients: bool
     grad_buffers: Mapping[nn.Parameter, torch.Tensor]
-    partitions: Sequence[PartitionedGradients]
+    partitions: Sequence[Any]
     expert_groups: Mapping[str, ProcessGroup]
     ignored_parameters: Collection[str | nn.Parameter]
     broadcast_at_start: bool
@@ -146,8 +145,9 @@ class ReductionOptions:
         grad_buffers: for some parameters, the memory in which gradients accumulate instead of the reducer's buckets:
             contiguous ``[numel]`` tensors of any floating-point type. Buffers adjacent in memory share a bucket. The
             sum is left there; ``parameter.grad`` is None after ``finish()``.
-        partitions: gradients of which every rank needs only its own partition. They are reduced to it, in half the time
-            of a sum for all ranks. ``parameter.grad`` is None after ``finish()``.
+        partitions: gradients of which every rank needs only its own partition, as
+            :class:`~ds_topo.reduction.partitions.PartitionedGradients`. They are reduced to it, in half the time of a
+            sum for all ranks. ``parameter.grad`` is None after ``finish()``.
         expert_groups: the expert-data group of every ``group_name`` of parameters with ``allreduce = False``,
             DeepSpeed's marks of experts.
         ignored_parameters: names or parameters to leave alone.
@@ -180,7 +180,7 @@ class ReductionOptions:
     static_graph: bool = False
     allow_late_gradients: bool = False
     grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    partitions: Sequence[PartitionedGradients] = ()
+    partitions: Sequence[Any] = ()
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
     broadcast_at_start: bool = True
@@ -262,17 +262,17 @@ class ReductionOptions:
         """
         if parameter in self.grad_buffers:
             return self.grad_buffers[parameter].dtype
-        region = self.region_of(parameter)
-        if region is not None:
-            return region.gradients.dtype
+        for partition in self.partitions:
+            if parameter in partition.regions:
+                return cast("torch.dtype", partition.dtype)
         dtype = parameter.dtype
         wide = self.accumulation_dtype
         return wide if wide and wide.itemsize > dtype.itemsize else dtype
 
-    def region_of(self, parameter: nn.Parameter) -> RegionOfGradients | None:
-        """Return the region of a partitioned gradient, or None."""
-        regions = (partition.regions for partition in self.partitions if parameter in partition.regions)
-        return next(regions, {}).get(parameter)
+    def place_of(self, parameter: nn.Parameter) -> Any:
+        """Return the place of a partitioned gradient, or None."""
+        found = (partition.regions[parameter] for partition in self.partitions if parameter in partition.regions)
+        return next(found, None)
 
     def scales(self, data_parallel_size: int) -> tuple[float, float]:
         """Return the factors that gradients are multiplied by before and after the sum.

@@ -8,13 +8,12 @@ changes that it cannot reduce.
 from __future__ import annotations
 
 import enum
-import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import InitVar, dataclass, field
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,10 @@ from ds_topo.base.torch_names import (
 from ds_topo.errors import abridged, listed
 from ds_topo.launch.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction.exchange import Exchange
 from ds_topo.reduction.options import ReductionArguments, ReductionOptions, unknown_option
-from ds_topo.reduction.partitions import LASTING, MICRO_BATCH, GradientMemory, RegionOfGradients
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.exchange import Exchange, Pending
 
 # -- routes ------------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Route:
     bucket_bytes: int
     """The capacity of its buckets; equal on all ranks of the group."""
     exchange: Exchange | None = None
-    """The exchange that sums inside hosts first, then across hosts, or also over replicas of a ``Manager``."""
+    """The exchange that sums inside hosts first, then across hosts, or also beyond the group."""
     hook: CommHook | None = None
     hook_state: object = None
     last_hook: torch.futures.Future[Any] | None = None
@@ -82,6 +82,21 @@ class Route:
         return dist.get_world_size(self.group)
 
 
+class WiderSums(Protocol):
+    """Continue sums beyond the group of a route, as :mod:`~ds_topo.reduction.managed` does over replicas of a job."""
+
+    def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
+        """Return the exchange of a group whose sums go on; ``inside`` sums within the group, or torch if it is None."""
+        ...
+
+    def start(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
+        """Start to average a tensor, in place, when ``after()`` has returned."""
+        ...
+
+    def refuse_late(self, names: str) -> RuntimeError: ...
+    def rest(self) -> None: ...
+
+
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +106,7 @@ class GradientHome(enum.Enum):
     GRAD = enum.auto()
     """In ``parameter.grad``, which is a view of the bucket."""
     ROWS = enum.auto()
-    """In ``parameter.grad``, as the rows of a sparse embedding; the bucket has no memory."""
+    """In ``parameter.grad``, as rows of an embedding (:mod:`~ds_topo.reduction.rows`); the bucket has no memory."""
     WIDER = enum.auto()
     """In the bucket, in another data type; ``main_grad`` is the view of it, and ``parameter.grad`` gets a copy."""
     BUFFER = enum.auto()
@@ -101,6 +116,33 @@ class GradientHome(enum.Enum):
 
 
 GRAD, ROWS, WIDER, BUFFER, PARTITION = GradientHome
+
+
+class GradientPlace:
+    """A place for the gradients of some parameters that are not in buckets of the usual kind, and reduced together.
+
+    :mod:`~ds_topo.reduction.partitions` and :mod:`~ds_topo.reduction.rows` have subclasses.
+    """
+
+    home: GradientHome
+    waits_for_bucket = False
+    """True if a gradient stays in ``parameter.grad`` until its bucket is full."""
+    is_lent = False
+    """True if the bucket has memory only from a first gradient on until its sum is collected."""
+
+    def check(self, module: nn.Module, name: str) -> None:
+        """Refuse a parameter of a module that this place cannot serve."""
+
+    def check_wider(self) -> None:
+        """Refuse it if its sums cannot go on beyond the group of the route (:class:`WiderSums`)."""
+
+    def address_of(self, parameter: nn.Parameter) -> int:
+        """Return the sort key of a gradient among those of its bucket."""
+        return 0
+
+    def bucket(self, index: int, members: Sequence[ParameterState]) -> Any:
+        """Return the bucket of this place, a :class:`~ds_topo.reduction.buckets.GradientBucket`."""
+        raise NotImplementedError
 
 
 class Contribution(enum.Enum):
@@ -137,14 +179,12 @@ class ParameterState:
     parameter: nn.Parameter
     dtype: torch.dtype
     """The type in which its gradient accumulates."""
-    is_sparse: InitVar[bool]
-    """True for the weight of a sparse embedding, which has no ``grad_buffer`` and no region."""
     repeats: bool = False
     """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
     grad_buffer: torch.Tensor | None = None
     """The user's memory for its gradient: contiguous, ``numel`` elements."""
-    region: RegionOfGradients | None = None
-    """The region of its gradient, if that is partitioned."""
+    place: GradientPlace | None = None
+    """The place of its gradient, if that is in no bucket of the usual kind."""
     home: GradientHome = field(init=False)
     """Where its gradient accumulates; only a cast of the parameter changes it, from GRAD to WIDER or back."""
 
@@ -157,7 +197,7 @@ class ParameterState:
 
     # -- set by each layout of buckets
     view: torch.Tensor = field(init=False)
-    """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that is sparse."""
+    """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that has rows."""
     bucket: Any = field(init=False)
     """Its :class:`~ds_topo.reduction.buckets.GradientBucket`."""
 
@@ -167,13 +207,11 @@ class ParameterState:
     contribution: Contribution = NOT_YET
     """What the bucket has of its gradient; written by the copies, and by :meth:`discard_sum`."""
 
-    def __post_init__(self, is_sparse: bool) -> None:
-        if self.region is not None:
-            self.home = PARTITION
+    def __post_init__(self) -> None:
+        if self.place is not None:
+            self.home = self.place.home
         elif self.grad_buffer is not None:
             self.home = BUFFER
-        elif is_sparse:
-            self.home = ROWS
         else:
             self.home = GRAD
             self.note_type()
@@ -189,11 +227,6 @@ class ParameterState:
         return self.home is not GRAD and self.home is not ROWS
 
     @property
-    def memory(self) -> GradientMemory:
-        """The time for which its bucket has memory."""
-        return LASTING if self.region is None else self.region.gradients.lifetime
-
-    @property
     def stays_in_grad(self) -> bool:
         """True if a hook of the program must find the sum of all gradients in ``parameter.grad``.
 
@@ -201,14 +234,19 @@ class ParameterState:
         would be lost. Where gradients have lasting memory, as in ``BF16_Optimizer``, the gradient of every micro-batch
         leaves ``parameter.grad``, with or without a reducer.
         """
-        is_lent = self.memory is not LASTING
+        is_lent = self.place is not None and self.place.is_lent
         return is_lent and self.repeats and self.dtype == self.parameter.dtype
+
+    @property
+    def waits_for_bucket(self) -> bool:
+        """True if its gradient stays in ``parameter.grad`` until its bucket is full."""
+        return self.place is not None and self.place.waits_for_bucket
 
     @property
     def address(self) -> int:
         """The sort key of its gradient among those of its bucket."""
-        if self.region is not None:
-            return self.region.gradients.offsets[self.parameter]
+        if self.place is not None:
+            return self.place.address_of(self.parameter)
         return 0 if self.grad_buffer is None else self.grad_buffer.data_ptr()
 
     @property
@@ -241,17 +279,26 @@ class ParameterState:
             del self.parameter.main_grad
 
 
-def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
+def find_parameters(
+    module: nn.Module,
+    options: ReductionOptions,
+    places: Mapping[torch.Tensor, GradientPlace],
+    may_be_empty: bool = False,
+) -> list[ParameterState]:
     """Return the state of each trainable parameter of a module, once each, without the ignored ones.
 
+    Args:
+        module: the module.
+        options: the options of the reducer.
+        places: the places of gradients, unless the options have others.
+        may_be_empty: accept a module without trainable parameters.
+
     Raises:
-        ValueError: nothing to train, an unknown ignored name, a DTensor, an expert without a group, or a sparse
-            embedding whose weight is used elsewhere.
+        ValueError: nothing to train, an unknown ignored name, a DTensor, an expert without a group, or a parameter that
+            its place cannot serve.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
-    embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
     states: list[ParameterState] = []
     for name, parameter in module.named_parameters():
         if id(parameter) in ignored:
@@ -264,22 +311,23 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
             )
         if not parameter.requires_grad:
             continue
-        region = options.region_of(parameter)
+        place = options.place_of(parameter)
+        if place is None and parameter not in options.grad_buffers:
+            place = places.get(parameter)
         state = ParameterState(
             index=len(states),
             name=name,
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
-            is_sparse=id(parameter) in sparse,
             repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
-            region=region,
+            place=place,
         )
         # Counting the gradients of others first would need memory for all of them.
-        if options.static_graph and state.memory is not MICRO_BATCH:
+        if options.static_graph and not state.waits_for_bucket:
             state.expected = None
-        if state.home is ROWS:
-            _check_sparse(module, state)
+        if place is not None:
+            place.check(module, name)
         group = expert_group_name(parameter)
         if group is not None and group not in options.expert_groups:
             raise ValueError(
@@ -305,19 +353,6 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     return states
 
 
-def _check_sparse(module: nn.Module, state: ParameterState) -> None:
-    """Refuse a sparse embedding that shares its weight with another layer: together their gradients are dense."""
-    for prefix, part in module.named_modules():
-        is_embedding = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-        for name, parameter in part._parameters.items():
-            if parameter is state.parameter and not is_embedding:
-                other = f"{prefix}.{name}".lstrip(".")
-                raise ValueError(
-                    f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True) and of another layer, "
-                    f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
-                )
-
-
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
     """Return the identities of the ignored parameters.
 
@@ -338,38 +373,18 @@ def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]
 
 
 def check_module(module: object) -> None:
-    """Refuse a value that is not a module, and modules whose gradients torch reduces already.
+    """Refuse a value that is not a module, and one whose gradients torch reduces already.
 
     Raises:
         TypeError: not a module.
-        ValueError: torch's DDP, or a module in one.
+        ValueError: torch's DDP.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
-    if isinstance(module, DistributedDataParallel) or is_held_by(
-        module, DistributedDataParallel, "require_backward_grad_sync"
-    ):
+    if isinstance(module, DistributedDataParallel):
         raise ValueError(
             "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
         )
-
-
-def is_held_by(module: nn.Module, kind: type, attribute: str) -> bool:
-    """Return True if an existing object holds the module as its attribute or submodule ``module``.
-
-    A wrapper such as DDP leaves no mark on the module, so the garbage collector is asked which objects refer to it.
-
-    Args:
-        module: the module.
-        kind: the class of the object.
-        attribute: an attribute that only objects of this class have.
-    """
-    return any(
-        isinstance(owner, kind) or (isinstance(owner, dict) and attribute in owner)
-        for holder in gc.get_referrers(module)
-        if isinstance(holder, dict) and holder.get("module") is module
-        for owner in gc.get_referrers(holder)
-    )
 
 
 class HasDataParallelGroup(Protocol):
@@ -407,11 +422,15 @@ def data_parallel_group(grid: HasDataParallelGroup | None, process_group: Proces
 
 
 def agreed_inputs(
-    module: nn.Module, arguments: ReductionArguments, group: ProcessGroup, may_be_empty: bool
+    module: nn.Module,
+    arguments: ReductionArguments,
+    places: Mapping[torch.Tensor, GradientPlace],
+    group: ProcessGroup,
+    may_be_empty: bool,
 ) -> tuple[ReductionOptions, list[ParameterState]]:
     """Return options and parameters, after all ranks have compared them; collective over the group.
 
-    A rank on which this fails tells the others, so that no rank waits.
+    A rank on which this fails tells the others, so that no rank waits. See :func:`find_parameters`.
 
     Raises:
         TypeError, ValueError, RuntimeError: invalid options, or parameters that cannot be served.
@@ -424,7 +443,7 @@ def agreed_inputs(
         if any(problems):
             raise TypeError("".join(problems))
         options = ReductionOptions(**arguments)
-        states = find_parameters(module, options, may_be_empty)
+        states = find_parameters(module, options, places, may_be_empty)
     except (TypeError, ValueError, RuntimeError) as error:
         failure = error
     lines = options.summary() + [_description(state) for state in states]
@@ -437,7 +456,7 @@ def agreed_inputs(
 def _description(state: ParameterState) -> str:
     text = f"{state.name} {list(state.parameter.shape)} {state.parameter.dtype}"
     expert = expert_group_name(state.parameter)
-    return text + (" sparse" if state.home is ROWS else "") + (f" expert of {expert}" if expert is not None else "")
+    return text + (" in rows" if state.home is ROWS else "") + (f" expert of {expert}" if expert is not None else "")
 
 
 def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:

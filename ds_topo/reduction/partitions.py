@@ -21,8 +21,9 @@ from typing_extensions import Self
 
 from ds_topo.base.torch_names import ReduceOp
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.buckets import GradientBucket
 from ds_topo.reduction.exchange import Exchange, PartitionHolders, Pending, exchange_of
-from ds_topo.reduction.managed import ManagedExchange, ReplicaSums
+from ds_topo.reduction.parameters import PARTITION, GradientPlace, ParameterState, WiderSums
 
 ALIGNMENT = 2
 """The number of elements that slices are a multiple of, as DeepSpeed's partitions."""
@@ -243,10 +244,10 @@ class PartitionedGradients:
         memory: lasting memory of all whole gradients; or how long memory is lent, region by region.
         whole: indices of regions that every rank needs whole, such as those of tied layers.
         copies: the ranks that hold copies of the partitions, if there are any; sums include them.
-        replicas: the averages over replicas of a ``Manager``, to which sums go on; None without one.
+        wider: continues the sums, such as over replicas of this job; None if they end here.
         ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch.
-            If memory is lent for a micro-batch, sums of earlier ones do not include the copies and replicas, and the
-            last exchange adds those.
+            If memory is lent for a micro-batch, sums of earlier ones do not include the copies, nor go on, and the
+            last exchange makes up for it.
     """
 
     def __init__(
@@ -259,11 +260,11 @@ class PartitionedGradients:
         memory: torch.Tensor | GradientMemory,
         whole: Collection[int] = (),
         copies: PartitionHolders | None = None,
-        replicas: ReplicaSums | None = None,
+        wider: WiderSums | None = None,
         ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layout, self.group, self.whole = layout, group, frozenset(whole)
-        self.copies, self._replicas, self._ends_step = copies, replicas, ends_step
+        self.copies, self._wider, self._ends_step = copies, wider, ends_step
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
         self._memory = memory if isinstance(memory, torch.Tensor) else None
@@ -292,7 +293,7 @@ class PartitionedGradients:
     def exchange(self) -> Exchange:
         """The exchange of slices; the first access is collective over the group."""
         inside = exchange_of(self.group, self._device, self.copies)
-        return inside if self._replicas is None else ManagedExchange(self._replicas, self.group, inside)
+        return inside if self._wider is None else self._wider.exchange(self.group, inside)
 
     def start_sum(self, region: Region, flat: torch.Tensor, op: ReduceOp, unit: float) -> Pending:
         """Start to sum this rank's slice of a region, over all ranks that hold the parameters.
@@ -305,7 +306,7 @@ class PartitionedGradients:
             op: the operation.
             unit: the sum that has been collected for 1.0 in ``flat``.
         """
-        if (self.copies is None and self._replicas is None) or self.lifetime is not MICRO_BATCH:
+        if (self.copies is None and self._wider is None) or self.lifetime is not MICRO_BATCH:
             return self.exchange.reduce_scatter(flat, op)
         over_copies = self._ends_step()
         if over_copies and region.index in self._collected:
@@ -391,6 +392,11 @@ class PartitionedGradients:
             own.add_(gradient.reshape(-1)[first - offset : last - offset])
 
     @property
+    def waits_for_buckets(self) -> bool:
+        """True if the gradients of every micro-batch are reduced, as soon as a bucket is full."""
+        return self.lifetime is MICRO_BATCH
+
+    @property
     def holds_sums(self) -> bool:
         """True if sums have been collected that were not taken yet."""
         return bool(self._collected)
@@ -419,14 +425,103 @@ class PartitionedGradients:
         return torch.empty(numel, dtype=self.dtype, device=self._device)
 
 
-@dataclass(frozen=True, eq=False)
-class RegionOfGradients:
+class RegionOfGradients(GradientPlace):
     """One region of partitioned gradients."""
 
-    gradients: PartitionedGradients
-    region: Region
+    home = PARTITION
 
-    @property
-    def is_whole(self) -> bool:
+    def __init__(self, gradients: PartitionedGradients, region: Region) -> None:
+        self.gradients, self.region = gradients, region
+        self.waits_for_bucket, self.is_lent = gradients.waits_for_buckets, gradients.lifetime is not LASTING
+        self.is_whole = region.index in gradients.whole
         """True if every rank needs all of it."""
-        return self.region.index in self.gradients.whole
+
+    def address_of(self, parameter: nn.Parameter) -> int:
+        return self.gradients.offsets[parameter]
+
+    def bucket(self, index: int, members: Sequence[ParameterState]) -> RegionBucket:
+        return RegionBucket(index, members, self)
+
+
+class RegionBucket(GradientBucket):
+    """The bucket of a region; lent memory is there from :meth:`open` to :meth:`give_back`."""
+
+    def __init__(self, index: int, members: Sequence[ParameterState], place: RegionOfGradients) -> None:
+        self.place, self.region, self.gradients = place, place.region, place.gradients
+        self.is_scattered = not place.is_whole
+        super().__init__(index, members)
+        numels = [member.parameter.numel() for member in self.members]
+        ends = [start + numel for start, numel in zip(self.offsets, numels, strict=True)]
+        self._gaps = [slice(end, start) for end, start in zip([0, *ends], self.offsets, strict=False) if end < start]
+        """What belongs to no member, such as to frozen parameters."""
+        self._gaps.append(slice(ends[-1], None))
+
+    def _offsets(self, numels: Sequence[int]) -> list[int]:
+        return [member.address - self.region.start for member in self.members]
+
+    def _first_memory(self) -> torch.Tensor:
+        """Return lasting memory; nothing if memory will be lent."""
+        return torch.empty(0) if self.place.is_lent else self.gradients.place(self.region)
+
+    def set_views(self) -> None:
+        if len(self.flat):
+            super().set_views()
+        else:
+            self.give_back()
+
+    # -- lent memory
+
+    def open(self) -> None:
+        """Borrow memory, if it has none."""
+        if not len(self.flat):
+            self.flat = self.gradients.place(self.region)
+            self.set_views()
+
+    def give_back(self) -> None:
+        """Return borrowed memory."""
+        if self.place.is_lent:
+            self.flat = self.flat.new_empty(0)
+            for member in self.members:
+                member.view = self.flat
+
+    # -- gradients arrive
+
+    def accumulate(self, state: ParameterState) -> None:
+        if state.parameter.grad is not None:
+            self.open()
+            super().accumulate(state)
+
+    def copy_in(self, members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
+        self.open()
+        return super().copy_in(members, in_one_pass)
+
+    def complete(self) -> list[ParameterState]:
+        """Copy in what is missing, unless gradients wait for memory until the launch."""
+        return [] if self.place.waits_for_bucket else super().complete()
+
+    def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        self.gradients.add(state.parameter, gradient)
+
+    # -- the reduction
+
+    def prepare(self) -> None:
+        """Copy in gradients that had to wait for memory, and clear the gaps."""
+        if self.place.waits_for_bucket:
+            self.copy_in(self.members)
+        for gap in self._gaps:
+            self.flat[gap].zero_()
+
+    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
+        pending = self.gradients.start_sum(self.region, payload, self.route.op, self.route.after)
+        self.gradients.note(reduction)
+        return pending
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self.region.size, -1)[self.gradients.rank] if self.is_scattered else flat
+
+    def take_sum(self, after: float) -> None:
+        """Scale this rank's part of the sum, collect it, and return the memory."""
+        if after != 1.0:
+            self.own_part(self.flat).mul_(after)
+        self.gradients.collect(self.region, self.flat)
+        self.give_back()

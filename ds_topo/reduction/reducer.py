@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -39,21 +40,20 @@ from typing_extensions import Unpack
 from ds_topo.base.marks import owners
 from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
+from ds_topo.reduction import MANAGED, REPORT, SPARSE_ROWS
 from ds_topo.reduction.buckets import (
     BucketLayout,
-    accumulate_gradient,
+    BucketTiming,
+    StepTiming,
     add_late_gradients,
-    copy_in,
     hand_out,
     is_copied_at_once,
 )
-from ds_topo.reduction.managed import ReplicaSums
 from ds_topo.reduction.options import ReductionArguments
 from ds_topo.reduction.parameters import (
     COPIED,
     KEPT,
     REBUILD,
-    ROWS,
     SUMMED,
     Changes,
     CommHook,
@@ -61,15 +61,17 @@ from ds_topo.reduction.parameters import (
     ParameterState,
     ReducerReference,
     Route,
+    WiderSums,
     agreed_inputs,
     check_module,
     data_parallel_group,
     make_equal,
     watch,
 )
-from ds_topo.reduction.partitions import MICRO_BATCH, STEP
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, different_steps
-from ds_topo.reduction.report import BucketTiming, GradientReport, StepTiming
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.report import GradientReport
 
 
 class ReducerState(enum.Enum):
@@ -115,6 +117,11 @@ def _missing_gradients(states: Iterable[ParameterState], whose: str) -> RuntimeE
     )
 
 
+def wider_sums(manager: object) -> WiderSums | None:
+    """Return what continues sums over the replicas of a ``Manager``; None without one."""
+    return None if manager is None else cast("WiderSums", MANAGED.load().ReplicaSums(manager))
+
+
 @dataclass(eq=False)
 class ReductionStep:
     """The state of one step, from its last backward to the end of ``finish()``."""
@@ -137,8 +144,8 @@ class ReductionStep:
 class StepDriver:
     """Step control of a reducer. This base class serves a user's training loop; drivers of engines override it."""
 
-    sums: ReplicaSums | None = None
-    """The averages over the replicas of a ``Manager`` that the engine's optimizer uses, too."""
+    wider: WiderSums | None = None
+    """What continues the sums, if the engine's optimizer uses it, too."""
 
     def options(self) -> ReductionArguments:
         """Return the driver's settings of the reduction; the user's take precedence."""
@@ -225,19 +232,19 @@ class BucketReducer:
         self.driver = driver or StepDriver()
         self._given = frozenset(options)
         """Names of the options that the user gave, not the driver."""
+        embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+        places = SPARSE_ROWS.load().places_of_rows(module) if any(part.sparse for part in embeddings) else {}
         self.options, self._states = agreed_inputs(
-            module, {**self.driver.options(), **options}, self.group, may_be_empty=driver is not None
+            module, {**self.driver.options(), **options}, places, self.group, may_be_empty=driver is not None
         )
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
-        manager = self.options.manager
-        self._sums = self.driver.sums if self.driver.sums or manager is None else ReplicaSums(manager)
-        """The averages over the replicas of a ``Manager``; None without one."""
-        self._dense = assign_routes(self._states, self.options, self.group, self._device, self._sums)
-        if self._sums is not None and any(state.home is ROWS for state in self._states):
-            raise ValueError(
-                "manager: torchft does not sum the sparse gradients of nn.Embedding(sparse=True): give it sparse=False"
-            )
+        self._wider = self.driver.wider or wider_sums(self.options.manager)
+        """What continues the sums beyond the group; None if they end there."""
+        self._dense = assign_routes(self._states, self.options, self.group, self._device, self._wider)
+        for state in self._states if self._wider is not None else ():
+            if state.place is not None:
+                state.place.check_wider()
         self._members: dict[Route, list[ParameterState]] = {}
         """The parameters of each route."""
         for state in self._states:
@@ -325,16 +332,13 @@ class BucketReducer:
                 if problem is not None:
                     raise RuntimeError(problem)
                 unused, late = self._read(notes)
-                if late and self._sums is not None:
-                    raise RuntimeError(
-                        f"parameters {_listed(late)} got more gradients than in the first step, which replicas of a "
-                        "Manager cannot know of each other: let every step reach the same parameters equally often"
-                    )
+                if late and self._wider is not None:
+                    raise self._wider.refuse_late(_listed(late))
                 add_late_gradients(late, self.options.scales(self._dense.size))
                 for state in self._step.late.values():
                     state.expected = max(state.expected or 1, state.arrived)
                 hand_out(self._states, self.options, without, unused)
-                self._layout.learn(self.group, keeps_order=self._sums is not None)
+                self._layout.learn(self.group, keeps_order=self._wider is not None)
             except BaseException:
                 for partition in self.options.partitions:
                     partition.discard()
@@ -403,7 +407,7 @@ class BucketReducer:
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce dense gradients by a communication hook of torch's DDP, such as ``bf16_compress_hook``.
 
-        The hook averages by itself, as it does under DDP. Experts and sparse gradients are reduced without it.
+        The hook averages by itself, as it does under DDP. Experts and rows of embeddings are reduced without it.
 
         Raises:
             ValueError: the reducer has options that a hook would ignore.
@@ -418,19 +422,21 @@ class BucketReducer:
                 "register_comm_hook() with op, divisor, predivide_factor or communication_dtype: a communication hook "
                 "scales and converts by itself, so leave these options out of this GradientReducer"
             )
-        if any(partition.lifetime is MICRO_BATCH for partition in options.partitions):
+        if any(partition.waits_for_buckets for partition in options.partitions):
             raise ValueError(
                 "register_comm_hook() at ZeRO stage 2: a communication hook works on whole gradients, of which ranks "
                 "keep their partition alone; use stage 0 or 1"
             )
         self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
         for parameter in self._states:
-            if parameter.route is self._dense and parameter.home is not ROWS:
+            if parameter.route is self._dense and parameter.bucket.takes_hook:
                 parameter.scale = 1.0
 
     def report(self) -> GradientReport:
         """Return bytes and times of the last steps on this rank."""
-        return GradientReport(dist.get_rank(), tuple(timing for timing in self._timings if timing.ended_ns))
+        steps = tuple(timing for timing in self._timings if timing.ended_ns)
+        report: GradientReport = REPORT.load().GradientReport(dist.get_rank(), steps)
+        return report
 
     def detach(self) -> None:
         """Remove the hooks; the module may get another reducer. Gradients stay as they are. Idempotent."""
@@ -453,8 +459,8 @@ class BucketReducer:
         self.driver.on_detach()
         if self._dense.exchange is not None:
             self._dense.exchange.rest()
-        if self._sums is not None:
-            self._sums.rest()
+        if self._wider is not None:
+            self._wider.rest()
 
     @property
     def state(self) -> ReducerState:
@@ -490,8 +496,8 @@ class BucketReducer:
             hooks = parameter._post_accumulate_grad_hooks
             stays = hooks and len(hooks) > of_engine and state.stays_in_grad
             if reducer._state is not REDUCING and not reducer._start():
-                if not (stays and state.memory is STEP):
-                    accumulate_gradient(state)
+                if not stays or state.waits_for_bucket:
+                    state.bucket.accumulate(state)
                 reducer._is_unreduced = True
                 return
             state.arrived += 1
@@ -502,14 +508,13 @@ class BucketReducer:
             if state.arrived != state.expected:
                 reducer._take_further(state)
                 return
-            if at_once:
-                copy_in((state,), in_one_pass=True)
             bucket = state.bucket
+            if at_once:
+                bucket.copy_in((state,), in_one_pass=True)
             pending = bucket.pending
             pending.discard(state)
             if not pending:
-                if bucket.memory is not MICRO_BATCH:
-                    copy_in(bucket.members)
+                bucket.complete()
                 if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
                     reducer._launch_full_buckets()
 
@@ -521,7 +526,7 @@ class BucketReducer:
         Further gradients are expected, or may follow (in the first step of a static graph), or this is one too many.
         """
         if state.expected is None or state.arrived < state.expected:
-            accumulate_gradient(state)
+            state.bucket.accumulate(state)
         elif not state.repeats:
             if state.expected > 1:
                 raise RuntimeError(
@@ -642,7 +647,7 @@ class BucketReducer:
             _, notes = self._launch_the_rest(failed)
             self._wait(notes)
             for partition in self.options.partitions:
-                if partition.lifetime is not MICRO_BATCH:  # it also has the sums of earlier micro-batches
+                if not partition.waits_for_buckets:  # it also has the sums of earlier micro-batches
                     partition.discard()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[StepNotes]]:
@@ -658,7 +663,7 @@ class BucketReducer:
         without: list[ParameterState] = []
         for bucket in self._layout.buckets:
             if bucket.pending:
-                without += copy_in(bucket.members) if bucket.memory is not MICRO_BATCH else ()
+                without += bucket.complete()
                 bucket.pending.clear()
         self._launch_full_buckets()
         late, defers, steps = set(step.late), self.driver.prefers_to_defer(self._timings), self.driver.steps_taken()

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,14 @@ from ds_topo.base.marks import expert_group_name
 from ds_topo.base.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import ProcessGroup, gathered
-from ds_topo.reduction.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
-from ds_topo.reduction.exchange import Exchange, Pending, hosts_in_order, two_level_exchange
-from ds_topo.reduction.managed import ManagedExchange, ReplicaSums
+from ds_topo.reduction import EXCHANGE
+from ds_topo.reduction.buckets import BucketTiming, CommHookBucket, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route
-from ds_topo.reduction.report import BucketTiming
+from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route, WiderSums
 from ds_topo.topology.rank_tables import has_two_levels
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.exchange import Exchange, Pending
 
 
 def assign_routes(
@@ -35,7 +37,7 @@ def assign_routes(
     options: ReductionOptions,
     group: ProcessGroup,
     device: torch.device,
-    sums: ReplicaSums | None = None,
+    wider: WiderSums | None = None,
 ) -> Route:
     """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
 
@@ -47,7 +49,7 @@ def assign_routes(
         options: the options of the reducer.
         group: the data-parallel group.
         device: the device of the parameters.
-        sums: the averages over replicas of a ``Manager``, to which every route goes on; None without one.
+        wider: continues the sums of every route; None if they end in its group.
 
     Raises:
         ValueError: two levels are wanted and the placement of ranks has none.
@@ -57,16 +59,16 @@ def assign_routes(
     def bucket_bytes(over: ProcessGroup) -> int:
         if options.bucket_bytes is not None:
             return options.bucket_bytes
-        return suitable_bucket_bytes(over, device) if sums is None else LARGE_BUCKET_BYTES
+        return suitable_bucket_bytes(over, device) if wider is None else LARGE_BUCKET_BYTES
 
     def route(label: str, over: ProcessGroup, nbytes: int, exchange: Exchange | None, in_one_sum: bool) -> Route:
-        if sums is not None:
-            exchange, in_one_sum = ManagedExchange(sums, over, exchange), False
+        if wider is not None:
+            exchange, in_one_sum = wider.exchange(over, exchange), False
         scale = scaling(options, size, over, device, in_one_sum)
         return Route(label, over, traits_of(over, device), *scale, options.communication_dtype, nbytes, exchange)
 
     nbytes = bucket_bytes(group)
-    may_be_chosen = options.two_level or (options.two_level is None and sums is None)  # replicas may measure otherwise
+    may_be_chosen = options.two_level or (options.two_level is None and wider is None)  # others may measure otherwise
     two_level = _chosen_two_level(states, options, group, device, nbytes) if may_be_chosen else None
     in_one_sum = two_level is None and not any(partition.copies for partition in options.partitions)
     dense = route("data", group, nbytes, two_level, in_one_sum)
@@ -109,7 +111,7 @@ def _chosen_two_level(
     bucket_bytes: int,
 ) -> Exchange | None:
     """Return two levels if asked for, or if the placement has them and they measure faster than a flat reduction."""
-    hosts = dict(zip(dist.get_process_group_ranks(group), hosts_in_order(group), strict=True))
+    hosts = dict(zip(dist.get_process_group_ranks(group), gathered(socket.gethostname(), group), strict=True))
     if not has_two_levels(hosts):
         if options.two_level:
             raise ValueError(
@@ -119,7 +121,7 @@ def _chosen_two_level(
         return None
     if not states:
         return None
-    two_level = two_level_exchange(group, hosts, device)
+    two_level: Exchange = EXCHANGE.load().two_level_exchange(group, hosts, device)
     if options.two_level:
         return two_level
     dtype = states[0].dtype
@@ -184,7 +186,7 @@ class Reduction:
     """
 
     def __init__(self, bucket: GradientBucket, is_last: bool) -> None:
-        bucket.fill()
+        bucket.prepare()
         self.bucket, self.route = bucket, bucket.route
         self.timing = BucketTiming(
             bucket.index, bucket.nbytes, len(bucket.members), self.route.label, time.perf_counter_ns()
@@ -211,35 +213,30 @@ class Reduction:
         if self._finish is not None:
             timing.wait_started_ns = time.perf_counter_ns()
             self._finish()
-            if self.route.after != 1.0 and not bucket.is_sparse:
-                self._own_part(bucket.flat).mul_(self.route.after)
-            if bucket.region is not None:
-                bucket.region.gradients.collect(bucket.region.region, bucket.flat)
-                bucket.give_back()
+            bucket.take_sum(self.route.after)
             self._finish = self._pending = None
             timing.wait_ended_ns = time.perf_counter_ns()
             timing.done_ns = timing.done_ns or timing.wait_ended_ns
         return timing.done_ns
 
     def _start(self, is_last: bool) -> Callable[[], object] | None:
-        if self.bucket.is_sparse:
-            return self._start_sum_of_rows()
+        if (wait := self.bucket.start()) is not None:
+            return wait
         if self.route.hook is not None:
             return self._call_hook(self.route.hook, is_last)
         return self._start_sum()
 
     def _start_sum(self) -> Callable[[], object]:
-        """Sum the bucket in the communication data type, for all ranks, or each slice of a region for its owner."""
-        bucket, route, region = self.bucket, self.route, self.bucket.scattered
-        if route.size == 1 and route.exchange is None and region is None:
+        """Sum the bucket in the communication data type, for all ranks, or each part for its owner."""
+        bucket, route = self.bucket, self.route
+        if route.size == 1 and route.exchange is None and not bucket.is_scattered:
             return lambda: None
         payload, dtype = bucket.flat, route.communication_dtype
         if dtype is not None and payload.is_floating_point():  # a real type would lose half of complex gradients
             payload = payload.to(dtype)
         pending: Pending | dist.Work
-        if region is not None:
-            pending = self._pending = region.gradients.start_sum(region.region, payload, route.op, route.after)
-            region.gradients.note(self)
+        if bucket.is_scattered:
+            pending = self._pending = bucket.start_scatter(payload, self)
         elif route.exchange is not None:
             missing = -len(payload) % route.exchange.slices
             payload = nn.functional.pad(payload, (0, missing)) if missing else payload
@@ -255,24 +252,8 @@ class Reduction:
             if self._pending is not None:
                 self.timing.done_ns = done_ns
             if payload is not bucket.flat:
-                own = self._own_part(bucket.flat)
-                own.copy_(self._own_part(payload)[: len(own)])
-
-        return finish
-
-    def _own_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of a bucket of which this rank gets the sum: its slice of a region, or all of it."""
-        region = self.bucket.scattered
-        if region is None:
-            return flat
-        return flat.view(region.region.size, -1)[region.gradients.rank]
-
-    def _start_sum_of_rows(self) -> Callable[[], object]:
-        """Sum one sparse gradient: the result has all ranks' rows."""
-        summed = start_sum_of_rows(self.bucket.members[0].view, self.route)
-
-        def finish() -> None:
-            self.bucket.members[0].view = summed() * self.route.after
+                own = bucket.own_part(bucket.flat)
+                own.copy_(bucket.own_part(payload)[: len(own)])
 
         return finish
 

@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-
-@dataclass(slots=True)
-class BucketTiming:
-    """One reduction of one bucket; times in nanoseconds of ``time.perf_counter_ns``."""
-
-    index: int
-    nbytes: int
-    parameters: int
-    label: str
-    """The process group that reduced it."""
-    launched_ns: int
-    done_ns: int = 0
-    """The end of communication for CPU tensors; elsewhere, the time at which the wait for it returned."""
-    wait_started_ns: int = 0
-    wait_ended_ns: int = 0
-
-    @property
-    def waited_ns(self) -> int:
-        """The time spent in the wait for it."""
-        return self.wait_ended_ns - self.wait_started_ns
-
-
-@dataclass(slots=True)
-class StepTiming:
-    """The times of one step: gradients arrive from ``started_ns`` on; ``finish()`` runs until ``ended_ns``."""
-
-    step: int
-    started_ns: int
-    finish_ns: int = 0
-    ended_ns: int = 0
-    buckets: list[BucketTiming] = field(default_factory=list)
-    gathers: list[BucketTiming] = field(default_factory=list)
-    """The gathers of parameters from their owners before this step's gradients (ZeRO 1 and 2)."""
-
-    @property
-    def communication_ns(self) -> int:
-        """The time during which at least one bucket was in flight."""
-        return sum(end - start for start, end in _union(self.buckets))
-
-    @property
-    def exposed_ns(self) -> int:
-        """The part of ``communication_ns`` that ``finish()`` waited for."""
-        return sum(max(0, end - max(start, self.finish_ns)) for start, end in _union(self.buckets))
+from ds_topo.reduction.buckets import StepTiming, union
 
 
 @dataclass(frozen=True)
@@ -115,7 +73,7 @@ class GradientReport:
         gathers = [step.gathers for step in self.steps if step.gathers]
         if gathers:
             size = sum(timing.nbytes for timing in gathers[-1]) / 2**20
-            under_way = _milliseconds(sum(end - start for start, end in _union(regions)) for regions in gathers)
+            under_way = _milliseconds(sum(end - start for start, end in union(regions)) for regions in gathers)
             waited = _milliseconds(sum(timing.waited_ns for timing in regions) for regions in gathers)
             lines.append(
                 f"{len(gathers[-1])} regions of parameters, {size:.2f} MiB a step; under way for {under_way:.2f} ms, "
@@ -157,17 +115,6 @@ class GradientReport:
 
     def __str__(self) -> str:
         return self.table()
-
-
-def _union(buckets: Sequence[BucketTiming]) -> list[tuple[int, int]]:
-    """Return the times at which at least one bucket was in flight, as disjoint intervals."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted((bucket.launched_ns, bucket.done_ns) for bucket in buckets):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def _layout(step: StepTiming) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.base.supported import number
 from ds_topo.checkpoint.engine_state import named_parameters
-from ds_topo.engine import optimizer_gradients, partitioned_optimizers
+from ds_topo.engine import engine_driver, optimizer_gradients, partitioned_optimizers
 from ds_topo.errors import DisagreementError
 from ds_topo.reduction import exchange
 from tests.support.exhaustive import mark_exhaustive
@@ -657,9 +657,9 @@ def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[
         gradient_accumulation_steps=lambda: 2,
         is_deepcompile_active=lambda: case["is_compiled"],
     )
-    parts = {"refusal_of_reducer": lambda _: None, "is_element_by_element": lambda _: case["by_element"]}
-    with mock.patch.multiple(optimizer_gradients, **parts):
-        found = optimizer_gradients._why_not_attachable(engine)
+    parts = {"may_have_options": lambda _: False, "is_element_by_element": lambda _: case["by_element"]}
+    with mock.patch.multiple(engine_driver, **parts):
+        found = engine_driver.why_not_attachable(engine)
     assert bool(found) == bool(reason)
     assert (found or "").startswith(reason)
 

@@ -79,11 +79,6 @@ def _pipeline(layers: Any = None, *args: Any, **options: Any) -> PipelineModule:
     return module
 
 
-def _reduce_inside_ddp() -> None:
-    whole = DistributedDataParallel(nn.Linear(4, 4))
-    GradientReducer(whole.module)
-
-
 def _clip_before_finish() -> None:
     module = nn.Linear(4, 4)
     reducer = GradientReducer(module, overlap=True)
@@ -720,7 +715,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Except
         ValueError,
         "parameter 'weight' is a DTensor",
     ),
-    "inside DDP": (_reduce_inside_ddp, ValueError, "reduces its gradients already"),
     "no module": (lambda: GradientReducer([nn.Linear(4, 4)]), TypeError, "give a torch.nn.Module"),
     "parameters": (lambda: GradientReducer(nn.Linear(4, 4).parameters()), TypeError, "give a torch.nn.Module"),
     "nothing to train": (
@@ -732,11 +726,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Except
         lambda: GradientReducer.attach(nn.Linear(4, 4)),
         TypeError,
         "what deepspeed.initialize returns",
-    ),
-    "a reducer of an engine's module": (
-        lambda: GradientReducer(_engine(mpu=_grid()).module),
-        TypeError,
-        "call GradientReducer.attach(engine)",
     ),
     "a group for an engine's reducer": (
         lambda: GradientReducer.attach(_engine(mpu=_grid()), process_group=dist.group.WORLD),

@@ -12,8 +12,7 @@ from torch import nn
 from ds_topo import initialize
 from ds_topo.engine.config import check_top_level
 from ds_topo.errors import EngineOptionError
-from ds_topo.reduction import ReductionOptions
-from ds_topo.reduction.options import arguments_from_config
+from ds_topo.reduction.options import ReductionOptions, arguments_from_config
 
 OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bucket_bytes": 0}, ValueError, "at least 1"),

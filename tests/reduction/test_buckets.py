@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +20,14 @@ from ds_topo.reduction.buckets import (
     BucketLayout,
     CommHookBucket,
     GradientBucket,
-    accumulate_gradient,
-    copy_in,
     is_copied_at_once,
-    late_gradient,
     plan_buckets,
     plan_parameters,
-    start_sum_of_rows,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.parameters import COPIED, NOT_YET, ROWS, SUMMED, ParameterState
+from ds_topo.reduction.parameters import COPIED, NOT_YET, SUMMED, ParameterState
 from ds_topo.reduction.partitions import MICRO_BATCH, STEP, GradientMemory, PartitionedGradients, PartitionLayout
+from ds_topo.reduction.rows import PlaceOfRows, start_sum_of_rows
 from tests.support.fake_world import fake_world
 
 KINDS = ("float32", "bfloat16", "expert")
@@ -107,7 +104,8 @@ def _state(
     parameter = nn.Parameter(torch.ones(tuple(shape)))
     for name, mark in marks.items():
         setattr(parameter, name, mark)
-    state = ParameterState(index, f"p{index}", parameter, dtype, is_sparse, **more)
+    more |= {"place": PlaceOfRows()} if is_sparse else {}
+    state = ParameterState(index, f"p{index}", parameter, dtype, **more)
     state.route = route or ROUTE
     return state
 
@@ -177,7 +175,8 @@ def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
     route = _route(exchange=SimpleNamespace(slices=multiple))
     for state in states:
         state.route = route
-    bucket = GradientBucket(7, states)
+    place = states[0].place
+    bucket: GradientBucket = GradientBucket(7, states) if place is None else place.bucket(7, states)
     bucket.install()
     return bucket
 
@@ -231,18 +230,18 @@ def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory:
         for parameter in served:
             parameter.grad = torch.ones_like(parameter)
         with mock.patch.object(gradients, "place", lambda region: torch.full((region.numel,), torch.nan)):
-            if memory is STEP:
-                copy_in(bucket.members)
-            bucket.fill()
+            assert bucket.complete() == []
+            assert len(bucket.flat) == (layout.numel if memory is STEP else 0)
+            bucket.prepare()
         values = [float(number != frozen) for number, numel in enumerate(layout.numels) for _ in range(numel)]
         assert bucket.flat.tolist() == values + [0.0] * (layout.numel - 9)
-        bucket.give_back()
+        bucket.take_sum(1.0)
         assert len(bucket.flat) == 0
         assert not any(len(state.view) for state in bucket.members)
 
 
 def _region_state(index: int, parameter: nn.Parameter, gradients: PartitionedGradients) -> ParameterState:
-    return ParameterState(index, "p", parameter, torch.float32, False, region=gradients.regions[parameter])
+    return ParameterState(index, "p", parameter, torch.float32, place=gradients.regions[parameter])
 
 
 def test_live_gradients_move_to_the_new_bucket() -> None:
@@ -275,11 +274,9 @@ def test_live_gradients_move_to_the_new_bucket() -> None:
 
 def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
     sparse = _bucket(_state(0, is_sparse=True))
-    assert sparse.is_sparse
     assert len(sparse.flat) == 0
     states = [_state(0), _state(1)]
     bucket = _bucket(*states)
-    assert not bucket.is_sparse
     bucket.pending.clear()
     for state, contribution in zip(states, (SUMMED, COPIED), strict=True):
         state.contribution, state.arrived = contribution, 3
@@ -396,8 +393,8 @@ def _installed(place: str = "in the bucket", gradient: object = None, **more: An
         given["grad_buffer"] = torch.zeros(4)
     state = _state(0, **given)
     state.scale = 0.5
-    if state.home is not ROWS:
-        _bucket(state)
+    _bucket(state)
+    if not given.get("is_sparse"):
         state.view.fill_(torch.nan)
     if gradient == "in place":
         state.view.copy_(VALUES)
@@ -423,7 +420,7 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
 ) -> None:
     state = _installed(gradient=gradient, repeats=repeats)
     state.scale = scale
-    without = copy_in([state], in_one_pass)
+    without = state.bucket.copy_in([state], in_one_pass)
     assert without == ([state] if gradient is None else [])
     assert state.contribution is COPIED
     assert torch.equal(state.view, torch.zeros(4) if gradient is None else VALUES * scale)
@@ -436,15 +433,15 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
 @pytest.mark.parametrize("place", list(PLACES))
 def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
     state = _installed(place)
-    accumulate_gradient(state)
+    state.bucket.accumulate(state)
     assert state.view.isnan().all(), "there was no gradient"
     for count in (1, 2, 3):
         state.parameter.grad = VALUES.clone() if state.parameter.grad is None else state.parameter.grad.add_(VALUES)
-        accumulate_gradient(state)
+        state.bucket.accumulate(state)
         assert torch.equal(state.view, VALUES.to(state.dtype) * count)
         assert state.contribution is (SUMMED if state.is_apart else NOT_YET)
         assert state.parameter.grad is (None if state.is_apart else state.view)
-    assert copy_in([state]) == []
+    assert state.bucket.copy_in([state]) == []
     assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
 
 
@@ -453,7 +450,7 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
 def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str, in_one_pass: bool) -> None:
     state = _installed(place, gradient=VALUES)
     state.scale = 1 / 3
-    copy_in([state], in_one_pass)
+    state.bucket.copy_in([state], in_one_pass)
     assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
     assert state.contribution is COPIED
     assert state.parameter.grad is None
@@ -462,7 +459,7 @@ def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str
 @pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
 def test_view_of_another_type_or_memory_is_zero_without_a_gradient(place: str) -> None:
     state = _installed(place)
-    copy_in([state])
+    state.bucket.copy_in([state])
     assert torch.equal(state.view, torch.zeros(4, dtype=state.dtype))
 
 
@@ -476,10 +473,10 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     in_place.view.copy_(VALUES)
     in_place.parameter.grad = in_place.view
     done.view.fill_(9.0)
-    assert copy_in(bucket.members) == [none]
+    assert bucket.copy_in(bucket.members) == [none]
     assert bucket.flat.tolist() == [*(VALUES / 2).tolist() * 2, *[0.0] * 4, *[9.0] * 4]
     assert not own.view.requires_grad
-    assert copy_in(bucket.members) == []
+    assert bucket.copy_in(bucket.members) == []
 
 
 def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
@@ -490,10 +487,10 @@ def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
     )
     for one in (state, repeated):
         one.parameter.grad = SPARSE.clone()
-        accumulate_gradient(one)
+        one.bucket.accumulate(one)
         assert one.parameter.grad is not None
     for one in (state, repeated, none):
-        assert copy_in([one]) == []
+        assert one.bucket.copy_in([one]) == []
         assert one.view.is_sparse
     assert state.view.to_dense().tolist() == repeated.view.to_dense().tolist() == [0, 2.5, 0, 0]
     assert none.view.to_dense().tolist() == [0] * 4
@@ -519,17 +516,19 @@ def test_rows_are_gathered_if_the_backend_cannot_sum_them() -> None:
     assert torch.equal(found.to_dense(), ours.to_dense() + theirs.to_dense())
 
 
-def _copy_in_one_pass(state: ParameterState) -> None:
-    copy_in([state], in_one_pass=True)
+FILLS: list[Callable[[ParameterState], object]] = [
+    lambda state: state.bucket.accumulate(state),
+    lambda state: state.bucket.copy_in([state], in_one_pass=True),
+    lambda state: state.bucket.copy_in([state]),
+    lambda state: state.bucket.late_gradient(state),
+]
 
 
-@pytest.mark.parametrize(
-    "fill", [_copy_in_one_pass, accumulate_gradient, lambda state: copy_in([state]), late_gradient]
-)
+@pytest.mark.parametrize("fill", FILLS)
 def test_gradient_of_unexpected_layout_is_named_in_error(fill: Any) -> None:
     with pytest.raises(ValueError, match=r"parameter 'p0' got a sparse gradient, but no nn\.Embedding"):
         fill(_installed(gradient=SPARSE))
-    if fill is not accumulate_gradient:
+    if fill is not FILLS[0]:
         with pytest.raises(ValueError, match=r"parameter 'p0' is the weight of an nn\.Embedding\(sparse=True\)"):
             fill(_installed(gradient=VALUES, is_sparse=True))
 
@@ -537,36 +536,36 @@ def test_gradient_of_unexpected_layout_is_named_in_error(fill: Any) -> None:
 def test_late_gradient_has_the_type_of_the_view() -> None:
     for place in PLACES:
         state = _installed(place)
-        assert torch.equal(late_gradient(state), torch.zeros_like(state.view))
+        assert torch.equal(state.bucket.late_gradient(state), torch.zeros_like(state.view))
         state.parameter.grad = VALUES.clone()
-        late = late_gradient(state)
+        late = state.bucket.late_gradient(state)
         assert torch.equal(late, VALUES.to(state.dtype))
         assert late.data_ptr() != state.view.data_ptr()
     sparse = _installed(is_sparse=True)
-    assert late_gradient(sparse).to_dense().tolist() == [0] * 4
+    assert sparse.bucket.late_gradient(sparse).to_dense().tolist() == [0] * 4
     sparse.parameter.grad = SPARSE.clone()
-    assert late_gradient(sparse).to_dense().tolist() == [0, 5, 0, 0]
+    assert sparse.bucket.late_gradient(sparse).to_dense().tolist() == [0, 5, 0, 0]
 
 
 def test_is_replaced_detects_gradients_replaced_after_the_copy() -> None:
     for gradient in (None, VALUES):
         state = _installed(gradient="in place")
-        copy_in([state])
+        state.bucket.copy_in([state])
         assert not state.is_replaced
         state.parameter.grad = gradient
         assert state.is_replaced
     apart = _installed("of another type", gradient=VALUES)
-    copy_in([apart])
+    apart.bucket.copy_in([apart])
     assert not apart.is_replaced, "the view never was the parameter's gradient"
     apart.parameter.grad = VALUES
     assert apart.is_replaced
     sparse = _installed(is_sparse=True, gradient=SPARSE)
-    copy_in([sparse])
+    sparse.bucket.copy_in([sparse])
     assert not sparse.is_replaced
     sparse.parameter.grad = None
     assert sparse.is_replaced
     repeated = _installed(gradient=VALUES, repeats=True)
-    copy_in([repeated])
+    repeated.bucket.copy_in([repeated])
     assert not repeated.is_replaced
     repeated.parameter.grad, repeated.arrived, repeated.expected = VALUES, 1, 1
     assert repeated.is_replaced

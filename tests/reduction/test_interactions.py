@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineParallelGrid
-from ds_topo.reduction import reducer as reducers
+from ds_topo.reduction.buckets import GradientBucket
 from tests.support.failing import FailsInBackward
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
@@ -140,13 +140,20 @@ def test_large_gradients_are_copied_at_once_and_small_ones_together() -> None:
     with fake_world(0, 2):
         module = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1))
         reducer = GradientReducer(module, two_level=False)
-        with mock.patch.object(reducers, "copy_in", wraps=reducers.copy_in) as copied:
+        with mock.patch.object(GradientBucket, "copy_in", autospec=True, side_effect=GradientBucket.copy_in) as copied:
             module(torch.ones(1, 128)).sum().backward()
         reducer.finish()
         reducer.detach()
-    calls = [([state.name for state in call.args[0]], call.kwargs) for call in copied.call_args_list]
+    calls = [([state.name for state in call.args[1]], call.kwargs) for call in copied.call_args_list]
     assert calls[0] == (["0.weight"], {"in_one_pass": True})
     assert not any(options for _, options in calls[1:])
+
+
+def test_reducer_of_a_sparse_embedding_is_detached_before_its_first_step() -> None:
+    with fake_world(0, 1):
+        module = nn.Embedding(4, 2, sparse=True)
+        GradientReducer(module).detach()
+        GradientReducer(module).detach()
 
 
 def test_zero_grad_and_detach_delete_main_grad(world: Worlds) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer
-from ds_topo.reduction import ReductionOptions
+from ds_topo.reduction.options import ReductionOptions
 from ds_topo.reduction.parameters import Changes, ignored_identities, watch
 from tests.support.reduced_model import (
     SMALL,

@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer
 from ds_topo.base import backends
-from ds_topo.reduction import ReductionOptions, exchange, reductions
-from ds_topo.reduction.buckets import CommHookBucket, GradientBucket, copy_in
+from ds_topo.reduction import exchange, reductions
+from ds_topo.reduction.buckets import CommHookBucket, GradientBucket
+from ds_topo.reduction.options import ReductionOptions
 from ds_topo.reduction.parameters import ParameterState, Route
 from ds_topo.reduction.partitions import STEP, PartitionedGradients, PartitionLayout
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, scaling
+from ds_topo.reduction.rows import PlaceOfRows, RowsBucket
 from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
@@ -213,7 +215,7 @@ def _state(index: int = 0, numel: int = 4, is_sparse: bool = False, **marks: Any
     parameter = nn.Parameter(torch.zeros(numel))
     for name, mark in marks.items():
         setattr(parameter, name, mark)
-    return ParameterState(index, f"p{index}", parameter, torch.float32, is_sparse)
+    return ParameterState(index, f"p{index}", parameter, torch.float32, place=PlaceOfRows() if is_sparse else None)
 
 
 def _bucket(values: torch.Tensor, route: Route) -> GradientBucket:
@@ -229,7 +231,7 @@ def _bucket(values: torch.Tensor, route: Route) -> GradientBucket:
 def _sparse_bucket(rows: torch.Tensor, route: Route) -> GradientBucket:
     state = _state(is_sparse=True)
     state.route = route
-    bucket = GradientBucket(3, [state])
+    bucket = RowsBucket(3, [state])
     bucket.install()
     state.view = rows.to_sparse()
     return bucket
@@ -445,8 +447,8 @@ def test_two_levels_are_used_if_wanted_or_faster(
     hosts = ["a", "a", "a", "b", "b", "b"]
     with (
         fake_world(0, 6),
-        mock.patch.object(reductions, "hosts_in_order", return_value=hosts) as asked,
-        mock.patch.object(reductions, "two_level_exchange", return_value=made),
+        mock.patch.object(reductions, "gathered", return_value=hosts) as asked,
+        mock.patch.object(exchange, "two_level_exchange", return_value=made),
         mock.patch.object(reductions, "is_two_level_faster", probed),
     ):
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
@@ -460,12 +462,12 @@ def test_two_levels_are_used_if_wanted_or_faster(
 
 
 def test_a_stage_without_trainable_parameters_measures_no_levels() -> None:
-    with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a", "a", "b", "b"]):
+    with fake_world(0, 4), mock.patch.object(reductions, "gathered", return_value=["a", "a", "b", "b"]):
         assert assign_routes([], ReductionOptions(bucket_bytes=10), dist.group.WORLD, CPU).exchange is None
 
 
 def test_two_levels_are_refused_if_the_placement_has_none() -> None:
-    with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a"] * 4):
+    with fake_world(0, 4), mock.patch.object(reductions, "gathered", return_value=["a"] * 4):
         options = ReductionOptions(bucket_bytes=10)
         dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
         assert dense.exchange is None
@@ -673,12 +675,12 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
         parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
         whole = [0] if is_whole else []
         gradients = PartitionedGradients([parameter], layout, world, torch.float32, memory=STEP, whole=whole)
-        state = ParameterState(0, "p0", parameter, torch.float32, False, region=gradients.regions[parameter])
+        place = gradients.regions[parameter]
+        state = ParameterState(0, "p0", parameter, torch.float32, place=place)
         state.route, parameter.grad = _route(), VALUES.clone()
-        bucket = GradientBucket(0, [state])
+        bucket = place.bucket(0, [state])
         bucket.install()
-        copy_in(bucket.members)
-        bucket.fill()
+        bucket.complete()
         with mock.patch.object(gradients, "start_sum") as start_sum:
             Reduction(bucket, True).wait()
         assert start_sum.call_count == (not is_whole)

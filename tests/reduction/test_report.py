@@ -14,7 +14,8 @@ from torch import nn
 
 from ds_topo import GradientReducer
 from ds_topo.reduction import reducer as reducers
-from ds_topo.reduction.report import BucketTiming, GradientReport, StepTiming
+from ds_topo.reduction.buckets import BucketTiming, StepTiming
+from ds_topo.reduction.report import GradientReport
 from tests.support.reduced_model import SMALL, backward, model
 from tests.support.world import Worlds
 

@@ -6,7 +6,9 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 
 
-def imports_in(source: str, module: str, modules: Collection[str], *, of_types_too: bool = True) -> set[str]:
+def imports_in(
+    source: str, module: str, modules: Collection[str], *, of_types_too: bool = True, of_tables_too: bool = True
+) -> set[str]:
     """Return the absolute names of the modules that a module imports, at any depth and also by ``importlib``.
 
     Args:
@@ -14,6 +16,7 @@ def imports_in(source: str, module: str, modules: Collection[str], *, of_types_t
         module: The name of the module; that of a package's ``__init__.py`` ends in ``.__init__``.
         modules: All existing modules, to tell ``from package import module`` from ``from module import name``.
         of_types_too: Include imports under ``if TYPE_CHECKING``.
+        of_tables_too: Include the rows of a table, each of which is imported when a program first asks for it.
 
     Raises:
         ValueError: The name of an imported module is computed.
@@ -49,7 +52,7 @@ def imports_in(source: str, module: str, modules: Collection[str], *, of_types_t
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             if ast.unparse(node.args[0]) == "self.where":  # the rows of a table in this module
                 rows = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
-                found.update(rows & set(modules))
+                found.update(rows & set(modules) if of_tables_too else ())
                 continue
             found.add(_text_of(node.args[0], constants, f"{module}, line {node.lineno}"))
     return found
