@@ -32,7 +32,7 @@ from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.plan.model import PRESETS, Model, read_model, transformer
 from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.plan.stages import Costs
-from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
+from ds_topo.topology.axes import EXPERT, MAX_DEGREE, axis_meant, divisors, leaves_out_a_degree, parse_spec
 from ds_topo.topology.process_topology import ProcessTopology
 
 SUMMARY = "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds"
@@ -306,10 +306,10 @@ def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
 def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
-        experts = "; experts are distributed with --expert-parallel N" if EXPERT in unknown else ""
-        raise TopologyError(
-            f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}{experts}"
-        )
+        meant = [meant for axis in unknown if (meant := axis_meant(axis)) in AXES]
+        hint = f": did you mean {meant[0]!r}? Choose" if meant else "; choose"
+        experts = "; experts are distributed with --expert-parallel N" if EXPERT in map(axis_meant, unknown) else ""
+        raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned{hint} among {list(AXES)}{experts}")
 
 
 def _next_steps(arguments: argparse.Namespace, found: Found) -> str:

@@ -301,6 +301,10 @@ def test_plans_keep_other_decisions(capsys: pytest.CaptureFixture[str]) -> None:
         ([*JOB, "--expert-load", "0.5"], "the fullest expert has at least the mean"),
         ([*JOB, "--precision", "fp8"], "accelerator A100-80GB has no fp8: choose one of"),
         ([*JOB, "--topology", "foo=8"], "--topology 'foo=8': axes ['foo'] cannot be planned; choose among ['pipe',"),
+        (
+            [*JOB, "--fix", "tp_size=2"],
+            "axes ['tp_size'] cannot be planned: did you mean 'model'? Choose among ['pipe',",
+        ),
         ([*JOB, "--compare", "modle=2,data=4"], "--compare 'modle=2,data=4': axes ['modle'] cannot be planned"),
         ([*JOB, "--fix", "model=-1"], "--fix 'model=-1': give degrees from 1 on"),
         ([*JOB, "--fix", "model=2:1"], "give degrees from 1 on, without strides"),
