@@ -18,7 +18,6 @@ from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
 """``host_traffic`` counts at most this number of hosts."""
-AXIS_NAMES = {GRADIENTS: "data", EXPERT: "experts"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class AxisUse:
     """The placement of an axis' groups on hosts, and the bytes that they send to other hosts in a step."""
 
     axis: str
+    """The axis; for gradients all axes of replicas, such as ``data+seq (gradients)``."""
     ranks: int
     hosts: int
     bytes_per_host: float
@@ -65,7 +65,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(layout.activation_bytes(job) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {_bytes(layout.activation_bytes(job) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         f"are equal{mirrored}",
@@ -86,8 +86,8 @@ def _gradients_text(costs: Costs, layout: JobLayout, spans: Spans) -> str:
         if message.axis == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             leaving = step_time.bytes_leaving(operation, size, span)
             texts.append(
-                f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
-                + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
+                f"{operation} of {_bytes(size)} over {span.size} ranks, {_where(span)}"
+                + (f" ({_bytes(leaving)} leave a host)" if leaving else "")
                 + f", {_ms(step_time.collective_seconds(operation, size, span, cluster))}"
                 + (f" x {message.count:g}" if message.count > 1 else "")
             )
@@ -124,10 +124,11 @@ def explain_axes(costs: Costs, layout: JobLayout) -> list[AxisUse]:
     """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
     spans = step_time.layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
+    replicas = "+".join(axis for axis in gradient_axes(layout.topology) if layout.topology.get_dim(axis) > 1)
+    names = {GRADIENTS: f"{replicas} (gradients)", EXPERT: "experts"}
     wide = [axis for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL) if axis in spans and spans[axis].size > 1]
     return [
-        AxisUse(AXIS_NAMES.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0))
-        for axis in wide
+        AxisUse(names.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0)) for axis in wide
     ]
 
 
@@ -190,6 +191,12 @@ def _where(span: Span) -> str:
     return f"across {span.hosts} hosts" if span.crosses else "inside hosts"
 
 
+def _bytes(size: float) -> str:
+    from rich.filesize import decimal  # not with `ds-topo --help`
+
+    return decimal(round(size))
+
+
 def _ms(seconds: float) -> str:
     """Return seconds or milliseconds with three digits.
 
@@ -197,18 +204,6 @@ def _ms(seconds: float) -> str:
     ('2.35 s', '12.3 ms')
     """
     return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def bytes_text(size: float) -> str:
-    """Return bytes as MB, GB or TB with three digits.
-
-    >>> bytes_text(12_345_678), bytes_text(2.5e12)
-    ('12.3 MB', '2.5 TB')
-    """
-    for unit, name in ((1e12, "TB"), (1e9, "GB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size / 1e6:.3g} MB"
 
 
 def host_traffic(costs: Costs, layout: JobLayout) -> list[dict[str, float]]:

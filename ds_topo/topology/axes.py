@@ -381,31 +381,6 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     return cast("Spec", content["topology"])
 
 
-def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
-    """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one.
-
-    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
-    {'model': 'AutoTP'}
-
-    Args:
-        config: the content of a DeepSpeed config.
-        degrees: the degree of each axis.
-    """
-    names = ("tensor_parallel", "expert_parallel", "hybrid_engine", "compile", "zero_optimization")
-    tensor, experts, hybrid, compiled, zero = (
-        section if isinstance(section := config.get(name), Mapping) else {} for name in names
-    )
-    is_split = isinstance(config.get(names[0]), Mapping) and tensor.get("autotp_size", 2) not in (0, 1)
-    stage, passes = zero.get("stage", 0), compiled.get("passes")
-    uses = {
-        MODEL: "AutoTP" if is_split else "hybrid engine" if hybrid.get("enabled") is True else "",
-        EXPERT: "AutoEP" if experts.get("enabled") is True else "",
-        SEQ: "AutoSP" if isinstance(passes, Sequence) and "autosp" in passes else "",
-        SHARD: f"ZeRO {stage}" if stage in (1, 2, 3) else "",
-    }
-    return {axis: use for axis, use in uses.items() if use and degrees.get(axis, 1) > 1}
-
-
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of a JSON file, and refuse a key that is given twice, as DeepSpeed does."""
     content = dict(pairs)

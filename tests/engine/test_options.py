@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo import PipelineParallelGrid, groups, initialize
 from ds_topo.base.supported import SLICES_WITH_EXPERTS, require
 from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructure
+from ds_topo.cli.show_report import mechanisms_of
 from ds_topo.engine import config_options as table
 from ds_topo.engine.checks import check_model
 from ds_topo.engine.config_options import (
@@ -45,7 +46,6 @@ from ds_topo.engine.config_options import (
     refusals,
 )
 from ds_topo.errors import EngineOptionError
-from ds_topo.topology.axes import mechanisms_of
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import data_efficiency, settings, start
