@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
 
-from ds_topo.cli.shared import new_console, new_figure, save_figure, table_of
+from ds_topo.cli.shared import aligned, new_console, new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
 from ds_topo.plan import explain
 from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
@@ -84,7 +83,7 @@ def _plan_lines(found: Found, width: int) -> list[str]:
         )
     most = 8 if any(row[-1] for row in rows) else 7
     for shown in (*range(most, 5, -1), 6):
-        lines = _aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
+        lines = aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
         if max(map(len, lines)) <= width:
             break
         if shown == 6:  # name the largest term alone
@@ -94,18 +93,6 @@ def _plan_lines(found: Found, width: int) -> list[str]:
         below = [f"  with {row[-1]}" if row[-1] else "" for row in rows]
         lines = [lines[0], *(line for pair in zip(lines[1:], below, strict=True) for line in pair if line)]
     return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """Return a line for each row, in columns that are two spaces apart; those in ``right`` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _gigabytes(size: float) -> str:
