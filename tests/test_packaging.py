@@ -96,7 +96,7 @@ def test_metadata_has_no_deprecated_form(built: Built) -> None:
 def test_page_on_an_index_has_no_links_to_files(built: Built) -> None:
     readme, page = (ROOT / "README.md").read_text(), str(built.metadata.get_payload())
     links = LINK.findall(readme)
-    assert "examples/checkpoints.md" in links
+    assert "examples/guides/checkpoints.md" in links
     assert LINK.findall(page) == []
     for name in links:
         assert (ROOT / name).exists()

@@ -1,6 +1,6 @@
 """Options of DeepSpeed's config that assume an order of ranks are accepted in that order and refused in others.
 
-Every message of the table has a case here, and is in ``examples/combinations.md``.
+Every message of the table has a case here, and is in ``examples/guides/combinations.md``.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _refusals_with_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
 
 
 def test_every_message_of_the_table_has_a_case_and_is_in_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (Path(__file__).parents[2] / "examples/combinations.md").read_text()
+    guide = (Path(__file__).parents[2] / "examples/guides/combinations.md").read_text()
     quoted = [text for text in re.findall(r"`([^`\n]+)`", guide) if len(text) > 40]
     patterns = [re.escape(text).replace(re.escape("..."), ".*") for text in quoted]
     found = list(_refusals_with_places(monkeypatch))
