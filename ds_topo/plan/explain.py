@@ -51,9 +51,10 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     layout, job = plan.layout, costs.job
     spans = step_time.layout_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
-    slowest, kind = max(passes, key=lambda one: one[0].total)
-    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
+    kinds = costs.stage_kinds(layout)
+    passes = [step_time.stage_pass(costs, kind, layout, spans) for kind in kinds]
+    slowest, kind = step_time.slowest_stage(passes, kinds)
+    updated = max(step_time.updated_parameters(costs, layout))
     factor = step_time.mirrored_bubble(layout.pipe, slowest)
     mirrored = f", x {factor:.2f} by DualPipeV" if job.software.mirrors else ""
     texts = {
