@@ -152,11 +152,9 @@ def save_picture(found: Found, path: str | Path) -> None:
     labels[0] = f"best: {labels[0]}"
     unit, name = (1.0, "s") if plans[0].seconds >= 1 else (1e3, "ms")
     _bars(seconds, [plan.time.parts() for plan in plans], labels, unit, legend_columns=6)
+    digits = 2 if plans[0].seconds * unit < 10 else 1 if plans[0].seconds * unit < 100 else 0
     for row, plan in enumerate(plans):
-        value = plan.seconds * unit
-        # the same number of digits after the point for values of one kind: 17.5 and 19.0
-        text = f"{value:.1f}" if 10 <= value < 100 else f"{value:.3g}"
-        seconds.text(value, row, f" {text}", va="center", fontsize=8)
+        seconds.text(plan.seconds * unit, row, f" {plan.seconds * unit:.{digits}f}", va="center", fontsize=8)
     seconds.set_xlim(0, 1.1 * unit * max(plan.seconds for plan in plans))
     seconds.set_xlabel(f"{name} per step")
     _bars(memory, [plan.memory.parts() for plan in plans], labels, 1e-9, legend_columns=3)
