@@ -115,6 +115,7 @@ def test_examples_are_copied(
     assert "start with examples/README.md" in capsys.readouterr().out
     names = {path.name for path in (ROOT / "examples").iterdir()} - {"__pycache__"}
     assert {path.name for path in (tmp_path / "examples").iterdir()} == names
+    assert (tmp_path / "examples/guides/plan.md").is_file()
     assert main(["examples"]) == 2
     assert "'examples' exists and is not an empty folder: name another one" in capsys.readouterr().err
     assert main(["examples", "again/here"]) == 0

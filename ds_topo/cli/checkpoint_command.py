@@ -16,7 +16,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, check_folder
 from ds_topo.checkpoint.manifest import SavedParameter
 from ds_topo.cli.shared import aligned, cells, counted, new_console, say
-from ds_topo.errors import CheckpointError, MissingCheckpointError, printable
+from ds_topo.errors import CheckpointError, MissingCheckpointError, bytes_text, printable
 from ds_topo.launch.placement import fold_numbers
 
 if TYPE_CHECKING:
@@ -82,8 +82,6 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: str | None, *, verified: bool) -> None:
     """Print a line for each checkpoint, newest first; then the problems, and the tag in ``latest``."""
-    from rich.filesize import decimal
-
     rows = [["tag", "state", "step", "size", "layout"]]
     for checkpoint in found:
         manifest, layout_text, step = checkpoint.manifest, "no manifest", "?"
@@ -93,7 +91,7 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
             experts = "".join(f", experts over {groups.size}" for groups in layout.experts)
             layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}{experts}"
         state = _state(checkpoint, "verified" if verified else "complete")
-        rows.append([checkpoint.tag, state, step, decimal(checkpoint.bytes), layout_text])
+        rows.append([checkpoint.tag, state, step, bytes_text(checkpoint.bytes), layout_text])
     _print_rows(console, rows, right={2, 3})
     console.print()
     for checkpoint in found:
@@ -107,8 +105,6 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
 
 def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bool, verified: bool) -> None:
     """Print the layout, the files and the parameters of one checkpoint."""
-    from rich.filesize import decimal
-
     state = _state(checkpoint, "complete, digests agree" if verified else "complete")
     title = f"{checkpoint.tag}: {state}{', latest' if is_latest else ''}"
     console.print(*cells(title), style="bold", highlight=False)
@@ -122,7 +118,7 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
     say(console, f"step        {manifest.step:,}, saved {manifest.time}")
     say(console, f"layout      {manifest.layout}")
     say(console, f"optimizer   {manifest.layout.optimizer}")
-    say(console, f"files       {len(manifest.files):,} and the manifest, {decimal(checkpoint.bytes)}")
+    say(console, f"files       {len(manifest.files):,} and the manifest, {bytes_text(checkpoint.bytes)}")
     say(console, f"parameters  {manifest.numel():,} in {counted(len(manifest.parameters), 'tensor')}")
     say(console, "releases    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     console.print()

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
 
 from ds_topo.cli.shared import aligned, new_console, new_figure, save_figure, table_of
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, bytes_text
 from ds_topo.plan import explain
 from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
 from ds_topo.plan.memory import BUCKET_PARAMETERS
@@ -108,7 +107,7 @@ def _print_explained(console: Console, found: Found) -> None:
     console.print("\n[bold]axes on hosts[/bold]")
     table = table_of("axis", ">ranks", ">hosts", "link", ">leave a host per step")
     for use in explain.explain_axes(costs, best.layout):
-        sent = decimal(round(use.bytes_per_host)) if use.bytes_per_host else "-"
+        sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
         table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
     console.print(table)
     console.print("\n[bold]the same degrees in other orders[/bold]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ds_topo.errors import bytes_text
 from ds_topo.plan import step_time
 from ds_topo.plan.hardware import Cluster
 from ds_topo.plan.job import JobLayout, Recompute
@@ -66,7 +67,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {_bytes(layout.activation_bytes(job) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(layout.activation_bytes(job) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         f"are equal{mirrored}",
@@ -87,8 +88,8 @@ def _gradients_text(costs: Costs, layout: JobLayout, spans: Spans) -> str:
         if message.axis == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             leaving = step_time.bytes_leaving(operation, size, span)
             texts.append(
-                f"{operation} of {_bytes(size)} over {span.size} ranks, {_where(span)}"
-                + (f" ({_bytes(leaving)} leave a host)" if leaving else "")
+                f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
+                + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
                 + f", {_ms(step_time.collective_seconds(operation, size, span, cluster))}"
                 + (f" x {message.count:g}" if message.count > 1 else "")
             )
@@ -190,12 +191,6 @@ def rejections(tally: Tally) -> list[str]:
 
 def _where(span: Span) -> str:
     return f"across {span.hosts} hosts" if span.crosses else "inside hosts"
-
-
-def _bytes(size: float) -> str:
-    from rich.filesize import decimal  # not with `ds-topo --help`
-
-    return decimal(round(size))
 
 
 def _ms(seconds: float) -> str:
