@@ -34,7 +34,7 @@ from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
-FORMAT, VERSION = "ds_topo checkpoint", 1
+FORMAT, VERSION = "ds_topo checkpoint", 4
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""

@@ -133,8 +133,8 @@ def test_tables_are_read_and_checked() -> None:
 
 
 def test_later_version_is_refused_with_its_release() -> None:
-    text = json.dumps({"format": "ds_topo checkpoint", "version": 2, "versions": {"ds_topo": "9.9"}})
-    with pytest.raises(CheckpointVersionError, match=r"last: version 2 .* reads versions up to 1: install .*\(9\.9\)"):
+    text = json.dumps({"format": "ds_topo checkpoint", "version": 5, "versions": {"ds_topo": "9.9"}})
+    with pytest.raises(CheckpointVersionError, match=r"last: version 5 .* reads versions up to 4: install .*\(9\.9\)"):
         from_text(text, "last")
 
 
