@@ -7,10 +7,12 @@ for DeepSpeed still catches it.
 from __future__ import annotations
 
 import inspect
+import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +70,60 @@ def bytes_text(size: float, base: int = 1000) -> str:
     units = ("B", "kB", "MB", "GB", "TB") if base == 1000 else ("B", "KiB", "MiB", "GiB", "TiB")
     power = next((power for power in (4, 3, 2, 1) if size >= 0.9995 * base**power), 0)
     return f"{size / base**power:.{3 if base == 1000 else 4}g} {units[power]}"
+
+
+def first_line(error: BaseException | type[BaseException]) -> str:
+    """Describe an exception in one line.
+
+    >>> first_line(ValueError("no\\nway"))
+    'ValueError: no'
+    """
+    text = str(error).strip().partition("\n")[0][:200]
+    kind = type(error).__name__
+    return f"{kind}: {text}" if text else kind
+
+
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})")
+
+
+def fold_node_list(names: Sequence[str]) -> str:
+    """Fold names that differ only in their last number, where the numbers are consecutive, as Slurm writes nodes.
+
+    >>> fold_node_list(["n01", "n02", "n03", "n7", "gpu-a"])
+    'n[01-03],n7,gpu-a'
+    """
+    runs: list[list[tuple[str, str]]] = []
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        prefix, digits = (match[1], match[2]) if match else (name, "")
+        first, last = (runs[-1][0][1], runs[-1][-1][1]) if runs and prefix == runs[-1][0][0] else ("", "")
+        if digits and last and digits == f"{int(last) + 1:0{len(first)}d}":
+            runs[-1].append((prefix, digits))
+        else:
+            runs.append([(prefix, digits)])
+    return ",".join(f"{run[0][0]}[{run[0][1]}-{run[-1][1]}]" if len(run) > 1 else "".join(run[0]) for run in runs)
+
+
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges.
+
+    >>> fold_numbers([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    return fold_node_list([str(number) for number in numbers]).translate({ord("["): "", ord("]"): ""})
+
+
+def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
+    """Write ranks by host, for the first eight hosts.
+
+    >>> ranks_by_host([("a", 2), ("b", 7), ("a", 3)])
+    'a (ranks 2-3), b (rank 7)'
+    """
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for host, rank in places:
+        ranks_of[host].append(rank)
+    named = [f"{host} (rank{'s' if len(ranks) > 1 else ''} {fold_numbers(ranks)})" for host, ranks in ranks_of.items()]
+    return ", ".join(named[:8]) + (f" and {len(named) - 8} more hosts" if len(named) > 8 else "")
 
 
 def unanswered(error: RuntimeError, limit: timedelta) -> str:

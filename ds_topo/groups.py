@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.engine.autoparallel import get_tensor_model_parallel_src_rank
 from ds_topo.engine.config_options import different_parameters
-from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
+from ds_topo.engine.current_mpu import get_tensor_model_parallel_src_rank
+from ds_topo.engine.expert_groups import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import EngineOptionError, ExpertSizeError
 from ds_topo.mpu import ExpertGroups

@@ -1,13 +1,16 @@
 """Print the modules of ds_topo that one step of a job loads: ``python -m tests.reach [kind ...]``.
 
-Each kind of job runs in a process of its own, on one rank, from the import of ``ds_topo`` to the end of its first step.
-``--files`` also lists the modules, and ``--trace`` those of which a function runs between ``initialize`` and the step.
+Each kind of job runs from the import of ``ds_topo`` to the end of its first step, on one rank or ``--ranks 2``, each of
+which is a process of its own; rank 0 reports. ``--files`` also lists the modules, and ``--trace`` those of which a
+function runs between ``initialize`` and the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shard": ("data=1,shard=1", {"zero_optimization": {"stage": 1}}),
     "AutoTP": ("data=1,model=1", {"tensor_parallel": {"autotp_size": 1}}),
 }
-"""The layout and the config of each kind of job."""
+"""The layout and the config of each kind of job. With more ranks, ``data`` is their number."""
 
 
 def train(kind: str) -> None:
@@ -34,10 +37,10 @@ def train(kind: str) -> None:
     import ds_topo
 
     spec, more = KINDS[kind]
-    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    ds_topo.init_distributed(verbose=False)
-    grid = ds_topo.PipelineParallelGrid(spec)
+    launch = ds_topo.init_distributed(verbose=False)
+    grid = ds_topo.PipelineParallelGrid(spec.replace("data=1", f"data={launch.world_size}"))
     called: set[str] = set()
     if kind == "pipeline":
         layers = ds_topo.PipelineModule([nn.Linear(4, 4)], grid=grid, loss_fn=nn.functional.mse_loss)
@@ -73,13 +76,26 @@ def _Mixture(experts: Any) -> Any:
     return Mixture()
 
 
-def reach_of(kind: str) -> tuple[dict[str, int], list[str]]:
+def reach_of(kind: str, ranks: int = 1) -> tuple[dict[str, int], list[str]]:
     """Return the modules that a kind of job loads, each with its lines, and the files of which a function ran."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     command = [sys.executable, "-c", f"from tests.reach import train; train({kind!r})"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise RuntimeError(f"{kind}: {result.stderr[-2000:]}")
-    found = json.loads(result.stdout[result.stdout.rindex('{"modules"') :])
+    started = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if rank else subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    output, errors = started[0].communicate()
+    others = [each.communicate()[0] for each in started[1:]]
+    if any(each.returncode for each in started):
+        raise RuntimeError(f"{kind}: {errors[-2000:]} {''.join(others)[-2000:]}")
+    found = json.loads(output[output.rindex('{"modules"') :])
     lines = {name: Path(file).read_text(encoding="utf-8").count("\n") for name, file in found["modules"].items()}
     return lines, found["called"]
 
@@ -88,11 +104,12 @@ def main() -> None:
     """Print a row for each kind of job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", help=", ".join(KINDS))
+    parser.add_argument("--ranks", type=int, default=1, help="the number of ranks")
     parser.add_argument("--files", action="store_true", help="list the modules")
     parser.add_argument("--trace", action="store_true", help="list the files that run")
     given = parser.parse_args()
     for kind in given.kinds or KINDS:
-        modules, called = reach_of(kind)
+        modules, called = reach_of(kind, given.ranks)
         print(f"{kind}: {len(modules)} files, {sum(modules.values())} lines; {len(called)} run in the first step")
         for name, lines in sorted(modules.items()) if given.files else ():
             print(f"  {lines:5} {name}")

@@ -47,12 +47,6 @@ class Mixin:
     mixin_state = ""
     """The name of the object's attribute that these methods use; it goes with the mixin."""
 
-    def __init_subclass__(cls) -> None:
-        """Let these methods work after their mixin was taken away: a program may have kept one, to wrap it."""
-        for name, method in list(vars(cls).items()):
-            if isinstance(method, FunctionType) and name in CALLED_BY_PROGRAMS:
-                setattr(cls, name, _while_adopted(cls, name, method))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle the object as one without mixins: what these use belongs to one object of one process."""
         reduced: Any = super().__reduce_ex__(protocol)
@@ -68,16 +62,6 @@ class Mixin:
 def _new(kind: type, *arguments: Any) -> Any:
     """Do what ``copyreg.__newobj__`` does, which pickle refuses for another class than the object's."""
     return kind.__new__(kind, *arguments)
-
-
-def _while_adopted(mixin: type[Mixin], name: str, method: FunctionType) -> Any:
-    @wraps(method)
-    def called(self: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(self, mixin):
-            return method(self, *arguments, **options)
-        return getattr(type(self), name)(self, *arguments, **options)
-
-    return called
 
 
 def stock_class(target: object) -> type:
@@ -148,11 +132,13 @@ def mixins(kind: type[Mixin] = Mixin) -> Iterator[type[Mixin]]:
             yield from mixins(each)
 
 
-def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
-    """Give an object a mixin; return the function that takes it away, which is idempotent and keeps no object alive.
+def adopt(target: Any, *mixins: type[Mixin]) -> Callable[[], None]:
+    """Give an object mixins; return the function that takes them away, which is idempotent and keeps no object alive.
+
+    Of mixins of the same order, the methods of the first one given run first, and those of earlier calls last.
 
     Raises:
-        RuntimeError: the object has the mixin already.
+        RuntimeError: the object has one of them already.
 
     >>> class Stock:
     ...     def step(self): return "stock"
@@ -165,16 +151,18 @@ def adopt(target: Any, mixin: type[Mixin]) -> Callable[[], None]:
     ('before, stock, after', 'StockOnGrid', None, 'stock', 'Stock')
     """
     present = mixins_of(target)
-    if mixin in present:
-        raise RuntimeError(f"{type(target).__name__} has {mixin.__name__} already: release it first")
-    _set(target, (*present, mixin))
+    for mixin in mixins:
+        if mixin in present:
+            raise RuntimeError(f"{type(target).__name__} has {mixin.__name__} already: release it first")
+    _set(target, (*mixins, *present))
     reference = weakref.ref(target)
 
     def release() -> None:
         living = reference()
-        if living is not None and mixin in (present := mixins_of(living)):
-            _set(living, tuple(each for each in present if each is not mixin))
-            vars(living).pop(mixin.mixin_state, None)
+        if living is not None and not set(mixins).isdisjoint(present := mixins_of(living)):
+            _set(living, tuple(each for each in present if each not in mixins))
+            for mixin in mixins:
+                vars(living).pop(mixin.mixin_state, None)
 
     return release
 
@@ -191,5 +179,23 @@ _IS_MADE = "ds_topo_is_made"
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
-    name = stock.__name__ + "".join(mixin.mixin_suffix for mixin in reversed(mixins))
-    return type(name, (*mixins, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True})
+    name = stock.__name__ + "".join(dict.fromkeys(mixin.mixin_suffix for mixin in reversed(mixins)))
+    content = {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True}
+    made = type(name, (*mixins, stock), content)
+    for method in CALLED_BY_PROGRAMS:
+        owner = next((kind for kind in made.__mro__[1:] if method in vars(kind)), object)
+        if issubclass(owner, Mixin) and isinstance(vars(owner)[method], FunctionType):
+            setattr(made, method, _while_made(made, method, vars(owner)[method]))
+    return made
+
+
+def _while_made(made: type, name: str, method: FunctionType) -> Any:
+    """Return a method that works after its mixins were taken away: a program may have kept it, to wrap it."""
+
+    @wraps(method)
+    def called(self: Any, *arguments: Any, **options: Any) -> Any:
+        if type(self) is made:
+            return method(self, *arguments, **options)
+        return getattr(type(self), name)(self, *arguments, **options)
+
+    return called

@@ -35,6 +35,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base import patches
+from ds_topo.base.classes import stock_class
 from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
@@ -636,9 +637,10 @@ def is_ours(engine: DeepSpeedEngine) -> bool:
 
 
 def options_of(method: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Return the options of a call of an engine's bound method, by name, without the folder."""
-    bound = inspect.signature(method).bind(*arguments, **options).arguments
-    return dict(list(bound.items())[1:])
+    """Return the options of a call of an engine's bound method, by name as in DeepSpeed, without the folder."""
+    stock = getattr(stock_class(method.__self__), method.__name__)
+    bound = inspect.signature(stock).bind(method.__self__, *arguments, **options).arguments
+    return dict(list(bound.items())[2:])
 
 
 def save_as_a_whole(

@@ -16,8 +16,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, check_folder
 from ds_topo.checkpoint.manifest import SavedParameter
 from ds_topo.cli.shared import aligned, cells, counted, new_console, say
-from ds_topo.errors import CheckpointError, MissingCheckpointError, bytes_text, printable
-from ds_topo.launch.placement import fold_numbers
+from ds_topo.errors import CheckpointError, MissingCheckpointError, bytes_text, fold_numbers, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,12 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.errors import HostError, TopologyError, printable, tell
-from ds_topo.launch.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
+from ds_topo.launch.hosts import HostMap, Hosts, expand_node_list, read_hostfile, slurm_map
+from ds_topo.launch.launchers import address_of, in_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +27,8 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 """Matches numbers, which are not names of hosts."""
 UNBOUNDED = 1 << 16
 """More characters than a line has."""
+_AT_A_TIME = 64
+"""The number of names that are resolved simultaneously."""
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
@@ -91,12 +95,22 @@ def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
     if arguments.slurm:
         if filters:
             raise HostError(f"{filters[0]} does not go with --slurm: choose nodes with srun's own options")
-        host_map = slurm_map(os.environ)
+        host_map = slurm_map(os.environ, of_step=in_step(os.environ))
     else:
         host_map = HostMap.block(_filtered(_named_hosts(arguments), arguments))
     if arguments.resolve:
         check_addresses(host_map.hosts.names)
     return host_map
+
+
+def check_addresses(names: Sequence[str]) -> None:
+    """Resolve all names simultaneously, and name those without an address."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        errors = [result.exception() for result in [pool.submit(address_of, name) for name in names]]
+    failed = [str(error) for error in errors if error is not None]
+    if failed:
+        more = f" (and {len(failed) - 8} more)" if len(failed) > 8 else ""
+        raise HostError("; ".join(failed[:8]) + more)
 
 
 def _named_hosts(arguments: argparse.Namespace) -> Hosts:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_topo.cli.shared import UNBOUNDED, counted, new_figure, save_figure, say, table_of
-from ds_topo.errors import MissingWorldSizeError, TopologyError, UnknownAxisError
+from ds_topo.errors import MissingWorldSizeError, TopologyError, UnknownAxisError, fold_numbers
 from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size
 from ds_topo.launch.placement import Placement
@@ -391,7 +391,7 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
         if shards is not None:
             say(console, f"{shards:,} of {world:,} coordinates, and the shards stored there, move to another host.")
     if world > MOST_RANKS:
-        say(console, f"Ranks that change: {_shorten(placements.fold_numbers(changed), 120)}")
+        say(console, f"Ranks that change: {_shorten(fold_numbers(changed), 120)}")
         return
     console.print()
     table = table_of("rank", *(["host"] if host_map is not None else []), before.spec, after.spec)
@@ -408,7 +408,7 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
     # columns are named after slots if hosts use their first ones
     headed = bool(hosts) and all(host.slots == tuple(range(len(host.slots))) for host in hosts)
     tables = [partial(_ranks_table, view, most, headed=headed), partial(_ranks_table, view, most)]
-    if not any("," in placements.fold_numbers(ranks) for _, ranks in view.rows):
+    if not any("," in fold_numbers(ranks) for _, ranks in view.rows):
         tables += [partial(_ranks_table, view, most, headed=headed, ranges=True, gap=gap) for gap in (2, 1)]
     tables += [partial(_ranks_table, view, ceil(most / lines)) for lines in range(2, most + 1)]
     unbounded = console.options.update(width=UNBOUNDED)
@@ -429,7 +429,7 @@ def _ranks_table(view: LayoutView, per_line: int, *, headed: bool = False, range
     table = table_of(*columns, *(f"slot {slot}" if headed else "" for slot in range(per_line)))
     table.padding = (0, gap, 0, 0)
     for name, ranks in view.rows:
-        names = [name, placements.fold_numbers(ranks)][: len(columns)]
+        names = [name, fold_numbers(ranks)][: len(columns)]
         for first in range(0, len(ranks), per_line):
             cells = [
                 _coloured(("" if ranges else f"{rank:{number}d} ") + view.coordinate(rank), stages[rank])

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
-from ds_topo.base import patches, releases, torch_names
-from ds_topo.base.classes import Override, overrides
+from ds_topo.base import patches, releases
+from ds_topo.base.classes import Override
 from ds_topo.base.ledger import ONE_CALL, Patch, Reliance, Row
-from ds_topo.engine import gradient_reducer, grid, quorum, replica_comparison  # noqa: F401 (they define the mixins)
+from ds_topo.engine.grid import rows
 
-ROWS: tuple[Patch | Reliance | Override, ...] = (*patches.ROWS, *torch_names.ROWS, *overrides())
+ROWS: tuple[Patch | Reliance | Override, ...] = rows()
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
 _OF_CALLS = "Patches during one call"
 _OF_PROCESS = "Process-wide patches"

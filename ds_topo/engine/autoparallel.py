@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,22 +30,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
-from deepspeed.inference.config import DeepSpeedInferenceConfig
-from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo.base import patches
 from ds_topo.base.differences import FoldingGroupTables
-from ds_topo.base.ledger import Patch, always, around, find, ledger
-from ds_topo.engine.config_options import other_slices, passes_of
-from ds_topo.engine.experts import create_expert_groups
-from ds_topo.engine.one_layout import grid_in_use
+from ds_topo.base.ledger import Patch, always, find, ledger
+from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
+from ds_topo.collectives import explain_whole_weights
+from ds_topo.engine.config import Case, passes_of
+from ds_topo.engine.expert_groups import create_expert_groups
+from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
@@ -54,6 +51,61 @@ from ds_topo.topology.rank_tables import ExpertPlan
 _OF_TENSORS, _TENSOR_SIZE = "tensor_parallel", "autotp_size"
 _OF_EXPERTS, _EXPERT_SIZE = "expert_parallel", "autoep_size"
 _SEQUENCE_SIZE = "sequence_parallel_size"
+
+
+class AutomaticParallelism(EngineOnGrid):
+    """An engine whose config asks for AutoTP, AutoEP or AutoSP."""
+
+    @classmethod
+    def complete_config(cls, case: Case) -> None:
+        """Set the sizes that the config leaves out to the degrees of the grid."""
+        super().complete_config(case)
+        complete_sizes(case.config, case.grid)
+
+    def built_inside(self, undo: ExitStack, case: Case) -> None:
+        """Let DeepSpeed take tables of ranks from the grid, and say what to do about a model that it does not know."""
+        super().built_inside(undo, case)
+        undo.enter_context(tables_of_grid(case.config, case.grid))
+        undo.enter_context(_naming_patterns())
+
+    def complete(self) -> None:
+        """Average gradients over ``seq`` with AutoSP, instead of summing them."""
+        super().complete()
+        if uses_autosp(self._config):
+            for reduces in (self, self.optimizer):
+                if hasattr(reduces, _SEQUENCE_SIZE):
+                    setattr(reduces, _SEQUENCE_SIZE, 1)
+
+    def _configure_expert_parallel(self, *arguments: Any, **options: Any) -> Any:
+        """Create the expert groups of the grid first.
+
+        AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them.
+        """
+        with _over_groups_of_grid(self):
+            return super()._configure_expert_parallel(*arguments, **options)
+
+    def _configure_tensor_parallel_states(self, model: Any) -> None:
+        """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine.
+
+        Warn of patterns that match no layer.
+        """
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            require(SLICES_OF_PARTITIONED)
+        _warn_of_unmatched_patterns(self, model)
+        grid = self.mpu
+        super()._configure_tensor_parallel_states(model)
+        self.mpu = grid
+        grid.on_destroy(model.register_load_state_dict_pre_hook(explain_whole_weights).remove)
+
+    def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
+        """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
+        with _saving_whole_weights(self):
+            return super().save_16bit_model(*arguments, **options)
+
+    def get_autosp_backend(self, compile_kwargs: dict[str, Any]) -> Any:
+        """Use the groups along ``seq``, and the index along ``seq``: AutoSP joins neighboring ranks."""
+        return _with_groups_of_grid(self, super().get_autosp_backend(compile_kwargs))
+
 
 # -- the config -------------------------------------------------------------------------------------------------------
 
@@ -78,36 +130,8 @@ def uses_autosp(config: DeepSpeedConfig) -> bool:
 # -- AutoTP -----------------------------------------------------------------------------------------------------------
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the first global rank of the tensor model parallel group, the current mpu's or DeepSpeed's own."""
-    if isinstance(deepspeed_groups.mpu, MpuGrid):
-        return deepspeed_groups.mpu.get_tensor_model_parallel_src_rank()
-    return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))
-
-
-def require_whole_weights(engine: DeepSpeedEngine) -> None:
-    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model.
-
-    Raises:
-        EngineOptionError: DeepSpeed would write the part of rank 0 alone.
-    """
-    grid = engine.mpu
-    slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
-    if grid.get_axis_size(PIPE) > 1:
-        part = f"the stages of {grid.topology().spec!r}"
-    elif grid.get_axis_size(MODEL) > 1 and engine.autotp_size() <= 1 and slices:
-        part = f"the slices {listed(slices)}"
-    else:
-        return
-    raise EngineOptionError(
-        f"save_16bit_model with {part}: DeepSpeed would write those of rank 0 as the whole model. Only slices "
-        'of AutoTP and partitions of ZeRO 3 are put together. Call ds_topo.checkpoint.save(engine, "checkpoints") on '
-        "every rank, and then ds-topo export checkpoints weights.safetensors, which writes all weights into one file"
-    )
-
-
 @contextmanager
-def saving_whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
+def _saving_whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
     """Save whole weights in ``save_16bit_model``, which with AutoTP and ZeRO 0 to 2 writes the slice of rank 0 alone.
 
     The file then has the names of ``module_state_dict()``, with the values that all slices have together.
@@ -127,29 +151,6 @@ def saving_whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
         hook.remove()
 
 
-@around
-def with_group_of_grid_in_use(create_group: Any, engine: InferenceEngine, config: DeepSpeedInferenceConfig) -> None:
-    """Set the group along ``model`` in ``InferenceEngine._create_model_parallel_group`` while a grid is in use.
-
-    Raises:
-        EngineOptionError: the size is not the degree of ``model``, or DeepSpeed would sum over all ranks.
-    """
-    grid = grid_in_use()
-    if grid is None:
-        create_group(engine, config)
-        return
-    for problem in other_slices("tensor_parallel.tp_size", int(config.tensor_parallel.tp_size), grid):
-        raise EngineOptionError(problem)
-    if get_accelerator().device_name() == "cpu" and grid.get_axis_size(MODEL) < dist.get_world_size():
-        raise EngineOptionError(
-            f"init_inference with tensor_parallel.tp_size {grid.get_axis_size(MODEL)} on {dist.get_world_size()} "
-            "ranks: on CPUs DeepSpeed's inference_all_reduce sums over all ranks of the job, whatever the group. "
-            f"Use as many ranks as slices (model={grid.get_axis_size(MODEL)} alone), a GPU, or an engine of "
-            "deepspeed.initialize in eval mode"
-        )
-    engine.mp_group = grid.get_tensor_model_parallel_group()
-
-
 # -- AutoEP -----------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +161,7 @@ def _plan_of(config: DeepSpeedConfig, grid: MpuGrid) -> ExpertPlan:
 
 
 @contextmanager
-def over_groups_of_grid(engine: DeepSpeedEngine) -> Iterator[None]:
+def _over_groups_of_grid(engine: DeepSpeedEngine) -> Iterator[None]:
     """Create the grid's groups before ``_configure_expert_parallel``, and hide the grid from it.
 
     DeepSpeed refuses an mpu with slices there, because AutoTP replaces it only later. All sizes are in the config.
@@ -179,9 +180,9 @@ def over_groups_of_grid(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 @contextmanager
-def tables_of_grid(config: DeepSpeedConfig | None, grid: MpuGrid) -> Iterator[None]:
+def tables_of_grid(config: DeepSpeedConfig, grid: MpuGrid) -> Iterator[None]:
     """Let DeepSpeed take the tables of ranks of AutoEP with AutoTP from the grid."""
-    if config is None or not config.expert_parallel_config.enabled:
+    if not config.expert_parallel_config.enabled:
         yield
         return
 
@@ -194,7 +195,7 @@ def tables_of_grid(config: DeepSpeedConfig | None, grid: MpuGrid) -> Iterator[No
         yield
 
 
-def warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> None:
+def _warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> None:
     """Warn about each entry of ``layer_specs`` that matches no layer, which AutoTP leaves whole without a word.
 
     A stage of a pipeline has other layers than the rest, and an entry for other models is not read.
@@ -220,7 +221,7 @@ def warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> Non
 
 
 @contextmanager
-def naming_patterns() -> Iterator[None]:
+def _naming_patterns() -> Iterator[None]:
     """Say what to do about a model that AutoTP does not know, of which DeepSpeed asks for a policy.
 
     Raises:
@@ -242,14 +243,7 @@ def naming_patterns() -> Iterator[None]:
 # -- AutoSP -----------------------------------------------------------------------------------------------------------
 
 
-def average_over_seq(engine: DeepSpeedEngine) -> None:
-    """Average gradients over ``seq`` instead of summing them."""
-    for reduces in (engine, engine.optimizer):
-        if hasattr(reduces, _SEQUENCE_SIZE):
-            setattr(reduces, _SEQUENCE_SIZE, 1)
-
-
-def with_groups_of_grid(engine: DeepSpeedEngine, backend: Any) -> Any:
+def _with_groups_of_grid(engine: DeepSpeedEngine, backend: Any) -> Any:
     """Return a backend of AutoSP whose graphs use the grid's groups, and this rank's index along ``seq``."""
     if backend is None or SEQ not in engine.mpu.topology().axes:
         return backend

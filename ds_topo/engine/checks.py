@@ -9,76 +9,94 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from typing import Any
 from weakref import WeakSet
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.domino import async_linear as domino
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.base.classes import stock_class
-from ds_topo.base.differences import DualPipeVEngine
-from ds_topo.base.marks import PLACEHOLDERS, inner_optimizer, is_element_by_element
-from ds_topo.engine import autoparallel
-from ds_topo.engine.config_options import (
+from ds_topo.base.ledger import always
+from ds_topo.base.marks import PLACEHOLDERS
+from ds_topo.base.torch_names import DESCRIPTION, describe
+from ds_topo.engine.config import (
     REDUCER_SECTION,
     REPLICAS_SECTION,
     TOPOLOGY_SECTION,
-    ConfigOnGrid,
+    Case,
     check_config,
     splits_models,
     wants_reducer,
 )
-from ds_topo.engine.experts import create_expert_groups, in_one_order
-from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
+from ds_topo.engine.current_mpu import agreement, axes_of_engine, in_use
+from ds_topo.engine.on_call import COMPARISON
+from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
-from ds_topo.mpu import MpuGrid, registry
-from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.mpu import MpuGrid
+from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
-from ds_topo.topology.axes import PIPE
+from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import gradient_axes, partition_axes
+from ds_topo.topology.rank_tables import gradient_axes, partition_axes, sample_axes
+
+
+class CheckedModel(EngineOnGrid):
+    """An engine whose model and optimizer its ranks compare."""
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """Compare the models of replicas first.
+
+        DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
+        """
+        agree_on_model(self, model, self.mpu)
+        super()._configure_distributed_model(model)
+        if self.mpu.get_axis_size(MODEL) > 1:
+            COMPARISON.load().compare_slices(self, model)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Compare an optimizer that a function builds."""
+        if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):
+            built = _built_alike(self, client_optimizer, model_parameters)
+            if isinstance(built, torch.optim.Optimizer):
+                built.param_groups[:] = in_one_order(built.param_groups)
+            client_optimizer = always(built)
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
 
 def check_with_all_ranks(
-    engine: DeepSpeedEngine, config: DeepSpeedConfig, grid: MpuGrid, given: Mapping[str, Any]
+    engine: DeepSpeedEngine, case: Case, mixins: Mapping[str, type[EngineOnGrid]], given: Mapping[str, Any]
 ) -> None:
     """Check options before an engine is built, and compare the results of all ranks.
 
-    hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
-
     Args:
         engine: the engine, whose constructor has not run.
-        config: its config.
-        grid: its mpu.
+        case: its config, grid and kind.
+        mixins: its parts, by their names.
         given: the arguments of its constructor by name.
     """
-    optimizer = given.get("optimizer")
-    everyone = grid.get_ranks(axes_of_engine(grid, isinstance(engine, PipelineEngine)))
+    optimizer, config, grid = given.get("optimizer"), case.config, case.grid
+    everyone = grid.get_ranks(axes_of_engine(grid, case.is_pipeline))
     with agreement(everyone, "the settings of the engine") as lines:
-        autoparallel.complete_sizes(config, grid)
-        kinds = isinstance(engine, PipelineEngine), isinstance(engine, DualPipeVEngine)
-        check_config(ConfigOnGrid(config, grid, *kinds))
+        check_config(case)
+        for mixin in mixins.values():
+            mixin.complete_config(case)
         check_arguments(given, config)
         check_sections(config, grid)
         lines += _settings(config, grid, type(optimizer).__name__ if optimizer else config.optimizer_name)
-        lines.append(f"engine={stock_class(engine).__name__}")
+        lines += [f"engine={stock_class(engine).__name__}", f"parts={', '.join(mixins)}"]
 
 
 def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
@@ -269,35 +287,6 @@ def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
             )
 
 
-def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], error: RuntimeError) -> None:
-    """Raise for an error of a forward pass whose cause are inputs of another type than that of the parameters.
-
-    Raises:
-        EngineOptionError: the message says how to give both one type.
-    """
-    own = {each.dtype for each in engine.module.parameters() if each.is_floating_point()}
-    if "type" not in str(error) or not own or types <= own:
-        return
-    kind, given = str(next(iter(own))), listed(sorted(map(str, types - own)))
-    enabled = next((name for name in ("bf16", "fp16") if getattr(engine, f"{_ENABLED[name]}_enabled")()), None)
-    if enabled:
-        why = f'"{enabled}" is enabled in the config'
-        remedy = 'or have "torch_autocast": {"enabled": true} in its place, with which parameters stay float32'
-        remedy = 'or set "fp16": {"auto_cast": true}' if enabled == "fp16" else remedy
-    elif kind == "torch.float32":
-        why, remedy = "the config enables neither bf16 nor fp16", 'or enable "bf16" or "fp16"'
-    else:
-        why = "the program has converted the model, and the config enables neither bf16 nor fp16"
-        remedy = 'or leave .half() or .bfloat16() out and enable "bf16" or "fp16", by which master weights are float32'
-    raise EngineOptionError(
-        f"inputs of type {given}, but parameters of the engine have the type {kind} ({why}), and the model does not "
-        f"convert them ({error}): convert inputs by .to({kind}), {remedy}"
-    ) from error
-
-
-_ENABLED = {"bf16": "bfloat16", "fp16": "fp16"}
-
-
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
     """Raise for a model that does not fit the topology.
 
@@ -306,7 +295,7 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
             gradients would be sparse with ZeRO, or Domino uses another grid's group.
     """
     stages = grid.get_axis_size(PIPE)
-    if stages > 1 and not isinstance(engine, PipelineEngine) and not getattr(model, "is_pipeline_stage", False):
+    if stages > 1 and not engine.is_pipeline and not getattr(model, "is_pipeline_stage", False):
         raise EngineOptionError(
             f"a plain engine on {grid.topology().spec!r}: its {stages} stages would train {stages} separate models. "
             "Build a PipelineModule(layers, grid=grid), remove the axis 'pipe', or set "
@@ -344,7 +333,7 @@ def _compare_with_optimizer(engine: DeepSpeedEngine, model: nn.Module, grid: Mpu
         EngineOptionError: most likely, layers were replaced after the optimizer was built.
     """
     config = engine._config
-    if isinstance(engine, PipelineEngine) or config.expert_parallel_config.enabled:
+    if engine.is_pipeline or config.expert_parallel_config.enabled:
         return
     if config.tensor_parallel_config.autotp_size > 1:
         return
@@ -392,6 +381,60 @@ def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
             "gradients are sparse (sparse=True), which DeepSpeed can neither copy into flat buffers nor clip; build "
             "the layers with sparse=False, or use fp32, ZeRO stage 0 and gradient_clipping 0"
         )
+
+
+def check_groups_of_layers(model: nn.Module, grid: MpuGrid) -> None:
+    """Refuse layers that keep groups of another layout.
+
+    Raises:
+        TopologyError: the message names the layer and the ranks.
+    """
+    for name, layer in model.named_modules():
+        _require_own_groups(name, layer, grid)
+
+
+def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
+    """Refuse a layer that keeps another grid of the same ranks, or a group that joins other ranks or replicas.
+
+    Any group that a layer of ours divides its work over must stay within the ranks that read one sample, the whole
+    world's, too. What other layers use their groups for is unknown.
+    """
+    is_ours = any(kind.__module__ == _OUR_LAYERS for kind in type(layer).__mro__)
+    for attribute, value in vars(layer).items():
+        what = f"{attribute} of {type(layer).__name__} {name!r}"
+        if isinstance(value, ProcessGrid) and value.is_alive and value.topology() != grid.topology():
+            raise TopologyError(
+                f"two layouts in one job: {what} is the grid {value.topology().spec!r}, but the engine's is "
+                f"{grid.topology().spec!r}: give the layer and the engine the same grid"
+            )
+        group = getattr(value, "__dict__", {}).get("group", value)  # ds_topo.layers.Parallel has one
+        if not isinstance(group, dist.ProcessGroup):
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        divides = is_ours or isinstance(layer, DistributedAttention) or type(value).__module__ == _OUR_LAYERS
+        if divides and (replicas := _axes_of_other_samples(ranks, grid)):
+            raise TopologyError(
+                f"{what} divides the work of one replica over ranks {listed(ranks)}, which read different "
+                f"samples along {' x '.join(replicas)}: give it the group of {grid.topology().spec!r} along 'model', "
+                "or 'seq' for attention"
+            )
+        if not str(group.group_desc).startswith(DESCRIPTION):
+            continue
+        axes = describe(group)[0].split("+")
+        if set(axes) <= set(grid.topology().axes) and ranks != grid.get_ranks(axes):
+            raise TopologyError(
+                f"two layouts in one job: {what} joins ranks {listed(ranks)} along {' x '.join(axes)}, but "
+                f"{grid.topology().spec!r} joins {listed(grid.get_ranks(axes))}: take the group from the engine's grid"
+            )
+
+
+def _axes_of_other_samples(ranks: list[int], grid: MpuGrid) -> list[str]:
+    """Return the axes along which some of these ranks read other samples than this rank."""
+    varied = sample_axes(grid.topology())
+    if set(ranks) <= set(grid.get_ranks(axis for axis in grid.topology().axes if axis not in varied)):
+        return []
+    found = [axis for axis in varied if len({*ranks} & {*grid.get_ranks(axis)}) > 1]
+    return found or [axis for axis in varied if grid.get_axis_size(axis) > 1]
 
 
 def make_contiguous(model: nn.Module) -> None:
@@ -456,111 +499,6 @@ def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
             )
 
 
-_HOOK = "_ds_topo_direct_steps"
-"""The attribute of an optimizer with the hook of its last engine."""
-
-
-class DirectSteps:
-    """Notice steps of an engine's optimizer and of its scheduler that the program takes itself.
-
-    Args:
-        engine: an engine of a grid, whose ``check_weights`` switches the warning off.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._grid = engine.mpu
-        self._has_warned = self._is_of_engine = False
-        """``_is_of_engine`` is True while the engine takes a step."""
-        self._scheduled: Any = None
-        """The scheduler's count of steps at the end of the engine's last one."""
-        self._further = 0
-        """How often the scheduler was one step ahead of that when the engine took the next one."""
-        optimizer = inner_optimizer(engine)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            hook = optimizer.register_step_pre_hook(self._before_step)
-            former = vars(optimizer).get(_HOOK)
-            if former is not None:  # of an engine that had this optimizer before
-                former.remove()
-            setattr(optimizer, _HOOK, hook)
-            self._grid.on_destroy(hook.remove)
-
-    @contextmanager
-    def of_engine(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Take a step of the engine in the block. Warn once if the program steps the engine's scheduler, too.
-
-        A checkpoint that is loaded may put the scheduler one step ahead, but not a second time.
-        """
-        if self._scheduled is not None and _count_of(engine.lr_scheduler) == self._scheduled + 1:
-            self._further += 1
-            if self._further == 2 and self._grid.check_weights:
-                warn(
-                    f"{type(engine.lr_scheduler).__name__}.step() was called beside engine.step(), which steps the "
-                    "engine's scheduler itself, so the learning rate is ahead of its schedule: call engine.step() "
-                    "alone, or pass no lr_scheduler= to initialize() if the program steps it; set grid.check_weights = "
-                    "False if it is intended"
-                )
-        self._is_of_engine = True
-        try:
-            yield
-        finally:
-            self._is_of_engine = False
-            self._scheduled = _count_of(engine.lr_scheduler)
-
-    def _before_step(self, *_: object) -> None:
-        if self._is_of_engine or self._has_warned or not self._grid.check_weights:
-            return
-        self._has_warned = True
-        warn(
-            "optimizer.step() was called without engine.step(): the engine counts no micro-batch, so with gradient "
-            "accumulation it never reduces gradients, and its schedule and counters stay behind. Call engine.step() "
-            "after every engine.backward(loss), and no step of the optimizer; set grid.check_weights = False if it is "
-            "intended"
-        )
-
-
-def _count_of(scheduler: Any) -> Any:
-    """Return how many steps a scheduler of torch or of DeepSpeed has taken; None if it does not say so."""
-    return getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", None))
-
-
-def warn_of_tied_weights(engine: DeepSpeedEngine) -> None:
-    """Warn that the copies of a tied weight may drift apart.
-
-    The stages sum the gradients of a tied weight, and each updates its own copy. That keeps the copies equal if the
-    optimizer updates each element by itself. Others compute norms of a whole vector, and stages have different vectors.
-    """
-    if not isinstance(engine, PipelineEngine) or not (tied := engine.module.get_tied_weights_and_groups()):
-        return
-    if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer, FP16_Optimizer)):
-        return  # the optimizer has a tensor for each parameter
-    inner, (_, group) = inner_optimizer(engine), tied[0]
-    if inner is None or is_element_by_element(inner) or dist.get_rank(group):
-        return
-    kind, wrapper = type(inner).__name__, stock_class(engine.optimizer).__name__
-    warn(
-        f"{kind} is not known to update each element by itself, and {wrapper} gives it vectors of many parameters, "
-        "which differ between stages: copies of tied weights may drift apart. Use another optimizer, or ZeRO 0 in "
-        "fp32. ds_topo.check_replicas(engine, every=100) compares the copies. If the optimizer does update each "
-        "element by itself, set is_element_by_element = True on its class"
-    )
-
-
-def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
-    """Create the expert groups that a model needs and its user has not created.
-
-    All stages of a pipeline create them together. DeepSpeed creates them in the MoE layers, which hangs if a stage has
-    no such layer.
-    """
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    sizes = {(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}
-    if isinstance(engine, PipelineEngine) and grid.pipe_parallel_size > 1:
-        sizes = set().union(*gathered(sizes, grid.get_pipe_parallel_group()))
-    for size, sliced in sorted(sizes):
-        known = registry.find(f"ep_size_{size}")
-        if known is None or (isinstance(engine, PipelineEngine) and not known.grid.shares_groups_with(grid)):
-            create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
-
-
 def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -> None:
     """Refuse parameters that ``deepspeed.zero.Init`` has partitioned over other ranks than ZeRO 3 does.
 
@@ -623,7 +561,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
         lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_model(engine, model, grid)
         check_sparse_layers(engine, model)
-        check_programs(model, grid)
+        check_groups_of_layers(model, grid)
         check_partitions(model, grid, engine)
         make_contiguous(model)
         for name, parameter in model.named_parameters():
@@ -640,7 +578,7 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
 
 
-def built_alike(engine: DeepSpeedEngine, build: Callable[[Any], Any], parameters: Any) -> Any:
+def _built_alike(engine: DeepSpeedEngine, build: Callable[[Any], Any], parameters: Any) -> Any:
     """Return the optimizer that a function of the program builds, after comparing it between the replicas; collective.
 
     Raises:
@@ -652,6 +590,26 @@ def built_alike(engine: DeepSpeedEngine, build: Callable[[Any], Any], parameters
     return optimizer
 
 
+def in_one_order(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort neighboring groups of experts by name, if their options are equal; others keep their places.
+
+    >>> experts = {"moe": True, "lr": 0.1}
+    >>> groups = [{"name": "dense"}, {"name": "ep_size_2", **experts}, {"name": "ep_size_1", **experts}]
+    >>> [group["name"] for group in in_one_order([*groups, {"name": "ep_size_1", "moe": True, "lr": 0.2}])]
+    ['dense', 'ep_size_1', 'ep_size_2', 'ep_size_1']
+    """
+    ordered: list[dict[str, Any]] = []
+    for options, alike in groupby(groups, _options_of_experts):
+        ordered += sorted(alike, key=lambda group: "" if options is None else str(group.get("name")))
+    return ordered
+
+
+def _options_of_experts(group: dict[str, Any]) -> dict[str, Any] | None:
+    is_of_experts = group.get("moe")
+    return {key: group[key] for key in group if key not in ("name", "params")} if is_of_experts else None
+
+
+_OUR_LAYERS = "ds_topo.layers"
 _IN_ONE_ORDER = "their order in the optimizer (a set has another one in each process: sort what comes from it)"
 
 

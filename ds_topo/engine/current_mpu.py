@@ -1,5 +1,7 @@
 """Keep track of the one mpu that DeepSpeed's functions query, so that engines of several grids work side by side.
 
+Also of the grid of :func:`ds_topo.use`, and of the ranks of an engine, which agree before they go on.
+
 DeepSpeed keeps one mpu for all engines of a process, in ``deepspeed.utils.groups``: that of the engine that was built
 last. The methods of an engine on a grid make its own mpu the current one, and restore the former one at their end. So
 does a backward pass, from its start to its end, because a program may start it by ``loss.backward()``.
@@ -8,14 +10,19 @@ does a backward pass, from its start to its end, because a program may start it 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.engine.experts import slices_of_experts
+from ds_topo.base.torch_names import job_timeout
+from ds_topo.launch.agreement import agree
 from ds_topo.mpu import MpuGrid, registry
+from ds_topo.topology.axes import PIPE
 
 _NAMES = (
     "mpu",
@@ -53,7 +60,7 @@ class CurrentMpu:
         before: Values = _values(deepspeed_groups)
         former = before[0]
         if isinstance(mpu, MpuGrid):
-            experts = slices_of_experts(mpu) if registry.has_groups else 1
+            experts = _slices_of_experts(mpu) if registry.has_groups else 1
             if mpu is former:  # in most calls; its experts may be new
                 deepspeed_groups.expert_tensor_parallel_world_size = experts
                 return before
@@ -119,3 +126,46 @@ class CurrentMpu:
 
 current = CurrentMpu()
 """The one of this process."""
+
+
+def _slices_of_experts(mpu: Any) -> int:
+    """Return the number of ranks over which the experts of an mpu are sliced."""
+    known = registry.of(mpu)
+    return int(mpu.get_slice_parallel_world_size()) if known and known[0].plan.expert_tensor_parallel else 1
+
+
+in_use: list[MpuGrid] = []
+"""The grid of :func:`ds_topo.use`, once for every call that has not ended."""
+
+
+def grid_in_use() -> MpuGrid | None:
+    """Return the grid of :func:`ds_topo.use`, or None."""
+    return in_use[-1] if in_use else None
+
+
+def axes_of_engine(grid: MpuGrid, is_pipeline: bool) -> list[str]:
+    """Return the axes of an engine's ranks: without a pipeline engine, each stage of a program has an engine."""
+    return [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
+
+
+@contextmanager
+def agreement(members: Sequence[int], subject: str, description: str = "") -> Iterator[list[str]]:
+    """Compare a description, or else the lines that a block adds, between ranks, or raise its error on all of them.
+
+    Raises:
+        DisagreementError: they differ, or the block of another rank has raised an error; the message names ranks.
+    """
+    lines: list[str] = []
+    failure: Exception | None = None
+    try:
+        yield lines
+    except Exception as error:  # of any kind, because the other ranks must raise, too
+        failure = error
+    agree(description, members, job_timeout(), failure=failure, subject=subject, lines=None if description else lines)
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the first global rank of the tensor model parallel group, the current mpu's or DeepSpeed's own."""
+    if isinstance(deepspeed_groups.mpu, MpuGrid):
+        return deepspeed_groups.mpu.get_tensor_model_parallel_src_rank()
+    return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))

@@ -21,19 +21,21 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
-from ds_topo.base.classes import overrides
-from ds_topo.base.differences import check_release
-from ds_topo.base.ledger import Row, always, around, ledger
+from ds_topo.base.classes import Override, overrides
+from ds_topo.base.differences import DualPipeVEngine, check_release
+from ds_topo.base.ledger import Patch, Reliance, always, around, ledger
 from ds_topo.base.releases import warn_of_newer_releases
-from ds_topo.engine import autoparallel, checks, loss_scales
-from ds_topo.engine.config_options import check_sections_and_sizes
-from ds_topo.engine.current_mpu import current
-from ds_topo.engine.on_grid import complete, put_engine_on_grid
-from ds_topo.engine.parts import PARTS
+from ds_topo.engine import checks
+from ds_topo.engine.config import Case, check_sections_and_sizes
+from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank
+from ds_topo.engine.on_call import ON_CALL
+from ds_topo.engine.on_grid import put_on_grid
+from ds_topo.engine.parts import PARTS, parts_of
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.health import guard
 from ds_topo.launch.launchers import REFERENCE
@@ -44,7 +46,7 @@ from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 
 _CONSTRUCTION = "the construction of a grid"
-_FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
+_FIRST_OF_SLICES = always(get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""
 
 
@@ -102,7 +104,7 @@ class PipelineParallelGrid(MpuGrid):
             guard.narrow(_CONSTRUCTION, torch.distributed.get_process_group_ranks(process_group))
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes, **others)
         if torch.distributed.get_rank(process_group) == 0:
-            warn_of_newer_releases(_rows)
+            warn_of_newer_releases(rows)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
@@ -214,13 +216,16 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         if given.get("mesh_device"):  # as the constructor does first
             deepspeed_groups.mesh_device = given["mesh_device"]
         given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
-        checks.check_with_all_ranks(engine, config, mpu, given)
-        release = put_engine_on_grid(engine)
+        case = _case_of(engine, config, mpu, model)
+        mixins = {part.name: part.load() for part in parts_of(case)}
+        checks.check_with_all_ranks(engine, case, mixins, given)
+        release = put_on_grid(engine, [*mixins.values()])
         undo.callback(release)
         vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
-        with autoparallel.tables_of_grid(config, mpu), autoparallel.naming_patterns(), loss_scales.of_its_own():
+        with ExitStack() as contexts:
+            engine.built_inside(contexts, case)
             construct(*call.args, **call.kwargs)
-        complete(engine)
+        engine.complete()
         mpu.on_destroy(release)
         undo.pop_all()
         if current.is_needed_by_others(before):
@@ -228,9 +233,21 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
         _tell_of(engine)
 
 
-def _rows() -> tuple[Row, ...]:
-    for part in PARTS:  # their classes override names, too
-        part.load()
+def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, model: Any) -> Case:
+    has_experts = bool(registry.of(mpu)) or config.expert_parallel_config.enabled
+    return Case(
+        config,
+        mpu,
+        is_pipeline=isinstance(engine, PipelineEngine),
+        is_dualpipe=isinstance(engine, DualPipeVEngine),
+        has_experts=has_experts or any(isinstance(module, MoE) for module in model.modules()),
+    )
+
+
+def rows() -> tuple[Patch | Reliance | Override, ...]:
+    """Return all patches, overrides and names that ds_topo relies on, of all parts."""
+    for load in [each.load for each in PARTS] + [each.load for each in ON_CALL]:  # their classes override names, too
+        load()
     return (*patches.ROWS, *torch_names.ROWS, *overrides())
 
 

@@ -14,12 +14,28 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo.base.marks import PLACEHOLDERS
-from ds_topo.topology.axes import PIPE
+from ds_topo.engine.on_grid import EngineOnGrid
+
+
+class EngineWithPlaceholders(EngineOnGrid):
+    """An engine of a pipeline with several stages."""
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """Remove a placeholder that is not needed."""
+        if hasattr(model, PLACEHOLDERS) and not (self.client_optimizer or self.optimizer_name()):
+            delattr(model, PLACEHOLDERS)  # with which the stage was built
+        super()._configure_distributed_model(model)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Add a placeholder to each group of a pipeline without a trainable parameter.
+
+        A stage without trainable parameters, or without those of a group, fails alone.
+        """
+        model_parameters = _with_placeholders(self, client_optimizer, model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
 
 class Connected(torch.autograd.Function):
@@ -58,16 +74,8 @@ def _ignore_missing(_: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [key for key in keys.missing_keys if PLACEHOLDERS not in key]
 
 
-def remove_unused_placeholders(engine: DeepSpeedEngine, module: nn.Module) -> None:
-    """Remove the placeholder with which a stage was built, if the engine has no optimizer."""
-    if hasattr(module, PLACEHOLDERS) and not (engine.client_optimizer or engine.optimizer_name()):
-        delattr(module, PLACEHOLDERS)
-
-
-def with_placeholders(engine: PipelineEngine, optimizer: Any, parameters: list[Any]) -> list[Any]:
+def _with_placeholders(engine: EngineOnGrid, optimizer: Any, parameters: list[Any]) -> list[Any]:
     """Give groups of the optimizer of a pipeline's stage a trainable parameter where needed, before it is built."""
-    if engine.mpu.get_axis_size(PIPE) == 1:
-        return parameters
     are_counted = engine.client_lr_scheduler is not None
     parameters = fill_groups(engine.module, optimizer, parameters, engine.device, some=are_counted)
     made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())

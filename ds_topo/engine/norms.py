@@ -1,65 +1,64 @@
-"""Clip gradients by their norm over a grid, and correct that norm for each of DeepSpeed's optimizers.
+"""Clip gradients by their norm over a grid.
 
 The norm of a model must count every parameter once: one replica of each, all slices of a tensor-parallel parameter, one
-slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
-
-    fp32 without ZeRO        The engine does not keep the norm, and on stages it counts the first one alone. With
-                             experts it averages the norms of ranks that hold different experts. Our
-                             ``clip_grad_norm_`` replaces it.
-    ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
-                             group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
-                             replaces it in both cases.
-    fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
-                             parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
-                             and with experts. ``group_counts_differ`` refuses it if stages have different numbers of
-                             groups. ``FP16_Optimizer`` counts an expert's replicated parameters once per slice;
-                             ``fused_gradient_norm`` replaces it with experts. It hangs if stages have experts of
-                             different sizes, which ``check_norm`` refuses.
-    bf16, gradients in fp32  ``BF16_Optimizer`` counts an expert's replicated parameters once per slice, and hangs if
-                             stages have experts of different sizes. ``bf16_gradient_norm`` replaces it with experts,
-                             ``partition_norm`` with a reducer. It fails on a slice without any parameter to count;
-                             without experts we add a zero there.
+slice of any other, a tied layer on one of its stages, and every expert. In fp32 without ZeRO, DeepSpeed's engine does
+not keep the norm, and on stages it counts the first one alone. With experts it averages the norms of ranks that hold
+different experts. ``clip_grad_norm_`` replaces it. :mod:`ds_topo.engine.optimizer_norms` corrects the norms of
+DeepSpeed's optimizers.
 
 What is not finite in a gradient that slices share makes the norm nan on all of them, also where it is so on another
-slice than the first, which counts it: ``with_uncounted`` does this at ZeRO 3. Otherwise one slice would take the step,
-and the others skip it, or would clip by another norm.
+slice than the first, which counts it. Otherwise one slice would take the step, and the others skip it, or would clip by
+another norm.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import log_dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ds_topo.base.classes import stock_class
 from ds_topo.base.marks import expert_group_name, owners
-from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
-from ds_topo.mpu import MpuGrid, registry
-from ds_topo.process_groups.creation import gathered
+from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.errors import ExpertGroupError, abridged, listed
+from ds_topo.mpu import registry
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
+
+
+class ClippedByGrid(EngineOnGrid):
+    """An engine in fp32 without ZeRO that clips gradients."""
+
+    def complete(self) -> None:
+        """Log that a pipeline clips by another norm than DeepSpeed's own does."""
+        super().complete()
+        if self.mpu.settle_norms():
+            _log_clipping(self)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over the grid, by a few kernels, and keep it.
+
+        DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
+        It starts several kernels for each parameter.
+        """
+        if self.mpu.settle_norms():
+            self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), self.mpu)
+        else:
+            super().clip_fp32_gradients()
+
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -89,12 +88,6 @@ def mark_tensor_parallel_gradients(module: nn.Module) -> Callable[[], None]:
 def _mark(parameter: torch.Tensor) -> None:
     if parameter.grad is not None:  # ZeRO has taken it already
         parameter.grad.model_parallel = True  # type: ignore[attr-defined]
-
-
-def norm_as_gradients(norm: torch.Tensor, grid: MpuGrid) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-    """Return gradients from which ``BF16_Optimizer`` computes this norm: it sums squares over stages and slices."""
-    own = norm if grid.get_model_parallel_rank() == 0 else torch.zeros_like(norm)
-    return [own.reshape(1)], {}
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
@@ -153,16 +146,16 @@ def clip_grad_norm_(
     own, failure, is_largest = torch.zeros((), device=device), None, math.isinf(kind)
     try:
         _require_reduced(given)
-        counted, others = _divided(zip(trained, local, strict=True), _counted_here(grid))
+        counted, others = divided(zip(trained, local, strict=True), counted_here(grid))
         if kind == 2:
             own = sum_of_squares(counted, device, foreach=foreach)
         elif counted:
             own = get_total_norm(counted, kind, foreach=foreach).to(device)
             own = own if is_largest else own**kind
-        own = own + _zero_or_nan(others, device)
+        own = own + zero_or_nan(others, device)
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure = error
-    total, failed = _sum_over_grid(own, grid, is_largest=is_largest, failed=failure is not None)
+    total, failed = sum_over_grid(own, grid, is_largest=is_largest, failed=failure is not None)
     norm = total if is_largest else total ** (1 / kind)
     if failure is not None:
         raise failure
@@ -232,9 +225,9 @@ False if another slice or stage does, and None if another replica does, whose gr
 """
 
 
-def _counted_here(grid: ProcessGrid) -> Counts:
+def counted_here(grid: ProcessGrid) -> Counts:
     """Return the function that tells which ranks add their part of a parameter's gradient to the norm."""
-    on_slice, is_first_of_dense = _on_this_slice(grid), dist.get_rank(grid.get_data_parallel_group()) == 0
+    on_slice, is_first_of_dense = on_this_slice(grid), dist.get_rank(grid.get_data_parallel_group()) == 0
 
     def counts(parameter: nn.Parameter) -> bool | None:
         if hasattr(parameter.grad, "device_mesh"):
@@ -264,7 +257,7 @@ def _is_first_copy(gradient: Any, grid: ProcessGrid, on_slice: bool) -> bool | N
     return (MODEL in covered or on_slice) if is_first_copy and is_first_replica else None
 
 
-def _divided(
+def divided(
     pairs: Iterable[tuple[nn.Parameter, torch.Tensor]], counts: Counts
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients that this rank counts, and those that another slice or stage counts."""
@@ -276,202 +269,9 @@ def _divided(
     return counted, others
 
 
-def _zero_or_nan(others: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+def zero_or_nan(others: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
     """Return 0, ``[]``, or nan if an element is not finite."""
-    return 0.0 * _largest(others).to(device) if others else torch.zeros((), device=device)
-
-
-def with_uncounted(
-    gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
-) -> tuple[Sequence[torch.Tensor], Sequence[nn.Parameter]]:
-    """Add a gradient for DeepSpeed's norm of ZeRO 3 on later slices: 0, or nan if an uncounted one is not finite."""
-    _, others = _divided(zip(parameters, gradients, strict=True), is_model_parallel_parameter)
-    extra = _zero_or_nan(others, gradients[0].device)
-    return [*gradients, extra], [*parameters, cast("Any", _Counted(parameters[0]))]
-
-
-def counting_infinities(
-    parameters: Sequence[nn.Parameter], norms: Mapping[Any, Any], number_of: Callable[[Any], Any]
-) -> Sequence[nn.Parameter]:
-    """Return the parameters for DeepSpeed's norm of ZeRO 3 with an offloaded optimizer on later slices.
-
-    All of them count if the norm of an uncounted one is not finite. ``norms`` has those of this rank's partitions.
-    """
-    uncounted = [number_of(each) for each in parameters if not is_model_parallel_parameter(each)]
-    others = [torch.as_tensor(norms[number]).float() for number in uncounted if number in norms]
-    return parameters if _largest(others).isfinite() else [cast("Any", _Counted(each)) for each in parameters]
-
-
-class _Counted:
-    """Stand for a parameter in DeepSpeed's norm, which then counts it on every slice."""
-
-    model_parallel = True
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._parameter, name)
-
-
-def square_of_partition(
-    gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], grid: MpuGrid, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the sum, ``[]``, of the squares of this rank's partition of a group of ZeRO 1 or 2.
-
-    Args:
-        gradients: those of a partition, maybe with DeepSpeed's padding.
-        parameters: their parameters.
-        grid: the engine's grid.
-        dtype: the type of the sums.
-    """
-    real = (part for part in gradients if not getattr(part, "_zero_padding", False))
-    counted, others = _divided(zip(parameters, real, strict=False), _on_this_slice(grid))
-    device = get_accelerator().current_device_name()
-    return sum_of_squares(counted, device, dtype).float() + _zero_or_nan(others, device).float()
-
-
-# -- norms with experts -----------------------------------------------------------------------------------------------
-
-
-def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of gradients that ZeRO-1 or 2 has partitioned; -1 for inf or nan, as DeepSpeed expects.
-
-    Collective over the grid. ``ZeroOnGrid.scaled_global_norm`` returns it in place of DeepSpeed's.
-    """
-    owned: list[tuple[nn.Parameter, torch.Tensor]] = []
-    for group, parameters in enumerate(optimizer.params_in_partition):
-        if optimizer.cpu_offload:
-            known = optimizer.norm_for_param_grads
-            pairs = [(parameter, known.get(optimizer.get_param_id(parameter))) for parameter in parameters]
-            owned += [(parameter, torch.as_tensor(norm).float()) for parameter, norm in pairs if norm is not None]
-            continue
-        gradients = [part for part in optimizer.averaged_gradients[group] if not getattr(part, "_zero_padding", False)]
-        if group in getattr(optimizer, "groups_lacking_loss_scale", ()):  # updates of Muon, which have no loss scale
-            gradients = [part.float() * optimizer.loss_scale for part in gradients]
-        owned += zip(parameters, gradients, strict=False)
-    norm = partition_norm(owned, grid)
-    return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
-
-
-def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of gradients of which each rank has its own partition; collective over the grid.
-
-    Args:
-        owned: this rank's parts of gradients, or their norms, with the parameters.
-        grid: the engine's grid.
-    """
-    is_copy = grid.get_copy_rank() > 0  # the first copy of a partition counts it; experts have no copies
-    counts = _on_this_slice(grid)
-    return _total_norm(
-        owned, lambda parameter: None if is_copy and not is_moe_param(parameter) else counts(parameter), grid
-    )
-
-
-def bf16_gradient_norm(optimizer: BF16_Optimizer, grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of the whole gradients that ``BF16_Optimizer`` holds; collective over the grid."""
-    pairs = zip(
-        chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
-    )
-    return _total_norm(pairs, _counted_here(grid), grid)
-
-
-def bf16_uncounted(optimizer: BF16_Optimizer, grid: MpuGrid) -> list[torch.Tensor]:
-    """Return a gradient to add to those that ``BF16_Optimizer`` counts: 0, or nan if another one is not finite."""
-    pairs = zip(
-        chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
-    )
-    _, others = _divided(pairs, _on_this_slice(grid))
-    return [_zero_or_nan(others, get_accelerator().current_device_name())] if others else []
-
-
-def fused_gradient_norm(optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of the flat gradients of ``FP16_Optimizer``, one for each group; collective."""
-    pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
-    for parameters, flat in zip(optimizer.fp16_groups, flat_gradients, strict=True):
-        pairs += zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True)
-    return _total_norm(pairs, _counted_here(grid), grid)
-
-
-def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of the gradients of an engine in fp16 or bf16 without ZeRO.
-
-    Collective over the grid. It replaces the norm that ``FP16_UnfusedOptimizer`` clips by.
-    """
-    parameters = chain.from_iterable(optimizer.fp16_groups)
-    pairs = ((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
-    return _total_norm(pairs, _counted_here(grid), grid)
-
-
-def group_counts_differ(engine: DeepSpeedEngine) -> bool:
-    """Tell whether the stages of a pipeline have different numbers of parameter groups; collective.
-
-    DeepSpeed removes the groups of which a stage has no parameter, and reduces the norm once for each that remains.
-
-    Raises:
-        EngineOptionError: raised on every rank; this optimizer's norm would hang in the first step.
-    """
-    counts = gathered(len(getattr(engine.optimizer, "param_groups", ())), engine.mpu.get_pipe_parallel_group())
-    are_different = len({*counts}) > 1
-    if are_different and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        raise EngineOptionError(
-            f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer would "
-            "hang in the first step; use ZeRO stage 1, or give every stage a parameter of each group"
-        )
-    return are_different
-
-
-def log_clipping(engine: PipelineEngine) -> None:
-    """Log on rank 0 that a pipeline in fp32 without ZeRO clips by another norm than DeepSpeed's own pipeline does."""
-    limit, stages = engine.gradient_clipping(), engine.mpu.get_pipe_parallel_world_size()
-    is_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
-    if limit > 0 and stages > 1 and is_fp32:
-        log_dist(
-            f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
-            f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
-            "alone, so losses differ from those of earlier runs. To compare runs, set grid.correct_norms = False",
-            ranks=[0],
-            level=logging.WARNING,
-        )
-
-
-# -- norms that cannot be corrected -----------------------------------------------------------------------------------
-
-
-def check_norm(engine: DeepSpeedEngine) -> None:
-    """Refuse optimizers of fp16 and bf16 whose own norm is wrong, or hangs, with these experts; collective.
-
-    Raises:
-        ExpertGroupError: raised on every rank of the model parallel group; names the optimizer and an alternative.
-    """
-    grid: MpuGrid = engine.mpu
-    corrected = (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer, *([BF16_Optimizer] if grid.correct_norms else []))
-    if isinstance(engine.optimizer, corrected) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        return
-    optimizer = stock_class(engine.optimizer).__name__
-    names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
-    own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))
-    everyone = gathered(own, grid.get_model_parallel_group())
-    remedy = "use fp32, or ZeRO stage 1 without fp32 accumulation of gradients"
-    sizes: dict[int, list[str]] = {stage: names for stage, names, _ in sorted(everyone)}
-    if any(others != sizes[0] for others in sizes.values()):
-        raise ExpertGroupError(
-            f"pipeline stages have experts of different sizes, {sizes} (stage: sizes): DeepSpeed's {optimizer} would "
-            f"hang in the first step; {remedy}, or give every stage MoE layers of the same sizes"
-        )
-    if any(sizes.values()) and not all(has_share for _, _, has_share in everyone):
-        raise ExpertGroupError(
-            f"some slices hold no tensor-parallel parameters beside experts: DeepSpeed's {optimizer} would fail in the "
-            f"first step, on those ranks only; {remedy}"
-        )
-
-
-def _has_dense_share(engine: DeepSpeedEngine) -> bool:
-    """Tell whether this rank has a parameter, not of an expert, that counts in the norm of ``BF16_Optimizer``."""
-    return engine.mpu.get_slice_parallel_rank() == 0 or any(
-        is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
-        for parameter in engine.module.parameters()
-    )
+    return 0.0 * largest(others).to(device) if others else torch.zeros((), device=device)
 
 
 # -- what counts where ------------------------------------------------------------------------------------------------
@@ -498,7 +298,7 @@ def counts_on_slice(parameter: nn.Parameter, is_first: bool, slices_experts: boo
     return bool(is_model_parallel_parameter(parameter))
 
 
-def _on_this_slice(grid: ProcessGrid) -> Counts:
+def on_this_slice(grid: ProcessGrid) -> Counts:
     """Return the function that tells whether this rank's slice counts a parameter."""
     if grid.get_axis_rank(MODEL) == 0:
         return lambda parameter: not getattr(parameter, "ds_pipe_replicated", False)  # as counts_on_slice, but fast
@@ -525,22 +325,10 @@ def _replicas_of_expert(parameter: nn.Parameter) -> dist.ProcessGroup:
     return found
 
 
-def overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Tell, as ``[]``, whether an element of any gradient is infinite or nan, by a few kernels for all gradients."""
-    return ~_largest(gradients).isfinite()
-
-
-def _largest(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def largest(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the largest absolute value, ``[]``, of all gradients; infinite or nan if an element is."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     return get_total_norm([gradient for gradient in dense if gradient.numel()], math.inf)
-
-
-def _total_norm(pairs: Iterable[tuple[nn.Parameter, torch.Tensor]], counts: Counts, grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of all gradients of the model, of which this rank counts some."""
-    device, (counted, others) = get_accelerator().current_device_name(), _divided(pairs, counts)
-    square = sum_of_squares(counted, device, torch.float32) + _zero_or_nan(others, device)
-    return _sum_over_grid(square, grid)[0].sqrt()
 
 
 def sum_of_squares(
@@ -572,7 +360,7 @@ def _at_once(gradients: Iterable[torch.Tensor], foreach: bool | None) -> Iterabl
     return on_device.values()
 
 
-def _sum_over_grid(
+def sum_over_grid(
     own: torch.Tensor, grid: ProcessGrid, *, is_largest: bool = False, failed: bool = False
 ) -> tuple[torch.Tensor, bool]:
     """Return the sum, ``[]``, of the values of all ranks, or the largest one, and whether any rank has failed.
@@ -590,3 +378,16 @@ def _sum_over_grid(
             dist.all_reduce(values, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group)
     total, nans, failures = values.unbind()
     return torch.where(nans > 0, torch.nan, total), bool(failures)
+
+
+def _log_clipping(engine: EngineOnGrid) -> None:
+    """Log on rank 0 that a pipeline in fp32 without ZeRO clips by another norm than DeepSpeed's own pipeline does."""
+    limit, stages = engine.gradient_clipping(), engine.mpu.get_pipe_parallel_world_size()
+    if engine.is_pipeline and stages > 1:
+        log_dist(
+            f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
+            f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
+            "alone, so losses differ from those of earlier runs. To compare runs, set grid.correct_norms = False",
+            ranks=[0],
+            level=logging.WARNING,
+        )

@@ -51,7 +51,8 @@ from torch import nn
 
 from ds_topo.base.classes import REDUCED, Mixin
 from ds_topo.base.torch_names import job_timeout
-from ds_topo.engine.norms import counts_on_slice, norm_as_gradients, partition_norm
+from ds_topo.engine.norms import counts_on_slice
+from ds_topo.engine.optimizer_norms import norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
 from ds_topo.launch.agreement import agree
 from ds_topo.mpu import MpuGrid

@@ -1,40 +1,324 @@
-"""List the parts that only some jobs need. The core of ``engine`` imports none of them itself.
+"""List what changes an engine on a grid, in one table: :data:`PARTS`.
 
-A part is loaded when a job asks for it: by a section of its config, an axis of its grid, or a call. What a job does not
-ask for is not imported. ``python -m tests.reach`` prints what each kind of job loads.
+A part is a mixin (:mod:`ds_topo.base.classes`) in a file of its own, which may also give the engine's optimizer mixins
+of that file. An engine gets the parts that its config, its grid and its kind ask for, and no others are imported.
+Deleting a part is deleting its file and its row. The order of the rows is the order of the methods: those of the last
+row run first, and call those of the rows above it by ``super()``; DeepSpeed's own come last.
+``python -m tests.step_order`` prints the parts of an engine and the order of its methods.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from deepspeed.runtime import torch_autocast
+
+from ds_topo.engine.config import Case, may_assume_ranks
+from ds_topo.mpu import has_shard
+from ds_topo.topology.axes import PIPE, SEQ
 
 
 @dataclass(frozen=True)
 class EnginePart:
-    """A module that is imported on first use."""
+    """A change of engines for some jobs."""
 
     name: str
     where: str
     """The module."""
-    when: str
-    """When a job asks for it."""
+    mixin: str
+    """The name of its mixin for engines."""
+    wanted: Callable[[Case], object]
+    """Tell from the case alone whether an engine gets it; equal on all ranks of an engine."""
+    why: str
 
     def load(self) -> Any:
-        """Return the module; only the first call imports it."""
-        return importlib.import_module(self.where)
+        """Return the mixin, which derives from ``EngineOnGrid``; only the first call imports its module."""
+        return getattr(importlib.import_module(self.where), self.mixin)
 
 
-SAVING = EnginePart("saving", "ds_topo.checkpoint.saving", "the first call that saves a checkpoint")
-LOADING = EnginePart("loading", "ds_topo.checkpoint.loading", "the first call that loads a checkpoint")
-REDUCER = EnginePart(
-    "reducer", "ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'
+def _always(_: Case) -> bool:
+    return True
+
+
+def _is_plain(case: Case) -> bool:
+    return not case.is_pipeline
+
+
+def _is_pipeline(case: Case) -> bool:
+    return case.is_pipeline
+
+
+def _has_several_stages(case: Case) -> bool:
+    return case.is_pipeline and case.degree(PIPE) > 1
+
+
+def _may_have_experts(case: Case) -> bool:
+    return case.has_experts or case.is_pipeline  # another stage may have some
+
+
+def _partitions(case: Case) -> bool:
+    return case.stage > 0
+
+
+def _partitions_optimizer(case: Case) -> bool:
+    return case.stage in (1, 2)
+
+
+def _partitions_parameters(case: Case) -> bool:
+    return case.stage == 3
+
+
+def _gathers_after_step(case: Case) -> bool:
+    return case.stage in (1, 2) or (case.is_pipeline and case.is_bf16)  # BF16_Optimizer
+
+
+def _keeps_gradients(case: Case) -> bool:
+    return case.stage == 3 or (case.stage > 0 and case.config.zero_config.offload_optimizer is not None)
+
+
+def _clips_in_fp32(case: Case) -> bool:
+    return not case.has_master_weights and bool(case.config.gradient_clipping)
+
+
+def _has_fp16_without_zero(case: Case) -> bool:
+    return case.has_master_weights and not case.stage
+
+
+def _scales_losses(case: Case) -> bool:
+    uses_autocast = case.config.torch_autocast_enabled or torch_autocast.TORCH_AUTOCAST_INITIALIZED
+    return bool(case.is_fp16 or uses_autocast)
+
+
+PARTS: tuple[EnginePart, ...] = (
+    EnginePart(
+        "loaders",
+        "ds_topo.engine.loaders",
+        "DealtSamples",
+        _always,
+        "Loaders of training_data read this rank's share of the samples.",
+    ),
+    EnginePart(
+        "data efficiency",
+        "ds_topo.engine.data_efficiency",
+        "DataEfficiency",
+        lambda case: "data_efficiency" in case.config._param_dict,
+        "DeepSpeed's sampler sends samples to the data parallel group, which slices do not share.",
+    ),
+    EnginePart(
+        "shard",
+        "ds_topo.engine.shard",
+        "ShardedEngine",
+        lambda case: has_shard(case.grid),
+        "ZeRO partitions over shard alone.",
+    ),
+    EnginePart(
+        "experts",
+        "ds_topo.engine.experts",
+        "EngineWithExperts",
+        _may_have_experts,
+        "Expert groups come from the grid, in one order on all ranks. Optimizers are built over shard inside of this.",
+    ),
+    EnginePart(
+        "models",
+        "ds_topo.engine.checks",
+        "CheckedModel",
+        _always,
+        "Replicas that were built differently are refused, not broadcast.",
+    ),
+    EnginePart(
+        "automatic parallelism",
+        "ds_topo.engine.autoparallel",
+        "AutomaticParallelism",
+        lambda case: case.splits_automatically,
+        "AutoTP, AutoEP and AutoSP join neighboring ranks. The layers that they replace are compared afterwards.",
+    ),
+    EnginePart(
+        "options",
+        "ds_topo.engine.config_options",
+        "OptionsOfConfig",
+        may_assume_ranks,
+        "Some options assume neighboring ranks. They are checked when automatic parallelism has completed the config.",
+    ),
+    EnginePart(
+        "bf16",
+        "ds_topo.engine.bf16",
+        "EngineWithBF16",
+        lambda case: case.is_bf16,
+        "DeepSpeed refuses Muon in bf16 with any mpu.",
+    ),
+    EnginePart(
+        "sums over seq",
+        "ds_topo.engine.sequence_sums",
+        "SummedOverSequence",
+        lambda case: case.stage == 3 and case.degree(SEQ) > 1,
+        "ZeRO 3 averages over seq where every other stage sums.",
+    ),
+    EnginePart(
+        "linked states",
+        "ds_topo.engine.repairs.linked_states",
+        "LinkedStates",
+        _partitions_optimizer,
+        "ZeRO 1 and 2 link the states of the first group alone.",
+    ),
+    EnginePart(
+        "kept modules",
+        "ds_topo.engine.repairs.kept_modules",
+        "FreedModule",
+        _partitions_parameters,
+        "ZeRO 3 keeps destroyed modules.",
+    ),
+    EnginePart(
+        "gathers",
+        "ds_topo.engine.gathers",
+        "GatheredPointToPoint",
+        _gathers_after_step,
+        "gloo's all_gather uses a link in one direction at a time.",
+    ),
+    EnginePart(
+        "order of reduction",
+        "ds_topo.engine.reduction_order",
+        "ComparedReduction",
+        _partitions,
+        "ZeRO adds gradients by their places in buckets. Comparisons are read before copies are summed.",
+    ),
+    EnginePart(
+        "unused parameters",
+        "ds_topo.engine.repairs.unused_parameters",
+        "UnusedParameters",
+        _keeps_gradients,
+        "Gradients that are kept are never cleared. They are handed over before they are summed over copies.",
+    ),
+    EnginePart(
+        "groups of Adagrad",
+        "ds_topo.engine.repairs.adagrad_groups",
+        "GroupsOfAdagrad",
+        _partitions,
+        "ZeRO replaces an Adagrad by another one, of one group.",
+    ),
+    EnginePart(
+        "step of zeros",
+        "ds_topo.engine.repairs.step_of_zeros",
+        "WithoutStepOfZeros",
+        _has_fp16_without_zero,
+        "Optimizers of fp16 and bf16 without ZeRO take a step before the first one.",
+    ),
+    EnginePart(
+        "norms",
+        "ds_topo.engine.norms",
+        "ClippedByGrid",
+        _clips_in_fp32,
+        "DeepSpeed's norm in fp32 counts the first stage alone.",
+    ),
+    EnginePart(
+        "norms of optimizers",
+        "ds_topo.engine.optimizer_norms",
+        "NormsOfOptimizer",
+        lambda case: case.has_master_weights,
+        "DeepSpeed's optimizers count experts and slices wrongly.",
+    ),
+    EnginePart(
+        "infinities in bf16",
+        "ds_topo.engine.repairs.bf16_infinities",
+        "WithoutInfinities",
+        lambda case: case.is_bf16,
+        "BF16_Optimizer steps with gradients that are not finite.",
+    ),
+    EnginePart(
+        "loss scales",
+        "ds_topo.engine.repairs.loss_scales",
+        "LossScales",
+        _scales_losses,
+        "Losses in fp16 are not scaled without ZeRO, and each rank decides alone with torch_autocast. Before norms, "
+        "because a step that is skipped has none.",
+    ),
+    EnginePart(
+        "pipeline",
+        "ds_topo.engine.pipeline_engine",
+        "PipelineOnGrid",
+        _is_pipeline,
+        "A step starts on all ranks or on none, and stages send what others expect.",
+    ),
+    EnginePart(
+        "timers of pipelines",
+        "ds_topo.engine.repairs.pipeline_timers",
+        "TimedOnce",
+        _is_pipeline,
+        "Two places start the timers of a backward pass.",
+    ),
+    EnginePart(
+        "placeholders",
+        "ds_topo.engine.idle_stages",
+        "EngineWithPlaceholders",
+        _has_several_stages,
+        "A stage without trainable parameters fails alone. Before experts, which sort the groups.",
+    ),
+    EnginePart(
+        "written weights",
+        "ds_topo.engine.written_weights",
+        "NoticedWrites",
+        lambda case: case.has_master_weights,
+        "Optimizers with master weights overwrite what a program writes.",
+    ),
+    EnginePart(
+        "samples",
+        "ds_topo.engine.samples",
+        "ComparedSamplesOfPlain",
+        _is_plain,
+        "Slices that train on different samples raise no error, nor do replicas that train on the same ones.",
+    ),
+    EnginePart(
+        "samples of pipelines",
+        "ds_topo.engine.samples",
+        "ComparedSamplesOfPipeline",
+        _is_pipeline,
+        "The same for stages. Outside of the pipeline, which reads samples.",
+    ),
+    EnginePart(
+        "direct steps",
+        "ds_topo.engine.direct_steps",
+        "NoticedSteps",
+        _always,
+        "A step that the program takes itself is not counted.",
+    ),
+    EnginePart(
+        "micro-batches",
+        "ds_topo.engine.repairs.micro_batches",
+        "CountedMicroBatchesOfPlain",
+        _is_plain,
+        "DeepSpeed does not notice that the number of micro-batches in a step changes.",
+    ),
+    EnginePart(
+        "micro-batches of pipelines",
+        "ds_topo.engine.repairs.micro_batches",
+        "CountedMicroBatchesOfPipeline",
+        _is_pipeline,
+        "The same. Before samples are read.",
+    ),
+    EnginePart(
+        "backward passes",
+        "ds_topo.engine.repairs.backward_passes",
+        "BackwardPassesOfProgram",
+        _is_plain,
+        "DeepSpeed prepares and divides once for each output. Outside of what looks at inputs and losses.",
+    ),
+    EnginePart(
+        "checkpoints",
+        "ds_topo.engine.checkpoints",
+        "EngineWithCheckpoints",
+        _always,
+        "Checkpoints are saved and loaded as a whole. Outside of experts and shard, which choose files.",
+    ),
+    EnginePart(
+        "calls", "ds_topo.engine.on_grid", "GuardedCallsOfPlain", _is_plain, "If one rank raises in a call, all raise."
+    ),
+    EnginePart("calls of pipelines", "ds_topo.engine.on_grid", "GuardedCallsOfPipeline", _is_pipeline, "The same."),
 )
-REDUCER_OPTIONS = EnginePart("options of a reducer", "ds_topo.reduction.options", "the same section")
-GATHERS = EnginePart("gathers", "ds_topo.engine.parameter_gathers", "ZeRO 1 and 2, which gather after a step")
-REPLICAS = EnginePart("replicas", "ds_topo.engine.quorum", 'the section "replicas"')
-OVER_SHARD = EnginePart("shard", "ds_topo.engine.hybrid_sharding", "an axis shard, or replicas at ZeRO 3")
-COMPARISON = EnginePart("comparison", "ds_topo.engine.replica_comparison", "an axis model, or check_replicas")
-PARTS = (SAVING, LOADING, REDUCER, REDUCER_OPTIONS, GATHERS, REPLICAS, OVER_SHARD, COMPARISON)
-"""All of them, for what looks at every class of ours, such as the warning about a newer release."""
+"""All parts of engines, from the innermost on. Where the order of two matters, the reason of the later one says so."""
+
+
+def parts_of(case: Case) -> list[EnginePart]:
+    """Return the parts that an engine gets, innermost first."""
+    return [part for part in PARTS if part.wanted(case)]

@@ -51,6 +51,7 @@ from ds_topo.checkpoint.engine_state import (
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.partitioned_optimizers import PartitionedZero
 from ds_topo.engine.replica_comparison import digest
+from ds_topo.engine.shard import SummedPartitions
 from ds_topo.errors import (
     CheckpointLayoutError,
     EngineOptionError,
@@ -229,7 +230,10 @@ class Replicas:
         """Ends torchft's servers, at the latest before the interpreter ends their threads, which it would wait for."""
         if engine.zero_optimization_partition_weights():
             self._sums = ReplicaSums(self.manager)
-            engine.optimizer.on_grid = dataclasses.replace(engine.optimizer.on_grid, replicas=self._sums)
+            if not isinstance(engine.optimizer, SummedPartitions):  # of the axis shard
+                adopt(engine.optimizer, SummedPartitions)
+                engine.optimizer.copies = None
+            engine.optimizer.replicas = self._sums
         else:
             GradientReducer.attach(engine, **reduction, manager=self.manager)
             self._sums = engine.gradient_reducer.driver.sums

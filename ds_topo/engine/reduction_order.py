@@ -18,9 +18,10 @@ step. In all cases it is read before weights change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,109 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo.base.backends import SideStream, current_device, traits_of
+from ds_topo.base.classes import Mixin
 from ds_topo.base.torch_names import devices_of, job_timeout
+from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError
 from ds_topo.launch.agreement import agree
 from ds_topo.mpu import has_shard
 from ds_topo.process_groups.creation import ProcessGroup
 
 
-def compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
+class ComparedReduction(EngineOnGrid):
+    """An engine whose optimizer reduces gradients by their places in buckets."""
+
+    def complete(self) -> None:
+        """Compare buckets between the ranks, or fill them alike."""
+        super().complete()
+        compared, fills = _compared_buckets_of(self), _adds_zeros(self)
+        if (compared is not None or fills) and self.give_optimizer(OrderedZero, OrderedZero3):
+            self.optimizer.ordered = OrderOfReduction(compared, fills)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Add gradients of zeros where this rank has none.
+
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
+        """
+        with super().coalesce_grad_reduction():
+            try:
+                yield
+            finally:  # gradients are reduced after an error, too
+                if _adds_zeros(self):
+                    fill_missing(self.optimizer)
+
+
+class OrderOfReduction(NamedTuple):
+    """How an optimizer's ranks reduce the same gradients together."""
+
+    compared: ComparedBuckets | None
+    """The comparison of the gradients that are reduced; None if their order does not matter."""
+    fills: bool
+    """True if gradients of zeros are added for parameters that this rank does not use."""
+
+
+class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
+
+    mixin_suffix, mixin_state = "OnGrid", "ordered"
+    ordered: OrderOfReduction
+
+    def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
+        """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them.
+
+        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
+        """
+        if self.ordered.fills and self.ordered.compared is None:
+            fill_missing(self)
+        return super().reduce_gradients(*arguments, **options)
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
+        """Compare the bucket's parameters between the ranks first.
+
+        Buckets are added position by position. With other parameters, or in another order, gradients of different
+        parameters would be added.
+        """
+        if self.ordered.compared is not None:
+            compare_buckets(self.ordered.compared, self, comm_dtype)
+        return super().reduce_ipg_grads(comm_dtype=comm_dtype)
+
+    def step(self, closure: object = None) -> Any:
+        """Read comparisons before weights change."""
+        if self.ordered.compared is not None:
+            self.ordered.compared.read()
+        return super().step(closure)
+
+
+class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """``DeepSpeedZeroOptimizer_Stage3``."""
+
+    mixin_suffix, mixin_state = "OnGrid", "ordered"
+    ordered: OrderOfReduction
+
+    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
+        """Compare the bucket's parameters between the ranks first.
+
+        Buckets are added position by position. With other parameters, or in another order, gradients of different
+        parameters would be added.
+        """
+        if self.ordered.compared is not None:
+            compare_partitioned_bucket(self.ordered.compared, self, comm_dtype)
+        return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Read comparisons here, where ZeRO 3 waits for the device."""
+        compared = self.ordered.compared
+        if compared is not None:
+            compared.waits_for_device = True
+        try:
+            super().independent_gradient_partition_epilogue()
+        finally:
+            if compared is not None:
+                compared.waits_for_device = False
+
+
+def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
     """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
     optimizer = engine.optimizer
     is_zero_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
@@ -56,7 +152,7 @@ def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
     return group
 
 
-def adds_zeros(engine: DeepSpeedEngine) -> bool:
+def _adds_zeros(engine: DeepSpeedEngine) -> bool:
     """Tell whether gradients of zeros are added for missing ones where ZeRO 1 or 2 reduces all of them at once."""
     optimizer = engine.optimizer
     return isinstance(optimizer, DeepSpeedZeroOptimizer) and dist.get_world_size(_group_of(engine)) > 1

@@ -30,7 +30,7 @@ from ds_topo.base.backends import device_in_use
 from ds_topo.base.classes import COMPARED, Mixin, adopt, mixins_of
 from ds_topo.base.marks import expert_group_name, inner_optimizer
 from ds_topo.base.torch_names import devices_of
-from ds_topo.engine.one_layout import agreement, axes_of_engine
+from ds_topo.engine.current_mpu import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup, gathered

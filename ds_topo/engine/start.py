@@ -24,16 +24,15 @@ from typing_extensions import Never
 
 from ds_topo.base.ledger import ledger
 from ds_topo.engine.checks import check_is_module, check_mpu, reading_sections
-from ds_topo.engine.config_options import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
+from ds_topo.engine.config import REDUCER_SECTION, REPLICAS_SECTION, TOPOLOGY_SECTION, check_top_level
+from ds_topo.engine.current_mpu import grid_in_use
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
-from ds_topo.engine.optimizers_on_grid import keep_scale
-from ds_topo.engine.parts import REDUCER, REDUCER_OPTIONS, REPLICAS
+from ds_topo.engine.on_call import LAYOUT_IN_USE, REDUCER, REDUCER_OPTIONS, REPLICAS
 from ds_topo.errors import EngineOptionError, abridged, refuse_others, warn
 from ds_topo.health import guard, job_watch, watch_limit
+from ds_topo.launch.build_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
-from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.mpu import MpuGrid
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"
@@ -231,7 +230,7 @@ def initialize(
     used = grid_in_use()
     is_own_mpu = used is not None and mpu is not None and not isinstance(mpu, MpuGrid)
     if used is not None:
-        mpu = mpu_in_use(mpu, model, used)
+        mpu = LAYOUT_IN_USE.load().mpu_in_use(mpu, model, used)
         warn_of_undealt_samples(used)
         if not isinstance(model, DeepSpeedPipelineModule):
             config, config_params = with_samples_of(used, config or config_params), None
@@ -246,8 +245,8 @@ def initialize(
     with reading_sections(), _naming_builds():
         engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
     engine.gradient_reducer = None
-    if is_own_mpu:
-        keep_scale(engine)
+    if is_own_mpu and hasattr(engine.optimizer, "keeps_scale"):  # the program's loss fits DeepSpeed's own scale
+        engine.optimizer.keeps_scale = True
     if options is not None:
         REPLICAS.load().Replicas(engine, options, reduction or {})  # attaches a reducer itself
     elif reduction is not None:

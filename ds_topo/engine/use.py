@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.inference.engine import InferenceEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -28,12 +31,13 @@ from torch.utils.data import DistributedSampler
 from ds_topo.base import patches
 from ds_topo.base.differences import StockDualPipeVModule
 from ds_topo.base.ledger import Make, Patch, always, around, find, ledger
-from ds_topo.engine import autoparallel
+from ds_topo.engine.config_options import other_slices
+from ds_topo.engine.current_mpu import grid_in_use, in_use
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
-from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
+from ds_topo.engine.one_layout import require_topology_in_use
 from ds_topo.engine.pipeline import CONSTRUCTION, PipelineModule, check_stages, checked_layers, construct_on
 from ds_topo.engine.start import initialize, with_samples_of
-from ds_topo.errors import TopologyError, warn
+from ds_topo.errors import EngineOptionError, TopologyError, warn
 from ds_topo.health import guard
 from ds_topo.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
@@ -249,6 +253,32 @@ _OF_SEQUENCES: tuple[tuple[Patch, Make], ...] = (
 )
 
 
+# -- inference ---------------------------------------------------------------------------------------------------------
+
+
+@around
+def _with_group_of_grid(create_group: Any, engine: InferenceEngine, config: DeepSpeedInferenceConfig) -> None:
+    """Set the group along ``model`` in ``InferenceEngine._create_model_parallel_group`` while a grid is in use.
+
+    Raises:
+        EngineOptionError: the size is not the degree of ``model``, or DeepSpeed would sum over all ranks.
+    """
+    grid = grid_in_use()
+    if grid is None:
+        create_group(engine, config)
+        return
+    for problem in other_slices("tensor_parallel.tp_size", int(config.tensor_parallel.tp_size), grid):
+        raise EngineOptionError(problem)
+    if get_accelerator().device_name() == "cpu" and grid.get_axis_size(MODEL) < dist.get_world_size():
+        raise EngineOptionError(
+            f"init_inference with tensor_parallel.tp_size {grid.get_axis_size(MODEL)} on {dist.get_world_size()} "
+            "ranks: on CPUs DeepSpeed's inference_all_reduce sums over all ranks of the job, whatever the group. "
+            f"Use as many ranks as slices (model={grid.get_axis_size(MODEL)} alone), a GPU, or an engine of "
+            "deepspeed.initialize in eval mode"
+        )
+    engine.mp_group = grid.get_tensor_model_parallel_group()
+
+
 # -- accelerate, and Trainer, which uses it ---------------------------------------------------------------------------
 
 
@@ -448,7 +478,7 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.INITIALIZE, always(initialize)),
     (patches.CONSTRUCT_PIPELINE, _constructed_on_grid),
     (patches.ZERO_INIT, _partitioned_over_replicas),
-    (patches.INFERENCE_GROUP, autoparallel.with_group_of_grid_in_use),
+    (patches.INFERENCE_GROUP, _with_group_of_grid),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     (patches.PROCESS_TOPOLOGY, always(ProcessTopology)),
     (patches.PIPE_DATA_TOPOLOGY, always(_PipeDataInUse)),

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.base.marks import inner_optimizer
+from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import listed, warn
 
 _WITH_MASTERS = (
@@ -38,11 +39,24 @@ _AT_A_TIME = 1 << 24
 _SWITCH = "set grid.check_weights = False if that is intended"
 
 
-def written_weights_of(engine: DeepSpeedEngine) -> WrittenWeights | None:
-    """Return the search for an engine that has master weights; None if it has none."""
-    if not isinstance(engine.optimizer, _WITH_MASTERS) or inner_optimizer(engine) is None:  # bf16, only to evaluate
-        return None
-    return WrittenWeights(engine)
+class NoticedWrites(EngineOnGrid):
+    """An engine with master weights."""
+
+    mixin_state = "written_weights"
+    written_weights: WrittenWeights | None
+    """The search; None if the engine only evaluates in bf16."""
+
+    def complete(self) -> None:
+        """Look from here."""
+        super().complete()
+        has_masters = isinstance(self.optimizer, _WITH_MASTERS) and inner_optimizer(self) is not None
+        self.written_weights = WrittenWeights(self) if has_masters else None
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        """Warn of parameters that the program has changed: the optimizer overwrites them by its own copy."""
+        if self.written_weights is not None:
+            self.written_weights.look()
+        super()._take_model_step(*arguments)
 
 
 class WrittenWeights:

@@ -6,7 +6,6 @@ No call is wrapped, so training pays nothing for it.
 from __future__ import annotations
 
 import ctypes
-import dis
 import re
 import sys
 import threading
@@ -16,16 +15,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial, reduce
+from functools import cache, reduce
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.futures import Future
 
 from ds_topo.base.torch_names import describe, is_known, unfinished_calls
-from ds_topo.errors import listed
+from ds_topo.errors import first_line, listed
 
 OTHERWISE, SAVES, COMPILES, DEBUGS = "running", "save", "compilation", "the debugger"
 _DEEPSPEED, _PIPELINE = "deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py"
@@ -184,8 +182,8 @@ class Observer:
             self._used = used
         still = self._lasting("instruction", (top, top.f_lasti, self._used), time.monotonic())
         seen = activity.wait
-        if still >= STILL and seen in (None, Wait(_ANY_CALL)):
-            activity = replace(activity, wait=self._unseen_wait(top, seen))
+        if still >= STILL and seen is None:
+            activity = replace(activity, wait=self._unseen_wait(top))
         wait = moved = None
         if activity.wait is not None:
             wait, bytes_moved = (waiting_frame or top, seen or activity.wait), self._count()
@@ -202,11 +200,12 @@ class Observer:
             handled=self._lasting("exception", error, now),
         )
 
-    def _unseen_wait(self, top: FrameType, wait: Wait | None) -> Wait | None:
-        """Return the wait of a thread that is in one call, whose frames do not tell it, or not its group.
+    def _unseen_wait(self, top: FrameType) -> Wait | None:
+        """Return the wait of a thread that is in one call, whose frames do not tell it.
 
-        It waits for another thread, which waits for other ranks; or it is in a call of torch or DeepSpeed, and a
-        collective of gloo has not ended, as when torch's DDP waits inside of the backward pass.
+        It waits for another thread, which waits for other ranks; or it is in a call of torch, DeepSpeed or ds_topo, and
+        a collective of gloo has not ended, as when torch's DDP waits inside of the backward pass.
+        A call of the program's own, which may as well sleep, is told by its line.
         """
         if any(_is_at(frame, _OF_THREADS) for frame, _ in traceback.walk_stack(top)) or _is_at(top, (_RUN_BACKWARD,)):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -215,11 +214,9 @@ class Observer:
                     of_thread, _ = _wait_of([each for each, _ in traceback.walk_stack(frame)])
                     if of_thread is not None:
                         return of_thread
-        if wait is None and not _OF_LIBRARIES.match(str(top.f_globals.get("__name__"))):
-            return None
-        pending = unfinished_calls()
+        pending = unfinished_calls() if _OF_LIBRARIES.match(str(top.f_globals.get("__name__"))) else []
         if not pending:
-            return wait
+            return None
         call, group = pending[0]  # of several groups, it may wait for any
         return wait_over(call, group if len({each for _, each in pending}) == 1 else None)
 
@@ -266,15 +263,13 @@ class Observer:
 def _wait_of(frames: Iterable[FrameType]) -> tuple[Wait | None, FrameType | None]:
     """Return the wait for other ranks that a stack is in, and its frame; ``frames`` start with the innermost."""
     wait, waiting_frame = None, None
-    for depth, frame in enumerate(frames):
+    for frame in frames:
         file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
         role, name = _role_of(file, function)
         if role == "phase" and file.endswith(_COLLECTIVES):  # new_group and init_process_group are phases, too
             role = "collective"
         if role in ("collective", "wait"):
             wait, waiting_frame = _collective(frame) if role == "collective" else _known_wait(name, frame), frame
-        elif depth == 0 and (called := wait_called_by(frame)):
-            wait, waiting_frame = Wait(called), frame
         elif role == "communicates":
             if wait is None:
                 wait, waiting_frame = _collective(frame), frame
@@ -289,17 +284,6 @@ def _is_at(frame: FrameType, places: Iterable[tuple[str, str]]) -> bool:
     """Return whether a frame is in one of these functions, given by the end of the file's name and their name."""
     file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
     return any(name == function and file.endswith(ending) for ending, name in places)
-
-
-def first_line(error: BaseException | type[BaseException]) -> str:
-    """Describe an exception in one line.
-
-    >>> first_line(ValueError("no\\nway"))
-    'ValueError: no'
-    """
-    text = str(error).strip().partition("\n")[0][:200]
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind
 
 
 @cache
@@ -373,85 +357,14 @@ def wait_over(call: str, group: object) -> Wait:
     return Wait(call, label, name, tuple(ranks) if len(ranks) <= MAX_RANKS else ())
 
 
-# -- a call that waits in C++ ------------------------------------------------------------------------------------------
-# It has no frame of its own. The instructions of the innermost function name the object whose method it calls, such as
-# ``self.handle.wait``. The object is looked up without running code of it, since this happens in another thread.
-
-_WAITING = (dist.Work, dist.Store, dist.ProcessGroup, Future)
-"""Classes whose methods wait for other ranks."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 """The namespaces of torch's operators that communicate."""
-_ANY_CALL = "wait() for a collective"
-_LOAD_METHOD, _LOAD_NAME = ("LOAD_METHOD", "LOAD_ATTR"), ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
-
-
-def wait_called_by(frame: FrameType) -> str | None:
-    """Return the name of a call that waits for other ranks, if the innermost frame is in one; None otherwise."""
-    *owners, method = path_called(frame.f_code, frame.f_lasti) or ("",)
-    owner = _looked_up(frame, owners) if owners and owners[0] else None
-    if isinstance(owner, _WAITING):
-        return _ANY_CALL if isinstance(owner, (dist.Work, Future)) else f"{method}()"
-    if operator := communicating_operator(owner):
-        return operator
-    # an element of a list, or a property
-    if owners and owner is None and method in ("wait", "monitored_barrier"):
-        return _ANY_CALL if method == "wait" else f"{method}()"
-    if owners:
-        return None
-    given = frame.f_locals.get(method)  # a function that is an argument of a wrapper
-    given = given.func if isinstance(given, partial) else given
-    if isinstance(getattr(given, "__self__", None), _WAITING):
-        name = str(getattr(given, "__name__", "wait"))
-        return _ANY_CALL if name == "wait" else f"{name}()"
-    return communicating_operator(given) or None
 
 
 def communicating_operator(value: object) -> str:
     """Return the name of an operator of torch that communicates; empty for anything else."""
     space, _, name = str(getattr(value, "_qualified_op_name", "") or getattr(value, "_name", "")).partition("::")
     return name.partition(".")[0] if space in _NAMESPACES else ""
-
-
-@lru_cache(4096)
-def path_called(code: CodeType, instruction: int) -> tuple[str, ...]:
-    """Return the name that is called at an instruction, with the objects that it is looked up in.
-
-    ``("self", "handle", "wait")`` for ``self.handle.wait(...)``. The first word is empty if the object has no name, as
-    in ``handles[0].wait()``. The result is empty if the instruction is no call, or its arguments contain branches.
-    """
-    each = [one for one in dis.get_instructions(code) if one.offset <= instruction]
-    if not each or not each[-1].opname.startswith(("CALL", "PRECALL")):
-        return ()
-    name, given = each[-1].opname, each[-1].arg or 0
-    inputs = 1 + (given & 1) if name == "CALL_FUNCTION_EX" else given + name.endswith("KW")
-    at, depth = len(each) - 2, 0
-    if at >= 0 and each[at].opname == "PRECALL":
-        at -= 1
-    # the first instruction, backwards, after which only the arguments have not been pushed has pushed what is called
-    while at >= 0 and (depth != -inputs or each[at].opname == "PUSH_NULL"):
-        inputs += depth == -inputs
-        try:
-            depth -= dis.stack_effect(each[at].opcode, each[at].arg)
-        except ValueError:
-            return ()
-        at -= 1
-    path: list[str] = []
-    while at >= 0 and each[at].opname in _LOAD_METHOD:
-        path.append(str(each[at].argval))
-        at -= 1
-    is_named = at >= 0 and each[at].opname.startswith(_LOAD_NAME) and isinstance(each[at].argval, str)
-    if not path and not is_named:
-        return ()
-    return (each[at].argval if is_named else "", *reversed(path))
-
-
-def _looked_up(frame: FrameType, path: list[str]) -> Any:
-    """Look an object up as ``path`` says; None if it cannot be found without running code of its class."""
-    values = frame.f_locals
-    found = values[path[0]] if path[0] in values else frame.f_globals.get(path[0])
-    for name in path[1:]:
-        found = getattr(found, "__dict__", {}).get(name)
-    return found
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -462,7 +375,9 @@ BUSY_GRACE = 10.0
 PATIENCE = 60.0
 STILL = 1.0
 """The seconds at one instruction without using the processor after which a call counts as waiting."""
-_OF_LIBRARIES = re.compile(r"(torch|deepspeed)\.(?!utils\.data|serialization|ops\.aio|runtime\.swap_tensor|nvme)")
+_OF_LIBRARIES = re.compile(
+    r"(torch|deepspeed)\.(?!utils\.data|serialization|ops\.aio|runtime\.swap_tensor|nvme)|ds_topo\.(engine|reduction)\."
+)
 """Modules whose calls may wait for a collective; those that read or write files do not."""
 _RUN_BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 """The function that waits for autograd's threads."""

@@ -9,8 +9,7 @@ from fractions import Fraction
 from statistics import median
 from typing import Any, NamedTuple
 
-from ds_topo.errors import bytes_text
-from ds_topo.launch.placement import fold_numbers, ranks_by_host
+from ds_topo.errors import bytes_text, fold_numbers, ranks_by_host
 
 EXPECTED_SHARE = 0.8
 """A link below this share of its expected bandwidth is a fault."""

@@ -19,7 +19,7 @@ began.
 
 A timeout or a lost connection is no cause. A rank that raises one waits a moment for the cause. If none comes it asks:
 the threads of all ranks report where theirs is, by one ``append`` each, and that of the rank that asked posts a
-comparison (:func:`compared`), which all ranks raise.
+comparison (:func:`~ds_topo.health.blocked_calls.compared`), which all ranks raise.
 
 While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
 serves the store stops: the watch does. If that process is rank 0 and has ended, its end is the cause.
@@ -36,39 +36,38 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import Store, abort_nccl, append, communicates, default_store, served_at, set_several
-from ds_topo.errors import DisagreementError, EndOfSamplesError, FailedRankError, GroupCreationError, listed, tell
-from ds_topo.health.activity import GRACE, STILL, STORE_WAITS, Activity, Observer, Progress, first_line
-from ds_topo.health.heartbeat import named
-from ds_topo.health.watch import (
-    bytes_moved,
-    chain_of,
-    end_process,
-    is_of_transport,
-    job_watch,
-    ports_towards,
-    shut_down,
+from ds_topo.base.torch_names import Store, append, communicates, default_store, served_at, set_several
+from ds_topo.errors import (
+    DisagreementError,
+    EndOfSamplesError,
+    FailedRankError,
+    GroupCreationError,
+    first_line,
+    tell,
 )
+from ds_topo.health.connections import chain_of, is_of_transport, ports_towards
+from ds_topo.health.on_request import job_watch
 from ds_topo.launch.agreement import FAILED
 from ds_topo.launch.council import apart, linger
-from ds_topo.launch.launchers import COORDINATE
+from ds_topo.launch.launchers import COORDINATE, named
+
+if TYPE_CHECKING:
+    from ds_topo.health.activity import Activity
+    from ds_topo.health.blocked_calls import BlockedCall
 
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
 _TICK = 0.5
 """The seconds between two looks at the main thread after a failure."""
-_RAISE_LIMIT = 4.0
-"""The seconds within which the main thread must raise once its connections are shut down."""
 _RANKS_PER_TICK = 4096
 """Larger jobs look less often, to spare the store."""
 _STORE_LIMIT = timedelta(seconds=5)
@@ -88,7 +87,6 @@ _LEFT = "ds_topo/first_cause/left"
 """The key of the first rank that has ended its program, or destroyed its grids."""
 _SHOWN = 2000
 """The most characters of an error that other ranks show."""
-_SHOWN_PLACES, _SHOWN_RANKS = 6, 8
 _SERVER_ENDED = (
     "rank 0, which served the job's store at {}:{}, has ended without reporting an error: it was killed, or crashed. "
     "Its own output may say more, and the system's log of its host (out of memory? killed?)"
@@ -196,7 +194,6 @@ class FailureListener:
         self._own = -1
         """The number of this rank's last post, which the others may not have read yet."""
         self._judged: GuardedCall | None = None
-        self._ended_at = self._seconds_since_end = 0.0
         self.has_failed = False
         """True if an exception ends this process."""
         before = ports_towards(place[1])
@@ -206,10 +203,15 @@ class FailureListener:
         left = departure_in(self._connection)
         if left is not None and left.rank == self.rank:  # it has come back
             self._connection.compare_set(_LEFT, json.dumps(left), "")
-        bytes_elsewhere = partial(bytes_moved, {place[1], *self._ports})
-        self._observer, self._progress = Observer(bytes_elsewhere), Progress(bytes_elsewhere)
         self._thread = threading.Thread(target=self._run, name="ds_topo first cause", daemon=True)
         self._thread.start()
+
+    @cached_property
+    def _blocked(self) -> BlockedCall:
+        """What the main thread waits in. The first failure imports it."""
+        from ds_topo.health.blocked_calls import BlockedCall
+
+        return BlockedCall(self._place[1], self._ports)
 
     @property
     def is_of_this_job(self) -> bool:
@@ -286,7 +288,8 @@ class FailureListener:
         Wait a moment for a rank that reports a cause. If none does, ask all ranks where they are, unless the error is
         one of ours, which names ranks.
         """
-        self.where, self._calls_at_post = self._observer.read_traceback(error.__traceback__), self._guard.calls
+        self.where = self._blocked.observer.read_traceback(error.__traceback__)
+        self._calls_at_post = self._guard.calls
         self.has_news.wait(_CAUSE_LIMIT)
         if self.known is not None:
             return self.known
@@ -317,7 +320,7 @@ class FailureListener:
 
     def place_of(self, trace: TracebackType | None) -> str:
         """Describe where an exception was raised."""
-        where = self._observer.read_traceback(trace)
+        where = self._blocked.observer.read_traceback(trace)
         return f"{where.phase} at {where.where}" if where.where else where.phase
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -369,7 +372,9 @@ class FailureListener:
 
     def _answer(self, *, is_asking: bool) -> None:
         """Report where this rank is; the rank that asked compares all, and posts what it finds."""
-        call, doing = self._guard.call, self.where or self._observer.look()
+        from ds_topo.health.blocked_calls import compared
+
+        call, doing = self._guard.call, self.where or self._blocked.observer.look()
         doing = replace(doing, seconds=0.0, handled=0.0)  # so that equal places have equal texts
         if call is not None:
             doing = replace(doing, phase=call.name, step=doing.step if call.steps is None else call.steps)
@@ -404,32 +409,17 @@ class FailureListener:
         if call is None or cause.rank == self.rank or cause.rank not in call.members or watch_is_on():
             self._judged = None
             return
+        blocked = self._blocked
         if self._judged is not call:
-            self._judged, self._ended_at = call, 0.0
-            self._progress.seconds = 0.0
-        doing = self._observer.look()
-        self._progress.look(doing, passed)
-        is_at_store = doing.wait is not None and doing.wait.call in STORE_WAITS
-        seconds = doing.seconds if doing.wait is not None else self._progress.seconds
-        patience = GRACE if call.cause is None else STILL  # once ended, the call raises anyhow
-        is_stuck = seconds >= patience if doing.wait is not None else self._progress.is_stuck(doing)
-        if not is_stuck or (is_at_store and not cause.has_left) or self._guard.call is not call:
+            self._judged = call
+            blocked.begin()
+        is_stuck = blocked.is_stuck(passed, was_ended=call.cause is not None)
+        if not is_stuck or (blocked.is_at_store and not cause.has_left) or self._guard.call is not call:
             return
-        if (cause.is_inferred and doing.wait is None) or (only_at_store and not is_at_store):
+        if (cause.is_inferred and blocked.doing.wait is None) or (only_at_store and not blocked.is_at_store):
             return  # it may go on, and raises in its next collective otherwise
         call.cause = cause
-        now = time.monotonic()
-        if self._ended_at <= now - seconds:  # not in this wait
-            self._ended_at, self._seconds_since_end = now, 0.0
-            if not is_at_store:  # abort_nccl() may block
-                threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
-        else:
-            self._seconds_since_end += passed
-        if cause.has_left and self._seconds_since_end > _RAISE_LIMIT:
-            why = "It waits for that rank and cannot be made to raise, so it is ended."
-            tell(f"{cause}\nHere: {here(self.rank)}, {doing}. {why}")
-            end_process()
-        shut_down(self._place[1] if is_at_store else 0, self._ports)
+        blocked.end(passed, f"{cause}\nHere: {here(self.rank)}" if cause.has_left else None)
 
 
 class Ending:
@@ -639,7 +629,7 @@ class Guard:
 
 def watch_is_on() -> bool:
     """Return whether the job's watch reports instead."""
-    return job_watch.watch is not None and job_watch.watch.is_of_this_job
+    return job_watch.watch is not None
 
 
 def _can_listen() -> bool:
@@ -684,46 +674,6 @@ def departure_in(store: Store) -> Departure | None:
     """Return the note of the first rank that has left."""
     found = store.compare_set(_LEFT, "", "")
     return Departure(*json.loads(found)) if found else None
-
-
-def compared(answers: Iterable[tuple[int, bool, str, str]], world_size: int) -> str:
-    """Name the ranks that keep others waiting: those that do not answer, do not wait, or are in another call than most.
-
-    Each answer is a rank, whether it waits for others, the name of its call, and where it is.
-
-    >>> print(compared([(0, True, "step", "in step"), (1, True, "step", "in step"), (2, True, "save", "in save")], 3))
-    ranks could not reach each other, and none has reported an error of its own.
-    Ranks [2] are in another call than most: one was left out, or made twice.
-      ranks [2]: in save
-      ranks [0, 1]: in step
-    """
-    calls, places, waiting = dict[int, str](), dict[str, list[int]](), set[int]()
-    for rank, waits, call, place in sorted(answers):
-        calls[rank] = call
-        places.setdefault(place, []).append(rank)
-        waiting |= {rank} if waits else set()
-    most, number = Counter(calls.values()).most_common(1)[0]
-    silent = [rank for rank in range(world_size) if rank not in calls]
-    at_work = [rank for rank in calls if rank not in waiting]
-    others = [rank for rank, call in calls.items() if call != most and rank in waiting]
-    said = ["ranks could not reach each other, and none has reported an error of its own."]
-    if silent:
-        said.append(
-            f"Ranks {listed(silent, _SHOWN_RANKS)} do not answer: their processes have ended or were stopped, their "
-            "hosts are cut off, or they are in a call that holds the interpreter."
-        )
-    if at_work and waiting:
-        said.append(f"Ranks {listed(at_work, _SHOWN_RANKS)} do not wait for others: look at what they do.")
-    if others and 2 * number > len(calls):
-        where = f"Ranks {listed(others, _SHOWN_RANKS)} are in another call than most"
-        said.append(f"{where}: one was left out, or made twice.")
-    elif others:
-        said.append("Ranks are in different calls: one was left out, or made twice.")
-    elif not silent and not at_work:
-        said.append("All ranks are in the same call: compare the places, and look at the network between them.")
-    shown = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
-    said += [f"  ranks {listed(ranks, _SHOWN_RANKS)}: {place}" for place, ranks in shown[:_SHOWN_PLACES]]
-    return "\n".join(said + [f"  and {len(shown) - _SHOWN_PLACES} more"] * (len(shown) > _SHOWN_PLACES))
 
 
 def _wake(rank: int) -> str:

@@ -27,7 +27,7 @@ from ds_topo.errors import listed, tell
 from ds_topo.health.activity import MAX_RANKS, Activity, Wait
 from ds_topo.health.witness import Address, State, ask_all
 from ds_topo.launch.council import linger
-from ds_topo.launch.launchers import COORDINATE
+from ds_topo.launch.launchers import COORDINATE, named
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
 FAILED, GONE, STOPPED, UNREACHABLE, HANDLES, ENDED, BLOCKED, TRANSPORT = range(8)
@@ -72,15 +72,6 @@ class RankFault(NamedTuple):
     kind: int
     rank: int
     text: str
-
-
-def named(rank: int, host: str, coordinate: str = "") -> str:
-    """Describe a rank.
-
-    >>> named(3, "node1", "data=1 model=1")
-    'rank 3 (data=1 model=1) on node1'
-    """
-    return f"rank {rank} ({coordinate}) on {host}" if coordinate else f"rank {rank} on {host}"
 
 
 def headline(world_size: int) -> str:

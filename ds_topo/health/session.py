@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # a class of torch.distributed, which mypy finds only here
 
 from ds_topo.base.backends import accelerator, device_served_by
-from ds_topo.errors import LaunchError, TopologyError
+from ds_topo.errors import LaunchError, TopologyError, fold_numbers
 from ds_topo.health import faults, probes
 from ds_topo.health.faults import Anomaly, Fault, RankReport, Summary
 from ds_topo.health.probes import Device, Hosts, PairTime, hosts_in_blocks, largest, place_of
 from ds_topo.launch.council import Council
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
-from ds_topo.launch.placement import fold_numbers, group_axes
+from ds_topo.launch.placement import group_axes
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology import ProcessTopology

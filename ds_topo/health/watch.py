@@ -16,37 +16,26 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import re
 import socket
-import stat
-import struct
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import (
-    abort_nccl,
-    calls_of,
-    clone,
-    default_store,
-    flight_record,
-    gloo_threads,
-    job_timeout,
-    served_at,
-)
-from ds_topo.errors import LaunchError, abridged, tell
+from ds_topo.base.torch_names import calls_of, clone, default_store, flight_record, job_timeout, served_at
+from ds_topo.errors import LaunchError, first_line, tell
 from ds_topo.health import heartbeat
-from ds_topo.health.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
+from ds_topo.health.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, wait_over
+from ds_topo.health.blocked_calls import end_process
+from ds_topo.health.connections import bytes_moved, is_of_transport, ports_towards, shut_down
 from ds_topo.health.heartbeat import Heartbeat, RankFault, Ring, Verdict
 from ds_topo.health.witness import State, Witness, ask
 from ds_topo.launch.agreement import agree
@@ -55,11 +44,6 @@ from ds_topo.launch.joining import address_towards
 from ds_topo.process_groups.creation import require_initialized
 
 DEFAULT_LIMIT = 30.0
-ENVIRONMENT = "DS_TOPO_WATCH"
-EXIT_CODE = 70
-"""The exit code of a rank that had to be ended, ``EX_SOFTWARE``."""
-_ABORT_SECONDS = 2.0
-"""The seconds that NCCL has to abort before a rank is ended."""
 _SECONDS_TO_START = 5.0
 """The shortest time limit of the start."""
 _TICK = 0.2
@@ -68,32 +52,6 @@ _SECONDS_BETWEEN_WITNESSES = 10.0
 """The shortest time between two starts of a witness, if something kills it again and again."""
 _RANKS_PER_SECOND = 2000
 """The most beats per second that the store receives; beats of larger jobs are less frequent."""
-_OF_TRANSPORT = re.compile(
-    r"gloo|NCCL|[Cc]onnection (closed|reset|refused|was)|no connection|Failed to recv|Timed out|wait timeout|"
-    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within|was lost"
-)
-
-
-def watch_limit(given: float | None) -> float | None:
-    """Return the limit in seconds, or None for no watch.
-
-    The environment (``DS_TOPO_WATCH=60``, or ``off``) overrides the given limit.
-
-    >>> watch_limit(20.0), watch_limit(None)
-    (20.0, None)
-    """
-    text = os.environ.get(ENVIRONMENT, "")
-    if text.lower() in ("off", "0", "no", "false"):
-        return None
-    try:
-        limit = float(text) if text else given
-    except ValueError:
-        raise ValueError(f"{ENVIRONMENT}={text!r} is not a number: give seconds above 0, or off") from None
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
-        raise TypeError(f"watch={abridged(limit)} is not a number: give seconds above 0, or None for no watch")
-    if limit is not None and not 0 < limit < float("inf"):
-        raise ValueError(f"{ENVIRONMENT if text else 'watch'}={text or limit}: give seconds above 0")
-    return limit
 
 
 class Watch:
@@ -144,6 +102,8 @@ class Watch:
         """The activity when the program's last exception was raised."""
         self._is_told = self._has_spoken = False
         self._stopped = threading.Event()
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called at the end of :meth:`stop`, on behalf of who holds the watch."""
         self._witness = Witness(address_towards(*place) or socket.gethostname())
         self._next_witness_at = 0.0
         """The earliest time for another witness, by the monotonic clock."""
@@ -221,8 +181,16 @@ class Watch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
-        if job_watch.watch is self:
-            job_watch.watch = None
+        self.on_stop()
+
+    def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
+        """Compare the steps that the ranks of a group have taken.
+
+        Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
+        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed on
+        standard error, once. Nothing waits for the comparison or is ended.
+        """
+        self._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
 
     # -- the judging thread --------------------------------------------------------------------------------------------
 
@@ -361,62 +329,6 @@ class Watch:
             faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
-class JobWatch:
-    """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
-
-    def __init__(self) -> None:
-        self.watch: Watch | None = None
-
-    def start(self, limit: float) -> Watch:
-        """Return the watch of the job, and start it unless it is running."""
-        if self.watch is None or not self.watch.is_of_this_job:
-            if self.watch is not None:
-                self.watch.stop()
-            self.watch = Watch(limit)
-        return self.watch
-
-    def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
-        """Let the watch, if it is running, compare the steps that the ranks of a group have taken.
-
-        Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
-        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed on
-        standard error, once. Nothing waits for the comparison or is ended.
-        """
-        if self.watch is not None and self.watch.is_of_this_job:
-            self.watch._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
-
-
-job_watch = JobWatch()
-
-
-def end_process() -> NoReturn:
-    """Print all stacks, and end this process, whatever its main thread does."""
-    faulthandler.dump_traceback(all_threads=True)
-    # NCCL is aborted here and no earlier: calls that wait for the GPU would return, and go on with wrong results
-    faulthandler.dump_traceback_later(_ABORT_SECONDS + 1, exit=True)  # abort_nccl() may hold the interpreter
-    abort = threading.Thread(target=abort_nccl, daemon=True)
-    abort.start()
-    abort.join(_ABORT_SECONDS)
-    os._exit(EXIT_CODE)
-
-
-def chain_of(error: BaseException | None) -> list[BaseException]:
-    """Return an exception and its causes."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
-
-
-def is_of_transport(error: BaseException) -> bool:
-    """Return whether an exception, or a cause of it, says only that another rank could not be reached.
-
-    torch raises a ``RuntimeError``. An ``OSError`` is the program's own, as of a server that has its samples.
-    """
-    return any(isinstance(each, RuntimeError) and _OF_TRANSPORT.search(str(each)) for each in chain_of(error))
-
-
 def save_flight_record(rank: int) -> Path | None:
     """Write what torch's flight recorder knows of this rank's last collectives; return None if there is nothing.
 
@@ -434,76 +346,3 @@ def save_flight_record(rank: int) -> Path | None:
     except OSError:  # a full disk must not hide the fault
         return None
     return path
-
-
-# -- the connections over which process groups communicate -------------------------------------------------------------
-# ``abort()`` and ``shutdown()`` of a gloo group do not end a blocked collective. The end of its connections does so at
-# once. A connection is gloo's if one of gloo's own threads waits for it: ``/proc`` lists what a thread's ``epoll``
-# waits for. This covers every group, whoever created it, and connections that gloo opens later. All others are left
-# alone: those of a logger, of an upload, or of NCCL. torch 2.8 does not name gloo's threads, so none is gloo's there.
-
-_BYTES_ACKED_AND_RECEIVED = 120
-"""Their offset in Linux's ``struct tcp_info``."""
-_WELL_KNOWN = 1024
-"""Ports below belong to services, not to ranks."""
-_INODE = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
-"""A file that an ``epoll`` waits for, in ``/proc/self/fdinfo``."""
-
-
-def _connections() -> Iterator[tuple[socket.socket, int, int]]:
-    """Yield the established TCP connections of this process, with the ports of this end and of the other end.
-
-    Each is a duplicate, which is closed when the next one is requested.
-    """
-    if sys.platform != "linux":
-        return
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
-                    continue
-                own, other = each.getsockname()[1], each.getpeername()[1]
-                if min(own, other) >= _WELL_KNOWN:
-                    yield each, own, other
-
-
-def ports_towards(port: int) -> set[int]:
-    """Return this process's own ports of connections to a port."""
-    return {own for _, own, other in _connections() if other == port}
-
-
-def bytes_moved(besides: Collection[int]) -> int | None:
-    """Return the bytes sent and received on connections without one of these ports; None where this is unknown."""
-    counts = []
-    for each, *ports in _connections():
-        if not set(ports) & set(besides):
-            with suppress(OSError, struct.error):
-                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                counts.append(sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED)))
-    return sum(counts) if counts else None
-
-
-def shut_down(store_port: int, spared: Collection[int]) -> None:
-    """End gloo's connections and those to the job's store, except from the ports ``spared``; calls in them raise.
-
-    A thread of gloo's that is not waiting at this moment is left out, so call this until nothing waits any more.
-    """
-    of_gloo = _inodes_of_gloo()
-    for each, own, other in _connections():
-        if own not in spared and (other == store_port or os.fstat(each.fileno()).st_ino in of_gloo):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-
-def _inodes_of_gloo() -> set[int]:
-    """Return the inodes of the sockets and other files that gloo's threads wait for."""
-    found: set[int] = set()
-    for thread in gloo_threads():
-        with suppress(OSError, ValueError):  # the thread has ended, or runs
-            call = Path(f"/proc/self/task/{thread}/syscall").read_text()
-            _, descriptor, *_ = call.split()  # the number of epoll_wait, and its arguments
-            waits_for = Path(f"/proc/self/fdinfo/{int(descriptor, 16)}").read_text()
-            found |= {int(inode, 16) for inode in _INODE.findall(waits_for)}
-    return found

@@ -5,9 +5,9 @@ of the store: its rank, its host and its plan. The last rank to come reads all l
 the others wait for: four small requests per rank. If some ranks do not come, the first rank whose patience ends writes
 the verdict. All ranks then continue, or raise the same error, which names the ranks and hosts that differ.
 
-This is no :class:`~ds_topo.launch.council.Council`, in which one certain rank decides: here the others learn who did
-not come whichever rank that is. Patience, and the deletion of keys, are those of :mod:`~ds_topo.launch.council`. A
-verdict has at most ``MAX_MESSAGE`` characters, for any number of ranks.
+:class:`Round` is a :class:`~ds_topo.launch.council.Council` in which no certain rank decides: the others learn who did
+not come whichever rank that is, and by one request however many that are. If plans differ, the council of the ranks
+that have them compares their lines. A verdict has at most ``MAX_MESSAGE`` characters, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import Store, append, communicates, default_store
+from ds_topo.base.torch_names import append, communicates, default_store
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, tell, unanswered
-from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, leave, linger, take_due, within
+from ds_topo.launch.council import GATHERING, MOMENT, UNANSWERED_AFTER, Council, leave, linger, take_due, within
 
 MAX_MESSAGE = 4000
 NOTICE_AFTER = timedelta(seconds=15)
@@ -35,6 +34,8 @@ _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
 """The number of different plans that are compared line by line."""
 FAILED = "failed: "
+_KEYS = ("came", "number", "notice", "patience", "verdict", "read")
+"""The keys of a round, besides those that a council makes."""
 
 _rounds: Counter[str] = Counter()
 """The number of agreements of each set of members; equal on all members, since they agree together."""
@@ -81,7 +82,7 @@ def agree(
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         description = f"{description}{len(lines)} lines of digest {digest}"
     outcome = f"{FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
-    round_ = Round(default_store(), token, dist.get_rank(), members, timeout, subject)
+    round_ = Round(default_store(), token, dist.get_rank(), members, subject, timeout, DisagreementError)
     try:
         verdict = within(timeout * UNANSWERED_AFTER, f"agreement on {subject}", lambda: round_.verdict(outcome, lines))
     except StoreTimeoutError:
@@ -94,43 +95,32 @@ def agree(
     return token
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Council):
     """One agreement, as one of its members takes part in it."""
-
-    store: Store
-    token: str
-    """The prefix of this round's keys, the same on all members."""
-    rank: int
-    members: Sequence[int]
-    timeout: timedelta
-    subject: str
-    own: list[str] = field(default_factory=list)
-    """Keys that this rank deletes once all members have left this round."""
 
     def verdict(self, outcome: str, lines: Sequence[str] | None) -> str:
         """Return the same text on all members: a description of the disagreement, or "" if all outcomes are equal."""
         try:
-            if self._bring(outcome):
-                self._decide()
+            if is_last := self._bring(outcome):
+                self._judge()
             decided = json.loads(self._await_verdict())
-            text = str(decided["text"])
-            if text:
-                text += self._compared(decided["compare"], lines) if lines is not None and decided["compare"] else ""
-                self.store.add(self._key("read"), 1)
-                if self.rank == 0:
-                    read, came = self._key("read"), self._key("number")
-                    linger(lambda: self.store.add(read, 0) >= self.store.add(came, 0), min(MOMENT, self.timeout / 4))
             if decided["all_came"]:  # and so all members have left earlier rounds
                 for key in take_due(self.store, self.rank, self.members):
                     self.store.delete_key(key)
+            if is_last:
+                leave(self.store, self.rank, self.members, map(self._key, _KEYS))
+            text = str(decided["text"])
+            if text and lines is not None and (compared := decided["compare"]):
+                with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
+                    text += self.decide("difference", lines, _difference, posting=compared)
+            if text:
+                read = self._key("read")
+                self.store.add(read, 1)
+                if self.rank == 0:
+                    linger(lambda: self.store.add(read, 0) >= decided["came"], min(MOMENT, self.timeout / 4))
         except RuntimeError as error:
             text = f"{self._disagreement} {unanswered(error, self.timeout)}"
-        leave(self.store, self.rank, self.members, self.own)
         return text
-
-    def _key(self, name: str) -> str:
-        return f"{self.token}/{name}"
 
     @property
     def _disagreement(self) -> str:
@@ -141,10 +131,7 @@ class Round:
         digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
         line = json.dumps([self.rank, socket.gethostname(), digest, _shortened(outcome, _SHOWN_TEXT)])
         append(self.store, self._key("came"), f"{line}\n")
-        is_last = self.store.add(self._key("number"), 1) == len(self.members)
-        if is_last:
-            self.own.extend(map(self._key, ("came", "number", "notice", "patience", "verdict", "difference", "read")))
-        return is_last
+        return self.store.add(self._key("number"), 1) == len(self.members)
 
     def _await_verdict(self) -> str:
         """Wait for the verdict; the first rank that waits long says for whom, and one that waits in vain writes it."""
@@ -159,11 +146,11 @@ class Round:
             self.store.wait([verdict], patience)
         except RuntimeError:
             if self.store.add(self._key("patience"), 1) == 1:
-                self._decide()
+                self._judge()
             try:
                 self.store.wait([verdict], self.timeout * (1 - GATHERING))
             except RuntimeError:  # the rank that was to write it has died
-                self._decide()
+                self._judge()
         return str(self.store.get(verdict).decode())
 
     def _say_who_is_missing(self, left: timedelta) -> None:
@@ -183,7 +170,7 @@ class Round:
         came = self.store.compare_set(self._key("came"), "", "").decode().splitlines()
         return [(int(rank), host, digest, text) for rank, host, digest, text in map(json.loads, came)]
 
-    def _decide(self) -> None:
+    def _judge(self) -> None:
         """Write the verdict on what the members brought, unless another rank has written one."""
         reports = self._came()
         here = {rank for rank, *_ in reports}
@@ -217,23 +204,8 @@ class Round:
             problems.append(f"and {len(ordered) - len(shown)} further plans")
         planned = [first[digest] for digest in ordered if not text_of[digest].startswith(FAILED)]
         text = _shortened("\n  ".join([self._disagreement, *problems]), MAX_MESSAGE - 1000)
-        return {"text": text, "compare": planned[:_COMPARED] if len(planned) > 1 else [], "all_came": not missing}
-
-    def _compared(self, ranks: Sequence[int], lines: Sequence[str]) -> str:
-        """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""
-        end = self._key("difference")
-        with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
-            if self.rank in ranks:
-                self.own.append(self._key(f"lines/{self.rank}"))
-                self.store.set(self.own[-1], "\n".join(lines))
-            if self.rank == ranks[0]:
-                keys = [self._key(f"lines/{rank}") for rank in ranks]
-                self.store.wait(keys, self.timeout)
-                plans = {rank: self.store.get(key).decode().split("\n") for rank, key in zip(ranks, keys, strict=True)}
-                self.store.set(end, _difference(plans))
-            self.store.wait([end], self.timeout)
-            return str(self.store.get(end).decode())
-        return ""
+        compared = planned[:_COMPARED] if len(planned) > 1 else []
+        return {"text": text, "compare": compared, "came": len(reports), "all_came": not missing}
 
 
 def _where(hosts: Mapping[str, Sequence[int]]) -> str:

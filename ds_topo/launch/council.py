@@ -1,8 +1,9 @@
 """Decide together through the job's store: all ranks post, one decides, all read.
 
 :class:`Council` is this protocol. Ranks use it to join a job (:mod:`~ds_topo.launch.joining`), to save and load
-checkpoints (:mod:`ds_topo.checkpoint.meeting`) and to check a cluster (:mod:`ds_topo.health.session`). Collectives
-cannot do this: no group exists yet, or one has failed, and they would pad every rank's value to the longest one.
+checkpoints (:mod:`ds_topo.checkpoint.meeting`), to check a cluster (:mod:`ds_topo.health.session`), and to compare
+plans that differ (:mod:`~ds_topo.launch.agreement`). Collectives cannot do this: no group exists yet, or one has
+failed, and they would pad every rank's value to the longest one.
 
 **Patience.** The rank that decides waits for posts during the fraction ``GATHERING`` of the timeout. The others wait
 the whole timeout for the answer, so they read which ranks did not come instead of giving up themselves. Where ranks
@@ -117,13 +118,13 @@ class Council:
         def gather() -> dict[int, Any]:
             post()
             names = [f"{name}/{rank}" for rank in posts]
-            found = ranks_that_came(self.store, [self._key(one, 0) for one in names], gathering) if names else []
+            found = ranks_that_came(self.store, [self._key(one) for one in names], gathering) if names else []
             values = self._read([names[index] for index in found])
             return {posts[index]: value for index, value in zip(found, values, strict=True)}
 
         def read() -> Any:
             post()
-            self.store.wait([self._key(f"{name} decided", 0)], reading)
+            self.store.wait([self._key(f"{name} decided")], reading)
             return self._read([f"{name} decided"])[0]
 
         cause: Exception | None = None
@@ -175,7 +176,7 @@ class Council:
         except RuntimeError as error:
             raise self.error(f"{self.subject}: {what}{unanswered(error, limit)}") from None
 
-    def _key(self, name: str, part: int) -> str:
+    def _key(self, name: str, part: int = 0) -> str:
         return f"{self.token}/{name}/{part}"
 
     def _write(self, name: str, value: Any) -> None:
@@ -192,7 +193,7 @@ class Council:
         found = []
         for start in range(0, len(names), _AT_ONCE):
             some = names[start : start + _AT_ONCE]
-            for name, first in zip(some, get_several(self.store, [self._key(one, 0) for one in some]), strict=True):
+            for name, first in zip(some, get_several(self.store, [self._key(one) for one in some]), strict=True):
                 count, _, text = first.partition(b" ")
                 more = [self._key(name, number) for number in range(1, int(count))]
                 found.append(json.loads(b"".join((text, *(get_several(self.store, more) if more else ())))))

@@ -8,12 +8,9 @@ this package's Apache licence cannot include.
 
 from __future__ import annotations
 
-import ipaddress
 import re
-import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -26,8 +23,6 @@ MAX_SLOTS = 4096
 """The most slots of one host: more than any host has, and few enough to list."""
 MAX_RANKS = 2**20
 """The most slots of all hosts together: more than any job has, and few enough to list in seconds."""
-_AT_A_TIME = 64
-"""The number of names that are resolved simultaneously."""
 
 _SLOT_LIST = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
@@ -288,38 +283,6 @@ def _parse_entry(entry: str, where: str) -> Host:
         raise HostError(f"{where}: {error}") from None
 
 
-# -- addresses ---------------------------------------------------------------------------------------------------------
-
-
-def address_of(name: str) -> str:
-    """Return the first address of a host."""
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError) as error:
-        raise HostError(
-            f"host {name!r} cannot be resolved to an address: {error}; check its spelling, /etc/hosts and DNS"
-        ) from None
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address can be reached from its own host only.
-
-    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1")
-    (True, False)
-    """
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def check_addresses(names: Sequence[str]) -> None:
-    """Resolve all names simultaneously, and name those without an address."""
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        errors = [result.exception() for result in [pool.submit(address_of, name) for name in names]]
-    failed = [str(error) for error in errors if error is not None]
-    if failed:
-        more = f" (and {len(failed) - 8} more)" if len(failed) > 8 else ""
-        raise HostError("; ".join(failed[:8]) + more)
-
-
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +295,6 @@ _ITEM = re.compile(r"([^\[\]\s]|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[([^\[\]]*)\]|[^\[]+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})")
 
 
 def expand_node_list(text: str) -> list[str]:
@@ -354,24 +316,6 @@ def expand_node_list(text: str) -> list[str]:
             raise HostError(f"node list {text[:80]!r} has more than {MAX_NAMES} names")
         names += map("".join, product(*pieces))
     return names
-
-
-def fold_node_list(names: Sequence[str]) -> str:
-    """Invert ``expand_node_list``: fold names that differ only in their last number, where the numbers are consecutive.
-
-    >>> fold_node_list(["n01", "n02", "n03", "n7", "gpu-a"])
-    'n[01-03],n7,gpu-a'
-    """
-    runs: list[list[tuple[str, str]]] = []
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        prefix, digits = (match[1], match[2]) if match else (name, "")
-        first, last = (runs[-1][0][1], runs[-1][-1][1]) if runs and prefix == runs[-1][0][0] else ("", "")
-        if digits and last and digits == f"{int(last) + 1:0{len(first)}d}":
-            runs[-1].append((prefix, digits))
-        else:
-            runs.append([(prefix, digits)])
-    return ",".join(f"{run[0][0]}[{run[0][1]}-{run[-1][1]}]" if len(run) > 1 else "".join(run[0]) for run in runs)
 
 
 def expand_counts(text: str) -> list[int]:
@@ -407,18 +351,13 @@ def _numbers(ranges: str, text: str) -> list[str]:
     return numbers
 
 
-def in_step(environ: Mapping[str, str]) -> bool:
-    """Return whether ``srun`` started this process, rather than a batch script or a shell of ``salloc``."""
-    return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
-
-
-def slurm_map(environ: Mapping[str, str]) -> HostMap:
+def slurm_map(environ: Mapping[str, str], *, of_step: bool) -> HostMap:
     """Return the node of every task of the step, or outside a step, of the step that plain ``srun`` would start.
 
-    >>> slurm_map({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}).host_indices
+    >>> slurm_map({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}, of_step=False).host_indices
     (0, 0, 1)
     """
-    names = ["SLURM_STEP_NODELIST"] if in_step(environ) else []
+    names = ["SLURM_STEP_NODELIST"] if of_step else []
     found = next((name for name in (*names, "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
     if found is None:
         raise HostError(
@@ -426,7 +365,7 @@ def slurm_map(environ: Mapping[str, str]) -> HostMap:
             "name the nodes instead"
         )
     nodes = expand_node_list(environ[found])
-    name = "SLURM_STEP_TASKS_PER_NODE" if in_step(environ) else "SLURM_TASKS_PER_NODE"
+    name = "SLURM_STEP_TASKS_PER_NODE" if of_step else "SLURM_TASKS_PER_NODE"
     if not environ.get(name):
         raise HostError(f"the Slurm job has no tasks ({name} is not set): {_ADVICE}")
     counts = expand_counts(environ[name])

@@ -10,10 +10,12 @@ import os
 import socket
 import struct
 import sys
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,15 +24,35 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 
 from ds_topo.base.backends import check_backend, default_backend, device_served_by
 from ds_topo.base.supported import minutes_of_timeout
-from ds_topo.base.torch_names import address_of_store, inherit_timeout, job_timeout, timeout_of
-from ds_topo.errors import DisagreementError, HostError, LaunchError, StoreTimeoutError, tell, warn
-from ds_topo.launch import orphans
+from ds_topo.base.torch_names import (
+    address_of_store,
+    default_store,
+    inherit_timeout,
+    job_timeout,
+    served_at,
+    timeout_of,
+)
+from ds_topo.errors import (
+    DisagreementError,
+    HostError,
+    LaunchError,
+    StoreTimeoutError,
+    fold_numbers,
+    ranks_by_host,
+    tell,
+    warn,
+)
 from ds_topo.launch.agreement import NOTICE_AFTER
 from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, ranks_that_came, within
-from ds_topo.launch.hosts import address_of, is_loopback
-from ds_topo.launch.launchers import ALONE, Launch, detect_launch, is_own_address, warn_of_misspelt_variables
-from ds_topo.launch.placement import fold_numbers, ranks_by_host
-from ds_topo.launch.tracebacks import share_tracebacks
+from ds_topo.launch.launchers import (
+    ALONE,
+    Launch,
+    address_of,
+    detect_launch,
+    is_loopback,
+    is_own_address,
+    warn_of_misspelt_variables,
+)
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
@@ -183,7 +205,9 @@ def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
     launch = detect_launch(alone=alone)
     if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
         os.environ.update(launch.variables)
-    if end_with_launcher:
+    if end_with_launcher and launch.launcher not in ("environment", ALONE):  # what sets variables may end before
+        from ds_topo.launch import orphans
+
         orphans.end_with_launcher(launch)
     address = check_master(launch)
     interface = choose_interface(launch, address)
@@ -300,6 +324,42 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
             f"{GLOO_INTERFACE} is {os.environ.get(GLOO_INTERFACE, 'not set')}"
         ) from error
     inherit_timeout()
+
+
+class SharedTraceback:
+    """A ``sys.excepthook`` that prints what another rank has printed already in one line.
+
+    It calls the former hook, and that one is back once the store's job is over.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._rank, self._before = weakref.ref(store), dist.get_rank(), sys.excepthook
+        sys.excepthook = self
+        weakref.finalize(store, self.remove).atexit = False
+
+    def remove(self) -> None:
+        """Put the former hook back, unless another one was set since, which may call this one."""
+        if sys.excepthook is self:
+            sys.excepthook = self._before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the error, or a line if another rank prints the same one."""
+        store = self._store()
+        if store is None or not isinstance(error, Exception):
+            self._before(kind, error, trace)
+        else:
+            from ds_topo.launch.tracebacks import print_once  # Python prints both errors if this one fails
+
+            print_once(store, self._rank, self._before, kind, error, trace)
+
+
+def share_tracebacks() -> None:
+    """Set the hook for the present job, once, if it has several ranks."""
+    store = default_store()
+    if dist.get_world_size() > 1 and served_at(store) is not None:
+        present = sys.excepthook
+        if not (isinstance(present, SharedTraceback) and present._store() is store):
+            SharedTraceback(store)
 
 
 def _joined_already(timeout: timedelta | None) -> Launch:

@@ -7,6 +7,7 @@ slurm``) and MPI (also ``--launcher openmpi``, ``mpich``, ``impi``) set their ow
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import logging
 import os
 import shlex
@@ -21,7 +22,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_topo.errors import HostError, LaunchError, TopologyError, abridged, warn
-from ds_topo.launch.hosts import in_step, slurm_map
 from ds_topo.topology.axes import check_meanings, parse_spec
 
 if TYPE_CHECKING:
@@ -191,13 +191,20 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Launch:
     return Launch(launcher, rank, world_size, local_rank, environ["MASTER_ADDR"], port, local_size, node)
 
 
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Return whether ``srun`` started this process, rather than a batch script or a shell of ``salloc``."""
+    return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
+
+
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
+    from ds_topo.launch.hosts import slurm_map  # Slurm alone needs it
+
     number = _reader(environ, "srun")
     world = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     job = f"job {environ.get('SLURM_JOB_ID', '?')}, step {environ['SLURM_STEP_ID']}"
     rank, world_size = number("SLURM_PROCID"), number(world)
     try:
-        host_map = slurm_map(environ)
+        host_map = slurm_map(environ, of_step=True)
         if host_map.size != world_size:
             raise HostError(f"{world}={world_size}, but the tasks per node make {host_map.size}")
         first, host = host_map.host_of(0), host_map.host_of(rank)
@@ -307,6 +314,25 @@ def _address_of_mpirun(environ: Mapping[str, str]) -> str | None:
     return uri.rpartition(":")[0].split(",")[0] or None
 
 
+def address_of(name: str) -> str:
+    """Return the first address of a host."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise HostError(
+            f"host {name!r} cannot be resolved to an address: {error}; check its spelling, /etc/hosts and DNS"
+        ) from None
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address can be reached from its own host only.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1")
+    (True, False)
+    """
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def is_own_address(address: str) -> bool:
     """Return whether this host has the address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
@@ -385,6 +411,15 @@ def warn_of_misspelt_variables() -> None:
             f"the environment variable {name}={abridged(os.environ[name])} has no effect: did you mean {near}? Rename "
             "it, or unset it"
         )
+
+
+def named(rank: int, host: str, coordinate: str = "") -> str:
+    """Describe a rank.
+
+    >>> named(3, "node1", "data=1 model=1")
+    'rank 3 (data=1 model=1) on node1'
+    """
+    return f"rank {rank} ({coordinate}) on {host}" if coordinate else f"rank {rank} on {host}"
 
 
 def rank_name(separator: str = " ") -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from ds_topo.errors import TopologyError, WorldSizeError
-from ds_topo.launch.hosts import HostMap, Hosts, fold_node_list
+from ds_topo.errors import TopologyError, WorldSizeError, fold_node_list, fold_numbers
+from ds_topo.launch.hosts import HostMap, Hosts
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import Spec
 from ds_topo.topology.rank_tables import axes_of, copy_axes, degree, grid_groups, partition_axes
@@ -205,28 +205,6 @@ def host_patterns(
     """
     patterns = Counter(tuple(map(len, indices)) for indices in _indices_held(topology, ranks_on_hosts))
     return [(count, pattern) for pattern, count in patterns.most_common()]
-
-
-def fold_numbers(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as ranges.
-
-    >>> fold_numbers([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    return fold_node_list([str(number) for number in numbers]).translate({ord("["): "", ord("]"): ""})
-
-
-def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
-    """Write ranks by host, for the first eight hosts.
-
-    >>> ranks_by_host([("a", 2), ("b", 7), ("a", 3)])
-    'a (ranks 2-3), b (rank 7)'
-    """
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for host, rank in places:
-        ranks_of[host].append(rank)
-    named = [f"{host} (rank{'s' if len(ranks) > 1 else ''} {fold_numbers(ranks)})" for host, ranks in ranks_of.items()]
-    return ", ".join(named[:8]) + (f" and {len(named) - 8} more hosts" if len(named) > 8 else "")
 
 
 def few_ranks(ranks: Sequence[int], most: int = 16) -> str:

@@ -39,9 +39,9 @@ from ds_topo.base.ledger import ledger
 from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters, part_of
 from ds_topo.checkpoint.table import Slice
-from ds_topo.engine.batches import digest as digest_of
 from ds_topo.engine.grid import building_engines, when_built
 from ds_topo.engine.replica_comparison import digest, replicated
+from ds_topo.engine.samples import digest as digest_of
 from ds_topo.errors import warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, SEQ

@@ -64,6 +64,7 @@ def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, secon
     """Run some of the ranks, each in a thread."""
     from torch.distributed import TCPStore
 
+    from ds_topo.errors import DisagreementError
     from ds_topo.launch.agreement import Round
 
     threading.stack_size(256 << 10)
@@ -78,9 +79,8 @@ def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, secon
             wrong = {7: f"layers.7.weight [{rank}]"} if differs else {}
             return [wrong.get(line, f"layers.{line}.weight [4096, 4096] torch.bfloat16") for line in range(LISTED)]
 
-        round_ = Round(
-            clients[rank], "ds_topo/all/1", rank, range(world_size), timedelta(seconds=seconds), "a benchmark"
-        )
+        limit = timedelta(seconds=seconds)
+        round_ = Round(clients[rank], "ds_topo/all/1", rank, range(world_size), "a benchmark", limit, DisagreementError)
         shown = lines() if case == "one list differs" else None
         verdicts.append(round_.verdict(f"plan: {rank if differs else 'the same'}", shown))
         ends.append(time.monotonic())

@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
-from ds_topo.engine import batches
-from ds_topo.engine.batches import FirstSamples, ReadAhead, remaining
-from ds_topo.engine.config_options import check_sections_and_sizes
+from ds_topo.engine import batches, samples
+from ds_topo.engine.batches import ReadAhead, remaining
+from ds_topo.engine.config import check_sections_and_sizes
+from ds_topo.engine.samples import FirstSamples, digest
 from ds_topo.errors import DisagreementError, EndOfSamplesError
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -90,7 +91,7 @@ def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_confi
 
 def test_batches_of_a_pipeline_are_digested_until_both_comparisons_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[object] = []
-    monkeypatch.setattr(batches, "digest", lambda samples: digested.append(samples) or 1)
+    monkeypatch.setattr(samples, "digest", lambda samples: digested.append(samples) or 1)
     engine: Any = SimpleNamespace(training=True)
     with fake_world(0, 2), PipelineParallelGrid("pipe=2") as grid:
         first = FirstSamples(grid, 4)
@@ -120,9 +121,8 @@ def test_replicas_are_compared_if_there_are_some_and_a_group_joins_them(spec: st
             grid.check_samples = checks
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                first.compare()  # the stand-in for the other ranks has read the same
+                first._compare_replicas()  # the stand-in for the other ranks has read the same
             assert len(said) == (is_said and rank == 0)
-            assert first.are_compared
 
 
 @pytest.mark.parametrize("changed", [{}, {"stages": 1}, {"batch_fn": print}, {"checks": False}, {"is_first": False}])
@@ -419,15 +419,15 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("what", UNLIKE)
 def test_different_samples_have_different_digests(what: str) -> None:
     one, other = UNLIKE[what]
-    assert batches.digest(one) != batches.digest(other)
-    assert batches.digest(one) == batches.digest(copy.deepcopy(one)) > 0
+    assert digest(one) != digest(other)
+    assert digest(one) == digest(copy.deepcopy(one)) > 0
 
 
 @pytest.mark.parametrize(
     "nothing", [None, (), {"a": None}, "words", 3.0, torch.zeros(2, 3), (torch.zeros(1), torch.empty(0))], ids=repr
 )
 def test_unused_samples_have_no_digest(nothing: Any) -> None:
-    assert batches.digest(nothing) == 0
+    assert digest(nothing) == 0
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_unused_samples_have_no_digest(nothing: Any) -> None:
     ],
 )
 def test_digest_ignores_layout_and_nesting(lawful: torch.Tensor) -> None:
-    assert batches.digest(lawful) == batches.digest((lawful.clone().contiguous(),)) > 0
+    assert digest(lawful) == digest((lawful.clone().contiguous(),)) > 0
 
 
 def _changed_at_random(labels: str) -> None:

@@ -26,7 +26,8 @@ from ds_topo.base import patches
 from ds_topo.base.classes import mixins_of, overridden_by
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.base.ledger import Patch, ledger
-from ds_topo.engine import on_grid
+from ds_topo.engine import parts
+from ds_topo.engine.repairs import loss_scales, pipeline_timers
 from ds_topo.errors import EngineOptionError
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -54,15 +55,13 @@ class Recording(nn.Linear):
 
 def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
     engine: Any = type("Engine", (), {})()
-    engine.on_grid = object()
-    engine.torch_autocast_z0_gradscaler = None
+    engine.torch_autocast_z0_gradscaler = loss_scales.LossScaler(mock.Mock())
     for scaler in ("first", "second"):
-        on_grid._restore_scaler(weakref.ref(engine), scaler)
+        loss_scales._restore_scaler(weakref.ref(engine), scaler)
         assert engine.torch_autocast_z0_gradscaler == "first"
-        vars(engine).pop("on_grid", None)
     kept = weakref.ref(engine)
     del engine
-    on_grid._restore_scaler(kept, "third")
+    loss_scales._restore_scaler(kept, "third")
 
 
 @pytest.mark.parametrize(
@@ -76,9 +75,17 @@ def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
 def test_stages_without_the_loss_leave_timers_of_backward_to_the_pipeline(
     kind: type, is_last: bool, are_cleared: bool
 ) -> None:
-    engine = mock.Mock(spec=kind, engine_timers=SimpleNamespace(backward_timers=["a"], backward_inner_timers=["b"]))
-    engine.is_last_stage.return_value = is_last
-    on_grid._time_backward_once(engine)
+    class Stage(pipeline_timers.TimedOnce, kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.engine_timers = SimpleNamespace(backward_timers=["a"], backward_inner_timers=["b"])
+
+        def is_last_stage(self) -> bool:
+            return is_last
+
+    engine = Stage.__new__(Stage)
+    nn.Module.__init__(engine)
+    Stage.__init__(engine)
+    engine.complete()
     assert [*map(bool, vars(engine.engine_timers).values())] == [not are_cleared] * 2
 
 
@@ -96,7 +103,7 @@ def train(engine: Any) -> torch.Tensor:
 def ours(*objects: Any) -> set[str]:
     """Return the names that classes of ours override in objects, and of patches and attributes of single objects."""
     overridden = {name for item in objects for mixin in mixins_of(item) for name in overridden_by(mixin)}
-    own = {"on_grid", *METHODS}
+    own = {*(part.load().mixin_state for part in parts.PARTS), *METHODS} - {""}
     return overridden | {name for item in objects for name in vars(item) if name in own or "ds_topo" in name}
 
 

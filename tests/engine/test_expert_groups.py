@@ -14,7 +14,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import PipelineParallelGrid, groups
-from ds_topo.engine.experts import saving_by_slice
+from ds_topo.engine.experts import _saving_by_slice
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from tests.support.fake_world import fake_world
 
@@ -87,16 +87,16 @@ def test_sizes_that_optimizer_files_cannot_express_are_refused() -> None:
             groups.create_expert_groups(grid, size)
         engine: Any = SimpleNamespace(mpu=grid, zero_optimization=lambda: False)
         with pytest.raises(ExpertGroupError, match=r"sizes \[2\] do not divide the greatest, 3.*ZeRO stage 1"):
-            saving_by_slice(engine).__enter__()
+            _saving_by_slice(engine).__enter__()
         engine._config = SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=False))
         engine.zero_optimization = lambda: True
-        with saving_by_slice(engine):
+        with _saving_by_slice(engine):
             pass  # each partition has a file of its own
     with fake_world(0, 6), PipelineParallelGrid("data=6") as grid:
         for size in (1, 3):
             groups.create_expert_groups(grid, size)
         engine.mpu, engine.zero_optimization = grid, lambda: False
-        with saving_by_slice(engine):
+        with _saving_by_slice(engine):
             pass
 
 

@@ -17,7 +17,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
 from ds_topo.base.marks import PLACEHOLDERS
 from ds_topo.engine.idle_stages import _connect, fill_groups
 from ds_topo.errors import CheckpointLayoutError, DisagreementError, EngineOptionError, FailedRankError
-from ds_topo.health import first_cause
+from ds_topo.health import blocked_calls
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.training import destroy_engine
@@ -260,7 +260,7 @@ def test_frozen_stage_is_saved_and_loaded_in_its_layout(world: Worlds, tmp_path:
 
 def _refuse(layers: str, config: dict[str, Any], message: str) -> None:
     start()
-    first_cause.GRACE = 1.0
+    blocked_calls.GRACE = 1.0
     with PipelineParallelGrid(SPEC) as grid:
         kinds = (EngineOptionError, DisagreementError, FailedRankError)
         with pytest.raises(kinds, match=message):

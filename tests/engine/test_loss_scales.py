@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
-from ds_topo.engine import loss_scales
+from ds_topo.engine.repairs import loss_scales
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds

@@ -34,8 +34,9 @@ from ds_topo import (
     mark_tensor_parallel_gradients,
 )
 from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
-from ds_topo.engine import loss_scales, norms
-from ds_topo.engine.optimizers_on_grid import BF16OnGrid
+from ds_topo.engine import norms, optimizer_norms
+from ds_topo.engine.optimizer_norms import CorrectedNorm, NormsOfBF16
+from ds_topo.engine.repairs import loss_scales
 from ds_topo.errors import EngineOptionError, ExpertGroupError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
@@ -101,15 +102,19 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
         expected = float(nn.utils.get_total_norm([one.grad for one in whole]))
         if not partitioned:
             optimizer = SimpleNamespace(fp16_groups=[made[:2], made[2:]])
-            assert float(norms.unfused_gradient_norm(optimizer, grid)) == pytest.approx(expected, rel=1e-6)
+            assert float(optimizer_norms.unfused_gradient_norm(optimizer, grid)) == pytest.approx(expected, rel=1e-6)
             flat = [torch.cat([one.grad for one in group]) for group in optimizer.fp16_groups]
-            assert float(norms.fused_gradient_norm(optimizer, flat, grid)) == pytest.approx(expected, rel=1e-6)
-            gradients = [[one.grad for one in group] for group in optimizer.fp16_groups]
-            parts = SimpleNamespace(corrects_norm=True, has_experts=True)
-            in_fp32 = SimpleNamespace(
-                bf16_groups=optimizer.fp16_groups, fp32_groups_gradients=gradients, mpu=grid, on_grid=parts
+            assert float(optimizer_norms.fused_gradient_norm(optimizer, flat, grid)) == pytest.approx(
+                expected, rel=1e-6
             )
-            found, of_experts = BF16OnGrid.get_grads_for_norm(in_fp32)
+            gradients = [[one.grad for one in group] for group in optimizer.fp16_groups]
+            in_fp32: Any = SimpleNamespace(
+                bf16_groups=optimizer.fp16_groups,
+                fp32_groups_gradients=gradients,
+                mpu=grid,
+                corrected_norm=CorrectedNorm(is_needed=True, has_experts=True),
+            )
+            found, of_experts = NormsOfBF16.get_grads_for_norm(in_fp32)
             norm = get_global_norm_of_tensors(found, mpu=grid)
             assert (float(norm), of_experts) == (pytest.approx(expected, rel=1e-6), {})
             for order in ORDERS[1:]:
@@ -133,9 +138,9 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
             params_in_partition=[[made[index] for index in own]],
             averaged_gradients={0: [made[index].grad for index in own]},
         )
-        assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(expected, rel=1e-6)
+        assert float(optimizer_norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(expected, rel=1e-6)
         made[0].grad[0] = torch.inf
-        assert float(norms.zero_gradient_norm(optimizer, grid)) == -1
+        assert float(optimizer_norms.zero_gradient_norm(optimizer, grid)) == -1
 
 
 def _replicas(p: nn.Parameter, grid: PipelineParallelGrid) -> list[int]:
@@ -386,7 +391,7 @@ def test_first_copy_of_a_dtensor_counts(placements: list[Any], counting: list[in
         with fake_world(rank, 4), ProcessGrid("data=2,model=2") as grid:
             mesh = SimpleNamespace(mesh=torch.arange(4).view(2, 2), get_coordinate=lambda: divmod(grid.global_rank, 2))
             one: Any = SimpleNamespace(grad=SimpleNamespace(device_mesh=mesh, placements=placements))
-            found += [rank] if norms._counted_here(grid)(one) else []
+            found += [rank] if norms.counted_here(grid)(one) else []
     assert found == counting
 
 
@@ -416,7 +421,7 @@ def test_partition_norm_counts_parameters_of_its_slice(cpu_offload: bool) -> Non
             norm_for_param_grads={id(p): p.grad.norm() for group in groups_of for p in group},
             get_param_id=id,
         )
-        assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
+        assert float(optimizer_norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
 
 
 def test_updates_of_muon_without_loss_scale_count_as_scaled_gradients() -> None:
@@ -430,14 +435,14 @@ def test_updates_of_muon_without_loss_scale_count_as_scaled_gradients() -> None:
             groups_lacking_loss_scale={1},
             loss_scale=4.0,
         )
-        assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(5.0)
+        assert float(optimizer_norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_first_copy_of_a_partition_counts_dense_parameters(rank: int) -> None:
     with fake_world(rank, 4), PipelineParallelGrid("data=2,shard=2") as grid:
         dense, expert = parameter(3.0), parameter(4.0, allreduce=False)
-        norm = norms.partition_norm([(each, each.grad) for each in (dense, expert)], grid)
+        norm = optimizer_norms.partition_norm([(each, each.grad) for each in (dense, expert)], grid)
         assert float(norm) == pytest.approx(4.0 if grid.get_copy_rank() else 5.0)
 
 
@@ -452,31 +457,21 @@ def test_gradients_inside_an_optimizer_of_deepspeed_are_refused(mark: str) -> No
 @pytest.mark.parametrize("kind", [FP16_Optimizer, FP16_UnfusedOptimizer])
 def test_stages_with_other_numbers_of_groups_are_refused_where_they_would_hang(kind: type, counts: Any) -> None:
     engine: Any = SimpleNamespace(optimizer=mock.Mock(spec=kind, param_groups=[]), mpu=mock.Mock())
-    with mock.patch.object(norms, "gathered", return_value=[*counts]):
+    with mock.patch.object(optimizer_norms, "gathered", return_value=[*counts]):
         if kind is FP16_UnfusedOptimizer and counts == (1, 2):
             with pytest.raises(EngineOptionError, match=r"parameters in \[1, 2\] groups of the optimizer"):
-                norms.group_counts_differ(engine)
+                optimizer_norms._group_counts_differ(engine)
         else:
-            assert norms.group_counts_differ(engine) == (counts == (1, 2))
+            assert optimizer_norms._group_counts_differ(engine) == (counts == (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("logs", "limit", "stages", "enabled"),
-    [
-        (True, 0.5, 2, ""),
-        (False, 0.0, 2, ""),
-        (False, 0.5, 1, ""),
-        *((False, 0.5, 2, name) for name in ("fp16_enabled", "bfloat16_enabled", "zero_optimization")),
-    ],
-)
-def test_log_says_where_a_pipeline_clips_by_another_norm(logs: bool, limit: float, stages: int, enabled: str) -> None:
-    engine = mock.Mock(spec=PipelineEngine, mpu=mock.Mock(), optimizer=None)
-    for name in ("fp16_enabled", "bfloat16_enabled", "zero_optimization"):
-        getattr(engine, name).return_value = name == enabled
+@pytest.mark.parametrize(("logs", "limit", "stages"), [(True, 0.5, 2), (False, 0.5, 1)])
+def test_log_says_where_a_pipeline_clips_by_another_norm(logs: bool, limit: float, stages: int) -> None:
+    engine = mock.Mock(spec=PipelineEngine, mpu=mock.Mock(), optimizer=None, is_pipeline=True)
     engine.gradient_clipping.return_value = limit
     engine.mpu.get_pipe_parallel_world_size.return_value = stages
     with mock.patch.object(norms, "log_dist") as log:
-        norms.log_clipping(engine)
+        norms._log_clipping(engine)
     assert log.called == logs
 
 
@@ -523,8 +518,8 @@ def _check(engine: Any, *others: tuple[int, list[str], bool]) -> tuple[int, list
         shown.append(own)
         return [*others, own]
 
-    with mock.patch.object(norms, "gathered", gather):
-        norms.check_norm(engine)
+    with mock.patch.object(optimizer_norms, "gathered", gather):
+        optimizer_norms._check_norm(engine)
     return shown[0] if shown else None
 
 
@@ -583,7 +578,7 @@ def test_nan_of_one_rank_is_the_largest_gradient_of_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "all_reduce", lambda values, *_, **__: values[0].fill_(3.0))  # the maximum may omit nan
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         for own, is_nan in ((math.nan, True), (1.0, False)):
-            assert norms._sum_over_grid(torch.tensor(own), grid, is_largest=True)[0].isnan() == is_nan
+            assert norms.sum_over_grid(torch.tensor(own), grid, is_largest=True)[0].isnan() == is_nan
 
 
 @pytest.mark.parametrize(
@@ -599,4 +594,4 @@ def test_nan_of_one_rank_is_the_largest_gradient_of_all(monkeypatch: pytest.Monk
     ],
 )
 def test_overflows_are_elements_that_are_not_finite(values: list[torch.Tensor], found: bool) -> None:
-    assert bool(norms.overflows(values)) == found
+    assert bool(optimizer_norms.overflows(values)) == found

@@ -35,12 +35,11 @@ from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructur
 from ds_topo.cli.show_report import mechanisms_of
 from ds_topo.engine import config_options as table
 from ds_topo.engine.checks import check_model
+from ds_topo.engine.config import Case, check_config, check_sections_and_sizes, may_assume_ranks
 from ds_topo.engine.config_options import (
     OPTIONS,
-    ConfigOnGrid,
     Option,
-    check_config,
-    check_sections_and_sizes,
+    OptionsOfConfig,
     different_parameters,
     mechanisms_on,
     refusals,
@@ -130,12 +129,19 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def _checked(case: Case) -> None:
+    """Check a config as an engine does."""
+    check_config(case)
+    if may_assume_ranks(case):
+        OptionsOfConfig.complete_config(case)
+
+
 def _check(rank: int, topology: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(rank, 4), PipelineParallelGrid(topology) as grid:
         if options == MESH:
             monkeypatch.setattr(deepspeed_groups, "mesh_device", SimpleNamespace(size=lambda dimension: 2))
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
-        check_config(ConfigOnGrid(config, grid, is_pipeline="pipe" in topology))
+        _checked(Case(config, grid, is_pipeline="pipe" in topology))
 
 
 @pytest.mark.parametrize(("topology", "options", "message"), REFUSED)
@@ -255,7 +261,7 @@ def test_what_deepspeed_cannot_combine_is_refused_with_its_check_and_an_alternat
             groups.create_zero_partition_groups(grid, 2)
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
         with pytest.raises(EngineOptionError, match=message):
-            check_config(ConfigOnGrid(config, grid, is_pipeline="pipe" in topology))
+            _checked(Case(config, grid, is_pipeline="pipe" in topology))
 
 
 WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
@@ -287,7 +293,7 @@ def _refusals_with_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
             with PipelineParallelGrid(topology, group if about == "some ranks" else None) as grid:
                 config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
                 is_pipeline = "pipe" in topology and about != "plain"
-                case = ConfigOnGrid(config, grid, is_pipeline, is_dualpipe=about == "DualPipeV")
+                case = Case(config, grid, is_pipeline, is_dualpipe=about == "DualPipeV")
                 for check in [option.check for option in OPTIONS if option.check and option.is_on(config)]:
                     for message in (yielding := check(case)):
                         innermost: Any = yielding
@@ -332,7 +338,7 @@ def test_a_reducer_is_refused_before_the_engine_is_built(option: Option) -> None
         content = {"train_micro_batch_size_per_gpu": 1, **WITH_REDUCER[option.key]}
         for reducer in (False, True):
             config = DeepSpeedConfig({**content, "gradient_reducer": reducer}, grid)
-            last = [*refusals(ConfigOnGrid(config, grid))][-1:]
+            last = [*refusals(Case(config, grid))][-1:]
             assert (last == [f'config section "gradient_reducer": {option.with_reducer}']) is reducer
 
 
@@ -349,7 +355,7 @@ def test_a_reducer_is_refused_before_the_engine_is_built(option: Option) -> None
 )
 def test_the_table_and_the_command_show_name_the_same_mechanisms(topology: str, options: dict[str, Any]) -> None:
     with fake_world(0, 4), PipelineParallelGrid(topology) as grid:
-        case = ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
+        case = Case(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
         degrees = {axis: case.degree(axis) for axis in grid.topology().axes}
         expected = mechanisms_of(options, degrees) or {"data": "hpZ"}
         assert mechanisms_on(case) == expected
@@ -407,7 +413,7 @@ def test_a_curriculum_needs_rank_0_in_each_engine(
     with fake_world(members[0], 4):
         group = dist.new_group(members)
         with PipelineParallelGrid(topology, group) as grid:
-            assert len(list(table._curriculum(ConfigOnGrid(config, grid, is_pipeline)))) == refused
+            assert len(list(table._curriculum(Case(config, grid, is_pipeline)))) == refused
 
 
 @pytest.mark.parametrize(("topology", "options"), [("data=4", {}), ("model=2,data=2", AUTO_TENSOR)])
@@ -436,7 +442,7 @@ def _accept(topology: str, options: dict[str, Any]) -> None:
         if options == MESH:
             shape, names = (2, 2), ("data_parallel", "sequence_parallel")
             deepspeed_groups.mesh_device = deepspeed.comm.initialize_mesh_device(shape, names)
-        check_config(ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid))
+        _checked(Case(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid))
 
 
 @pytest.mark.parametrize(("topology", "options"), mark_exhaustive(ACCEPTED, lambda _, case: case[1] == MESH))
@@ -448,9 +454,7 @@ def _accept_groups_that_were_created() -> None:
     _join()
     with PipelineParallelGrid("data=2,model=2") as grid:
         groups.create_zero_partition_groups(grid, 2)
-        check_config(
-            ConfigOnGrid(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid)
-        )
+        _checked(Case(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid))
 
 
 def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None:
@@ -503,6 +507,6 @@ def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest
 
 def test_batch_sizes_may_omit_the_micro_batch() -> None:
     with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
-        table.check_sections_and_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, grid)
+        check_sections_and_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, grid)
         with pytest.raises(EngineOptionError, match="train_batch_size 12 is not a multiple of 2 "):
-            table.check_sections_and_sizes({"train_batch_size": 12, "gradient_accumulation_steps": 2}, grid)
+            check_sections_and_sizes({"train_batch_size": 12, "gradient_accumulation_steps": 2}, grid)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
@@ -17,9 +18,12 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
-from ds_topo.base.classes import mixins, mixins_of
+from ds_topo.base.classes import mixins, mixins_of, stock_class
 from ds_topo.engine import on_grid
+from ds_topo.engine.config import Case
+from ds_topo.engine.parts import PARTS, parts_of
 from ds_topo.health import job_watch
+from tests.step_order import mixins_for_optimizers, optimizer_of
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
@@ -37,13 +41,19 @@ class Experts(nn.Module):
 AS_READ = [
     "ComparedPipelineEngine.train_batch",
     "ReducedPipelineEngine.train_batch",
-    "PipelineEngineOnGrid.train_batch",
-    "PipelineEngineOnGrid._next_batch",
+    "GuardedCallsOfPipeline.train_batch",
+    "CountedMicroBatchesOfPipeline.train_batch",
+    "ComparedSamplesOfPipeline.train_batch",
+    "PipelineOnGrid.train_batch",
+    "ComparedSamplesOfPipeline._next_batch",
     "ReducedZero.reduce_gradients",
     "ReducedEngine._take_model_step",
-    "EngineOnGrid._take_model_step",
+    "GuardedCalls._take_model_step",
+    "NoticedSteps._take_model_step",
+    "ComparedSamples._take_model_step",
+    "NoticedWrites._take_model_step",
     "PartitionedZero.step",
-    "ZeroOnGrid.scaled_global_norm",
+    "NormsOfZero.scaled_global_norm",
     "PartitionedOptimizer.update_lp_params",
     "ReducedZero.zero_grad",
 ]
@@ -54,6 +64,8 @@ AS_READ = [
 def _traced_step() -> tuple[list[str], list[list[str]], list[list[str]]]:
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
+    for part in PARTS:
+        part.load()
     codes = {
         inspect.unwrap(method).__code__: f"{kind.__name__}.{name}"
         for kind in mixins()
@@ -117,6 +129,38 @@ def _compared_steps() -> None:
             group = grid.get_data_parallel_group()
             assert [call.args for call in calls] == ([] if reduced else [(group, 2), (group, 4)])
             engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("spec", "zero", "more"),
+    [
+        ("data=2", 0, {}),
+        ("data=2,shard=2", 1, {}),
+        ("data=2,shard=2", 3, {}),
+        ("data=2,model=2", 0, {"bf16": {"enabled": True}}),
+        ("data=2,seq=2", 3, {}),
+        ("data=2,model=2", 2, {"fp16": {"enabled": True}}),
+    ],
+)
+def test_the_page_shows_the_classes_of_an_engine(world: Worlds, spec: str, zero: int, more: dict[str, Any]) -> None:
+    for shown, found in world(2 ** spec.count("=")).run(_shown_and_found, spec, zero, more):
+        assert shown == found
+
+
+def _shown_and_found(spec: str, zero: int, more: dict[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
+    start()
+    with PipelineParallelGrid(spec) as grid:
+        config = settings(zero_optimization={"stage": zero}, **more)
+        engine, *_ = initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mpu=grid, config=config)
+        case = Case(engine._config, grid)
+        of_optimizer = mixins_of(engine.optimizer)
+        listed = [mixin for part in reversed(parts_of(case)) for mixin in mixins_for_optimizers(part)]
+        kind = stock_class(engine.optimizer)
+        shown = [[part.mixin for part in reversed(parts_of(case))], [m.__name__ for m in listed if m in of_optimizer]]
+        found = [[mixin.__name__ for mixin in mixins] for mixins in (mixins_of(engine), of_optimizer)]
+        assert {optimizer_of(case) or kind} == {kind} or zero == 0  # a fused one in fp16
+        engine.destroy()
+    return shown, found
 
 
 def test_steps_are_compared_now_and_then_unless_a_reducer_does_it(world: Worlds) -> None:

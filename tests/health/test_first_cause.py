@@ -22,8 +22,8 @@ from torch import nn
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.base.torch_names import default_store
 from ds_topo.errors import FailedRankError
-from ds_topo.health import first_cause
-from ds_topo.health.watch import is_of_transport
+from ds_topo.health import blocked_calls, first_cause
+from ds_topo.health.connections import is_of_transport
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
@@ -49,7 +49,7 @@ class InjectedError(Exception):
 def _fail_in(kind: str, name: str) -> tuple[str, str]:
     """Fail on rank 3 in a method of the optimizer or the model in the second step; return the error of this rank."""
     start()
-    first_cause.GRACE = GRACE
+    blocked_calls.GRACE = GRACE
     with PipelineParallelGrid("pipe=2,data=2" if kind.startswith("pipe") else "data=4") as grid:
         build, phases = _builders(kind, grid)
         engine = build()
@@ -97,7 +97,7 @@ def test_all_ranks_name_the_one_that_fails(world: Worlds, kind: str, name: str, 
 def _train_on_after(errors_of: int) -> list[str]:
     """Raise an error before a step on the last ranks, handle it, and train on; return what was raised."""
     start()
-    first_cause.GRACE = 2.0
+    blocked_calls.GRACE = 2.0
     caught = []
     with PipelineParallelGrid("data=4") as grid:
         build, phases = _builders("plain1", grid)
@@ -126,7 +126,7 @@ def test_error_that_a_program_handles_ends_nothing(world: Worlds, errors_of: int
 
 def _fail_outside_of_calls() -> str:
     start()
-    first_cause.GRACE = GRACE
+    blocked_calls.GRACE = GRACE
     with PipelineParallelGrid("data=4") as grid:
         build, phases = _builders("plain1", grid)
         engine = build()

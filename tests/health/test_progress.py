@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ds_topo.health.activity import BUSY_GRACE, GRACE, PATIENCE, Activity, MainThread, Progress
-from ds_topo.health.watch import EXIT_CODE
+from ds_topo.health.blocked_calls import EXIT_CODE
 from tests.health import stuck_rank
 from tests.health.stuck_rank import SURVIVED, inside
 from tests.support.exhaustive import mark_exhaustive

@@ -15,8 +15,8 @@ from packaging.version import Version
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from ds_topo.launch import orphans
-from ds_topo.launch.orphans import OLD_SECONDS, remove_abandoned_locks
+from ds_topo.launch import build_locks
+from ds_topo.launch.build_locks import OLD_SECONDS, remove_abandoned_locks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
 BUILD = "from torch.utils.file_baton import FileBaton; import sys, time; assert FileBaton(sys.argv[1]).try_acquire(); "
@@ -74,7 +74,7 @@ def test_lock_that_its_builder_is_about_to_remove_is_left_to_it(tmp_path: Path) 
 @linux
 def test_concurrent_ranks_remove_a_lock_once(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
-    look = "from ds_topo.launch.orphans import remove_abandoned_locks; import sys; "
+    look = "from ds_topo.launch.build_locks import remove_abandoned_locks; import sys; "
     script = f"{look} print(len(remove_abandoned_locks(sys.argv[1:])))"
     ranks = [
         subprocess.Popen(
@@ -86,7 +86,7 @@ def test_concurrent_ranks_remove_a_lock_once(tmp_path: Path) -> None:
 
 
 def test_old_lock_of_unknown_state_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "_remove_unless_held", lambda _: None)
+    monkeypatch.setattr(build_locks, "_remove_unless_held", lambda _: None)
     lock = tmp_path / "lock"
     lock.touch()
     with warnings.catch_warnings():
@@ -137,10 +137,10 @@ def test_torchs_own_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "lock").touch()
     (tmp_path / "cpu_adam").mkdir()
-    assert orphans._build_folders() == [tmp_path / "fused_adam"]
+    assert build_locks._build_folders() == [tmp_path / "fused_adam"]
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build = tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam"
     build.mkdir(parents=True)
     (build / "lock").touch()
-    assert orphans._build_folders() == [build]
+    assert build_locks._build_folders() == [build]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.errors import HostError
-from ds_topo.launch.hosts import expand_counts, expand_node_list, fold_node_list
+from ds_topo.errors import HostError, fold_node_list
+from ds_topo.launch.hosts import expand_counts, expand_node_list
 
 names = st.from_regex(r"[a-z][a-z-]{0,3}[0-9]{0,4}(-[a-z]{1,2})?", fullmatch=True)
 numbered = st.tuples(st.sampled_from(["n", "gpu-", "rack1-n"]), st.integers(0, 120), st.integers(0, 4)).map(

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
+from ds_topo.cli.shared import check_addresses
 from ds_topo.errors import HostError, TopologyError, UnknownAxisError, WorldSizeError
-from ds_topo.launch.hosts import Host, HostMap, Hosts, address_of, check_addresses, slurm_map
+from ds_topo.launch.hosts import Host, HostMap, Hosts, slurm_map
+from ds_topo.launch.launchers import address_of, in_step
 from ds_topo.launch.placement import (
     AxisSpan,
     Placement,
@@ -191,7 +193,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_S
     ],
 )
 def test_tasks_are_numbered_as_slurm_does(environ: dict[str, str], order: list[int]) -> None:
-    assert list(slurm_map(environ).host_indices) == order
+    assert list(slurm_map(environ, of_step=in_step(environ)).host_indices) == order
 
 
 @pytest.mark.parametrize(
@@ -217,17 +219,17 @@ def test_tasks_are_numbered_as_slurm_does(environ: dict[str, str], order: list[i
 )
 def test_incomplete_slurm_variables_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(HostError, match=message):
-        slurm_map(environ)
+        slurm_map(environ, of_step=in_step(environ))
 
 
 def test_slurms_hostfile_numbers_tasks(tmp_path: Path) -> None:
     environ = STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,2", "SLURM_DISTRIBUTION": "arbitrary"}
     environ["SLURM_HOSTFILE"] = str(tmp_path / "nodes")
     (tmp_path / "nodes").write_text("host1\nhost0\nhost1\n")
-    assert list(slurm_map(environ).host_indices) == [1, 0, 1]
+    assert list(slurm_map(environ, of_step=in_step(environ)).host_indices) == [1, 0, 1]
     (tmp_path / "nodes").write_text("host1\nhost0\nhost0\n")
     with pytest.raises(HostError, match="once for each of its tasks"):
-        slurm_map(environ)
+        slurm_map(environ, of_step=in_step(environ))
 
 
 @settings(deadline=None)
@@ -246,7 +248,7 @@ def test_slurms_hostfile_numbers_tasks(tmp_path: Path) -> None:
 )
 def test_any_slurm_variables_raise_only_documented_errors(environ: dict[str, str]) -> None:
     with suppress(HostError):
-        assert slurm_map(environ).size
+        assert slurm_map(environ, of_step=in_step(environ)).size
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

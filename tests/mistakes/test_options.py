@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_topo import initialize
-from ds_topo.engine.config_options import check_top_level
+from ds_topo.engine.config import check_top_level
 from ds_topo.errors import EngineOptionError
 from ds_topo.reduction import ReductionOptions
 from ds_topo.reduction.options import arguments_from_config

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import PipelineParallelGrid, initialize
-from ds_topo.engine.checks import DirectSteps
+from ds_topo.engine.direct_steps import DirectSteps
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds

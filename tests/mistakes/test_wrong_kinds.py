@@ -28,11 +28,10 @@ from ds_topo import (
 )
 from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint.safe_reading import check_client_state
-from ds_topo.engine.backward_passes import check_loss
 from ds_topo.engine.batches import _check_batch, _read_ahead
-from ds_topo.engine.checks import check_engine_without_grid
-from ds_topo.engine.config_options import check_top_level
-from ds_topo.engine.one_layout import check_programs
+from ds_topo.engine.checks import check_engine_without_grid, check_groups_of_layers
+from ds_topo.engine.config import check_top_level
+from ds_topo.engine.repairs.backward_passes import check_loss
 from ds_topo.errors import EngineOptionError, TopologyError, UnknownAxisError, WorldSizeError
 from ds_topo.layers import ParallelLinear
 from tests.support.fake_world import fake_world
@@ -356,12 +355,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     # parts of two grids
     "a layer with another grid": (
-        lambda: check_programs(_Layer(_grid("model=2,data=2")), _grid(SPEC)),
+        lambda: check_groups_of_layers(_Layer(_grid("model=2,data=2")), _grid(SPEC)),
         TopologyError,
         "kept of _Layer '' is the grid 'model=2,data=2', but the engine's is 'data=2,model=2'",
     ),
     "a layer with a group of another grid": (
-        lambda: check_programs(nn.Sequential(_Layer(_grid("model=2,data=2").get_group("model"))), _grid(SPEC)),
+        lambda: check_groups_of_layers(nn.Sequential(_Layer(_grid("model=2,data=2").get_group("model"))), _grid(SPEC)),
         TopologyError,
         "kept of _Layer '0' joins ranks [0, 2] along model, but 'data=2,model=2' joins [0, 1]",
     ),
@@ -439,4 +438,4 @@ def test_dir_has_no_names_of_other_libraries() -> None:
 
 def test_layer_may_keep_the_engines_grid_and_groups() -> None:
     with _grid(SPEC) as grid:
-        check_programs(nn.Sequential(_Layer(grid), _Layer(grid.get_group("model")), _Layer(None)), grid)
+        check_groups_of_layers(nn.Sequential(_Layer(grid), _Layer(grid.get_group("model")), _Layer(None)), grid)

@@ -107,8 +107,8 @@ def test_a_group_that_one_rank_alone_requests_names_its_peers(world: Worlds) -> 
 
 def test_a_rank_that_died_before_it_was_counted_is_named_with_its_plan() -> None:
     store = dist.HashStore()
-    append(store, "ds_topo/x/1/came", '[1, "host1", "abc", "plan: other"]\n')
-    verdict = Round(store, "ds_topo/x/1", 0, range(3), timedelta(seconds=1), "a test").verdict("plan: mine", None)
+    append(store, "ds_topo/x/1/came/0", '[1, "host1", "abc", "plan: other"]\n')
+    verdict = _round(store, 0, range(3), 1.0).verdict("plan: mine", None)
     assert "ranks [2] did not come within" in verdict
     assert "ranks [1] on host1 -> plan: other" in verdict
 
@@ -117,7 +117,8 @@ def test_a_rank_that_died_before_it_was_counted_is_named_with_its_plan() -> None
 
 
 def _round(store: dist.Store, rank: int, members: Sequence[int], seconds: float, number: int = 1) -> Round:
-    return Round(store, f"ds_topo/x/{number}", rank, members, timedelta(seconds=seconds), "a test")
+    limit = timedelta(seconds=seconds)
+    return Round(store, f"ds_topo/x/{number}", rank, members, "a test", limit, DisagreementError)
 
 
 def _verdicts(
@@ -181,7 +182,7 @@ def _places(verdict: str, plan: str) -> list[str]:
 def test_a_disagreement_names_ranks_and_hosts_at_once() -> None:
     started, store = time.monotonic(), dist.HashStore()
     verdict = _verdict({0: "plan: a", 1: "plan: b", 2: "plan: b", 4: "plan: b", 5: "plan: a"}, store=store)
-    assert store.add("ds_topo/x/1/number", 0) == 5, "rank 0 waits for those that came, and counts nobody twice"
+    assert store.add("ds_topo/x/1/number/0", 0) == 5, "rank 0 waits for those that came, and counts nobody twice"
     assert _places(verdict, "a") == ["ranks [0] on h0", "ranks [5] on h1"]
     assert _places(verdict, "b") == ["ranks [1, 2] on h0", "ranks [4] on h1"]
     assert verdict.startswith("the ranks do not agree on a test:\n  ranks ")
@@ -194,7 +195,7 @@ def test_failures_are_reported_even_if_all_ranks_fail_alike(failed: tuple[int, .
     outcomes, store = {rank: "failed: x" if rank in failed else "plan: a" for rank in range(3)}, dist.HashStore()
     verdict = _verdict(outcomes, lines={rank: ["mine"] for rank in outcomes}, store=store)
     assert f"ranks {list(failed)} on h0 -> failed: x" in verdict
-    assert not any(store.check([f"ds_topo/x/1/lines/{rank}"]) for rank in range(3)), "one plan is not compared"
+    assert not any(store.check([f"ds_topo/x/1/difference/{rank}/0"]) for rank in range(3)), "one plan is not compared"
 
 
 def test_absent_ranks_are_named_before_the_timeout_with_the_time_waited() -> None:
@@ -220,7 +221,7 @@ def test_a_late_rank_still_takes_part_before_the_verdict() -> None:
 
 def test_a_verdict_is_written_if_the_rank_that_was_to_write_it_died() -> None:
     store = dist.HashStore()
-    store.add("ds_topo/x/1/patience", 1)
+    store.add("ds_topo/x/1/patience/0", 1)
     assert "ranks [1] did not come" in _verdict({0: "plan: a"}, range(2), seconds=1.0, store=store)
 
 
@@ -232,7 +233,7 @@ def test_a_rank_waits_for_the_timeout_in_all() -> None:
         raise dist.DistStoreError("wait timeout")
 
     patient: Any = mock.Mock(wraps=store, wait=wait)
-    patient.add("ds_topo/x/1/patience", 1)
+    patient.add("ds_topo/x/1/patience/0", 1)
     assert "ranks [1] did not come" in _round(patient, 0, range(2), 20.0).verdict("plan: a", None)
     assert sum(waited) == pytest.approx(20.0)
 
@@ -324,8 +325,8 @@ def test_lines_of_three_plans_are_compared_and_failures_are_skipped() -> None:
 
 def test_the_verdict_stands_where_a_rank_died_before_it_wrote_its_lines() -> None:
     store = dist.HashStore()
-    append(store, "ds_topo/x/1/came", '[0, "h0", "abc", "plan: other"]\n')
-    store.add("ds_topo/x/1/number", 1)
+    append(store, "ds_topo/x/1/came/0", '[0, "h0", "abc", "plan: other"]\n')
+    store.add("ds_topo/x/1/number/0", 1)
     verdict = _verdict({1: "plan: mine"}, range(2), seconds=1.0, store=store, lines={1: ["mine"]})
     assert verdict == _message("ranks [0] on h0 -> plan: other", "ranks [1] on h0 -> plan: mine")
 

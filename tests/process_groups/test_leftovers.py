@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
+from ds_topo.errors import DisagreementError
 from ds_topo.health.first_cause import ENVIRONMENT
 from ds_topo.launch.agreement import Round
 from ds_topo.launch.council import leave, take_due
@@ -33,7 +34,8 @@ def _verdicts(store: dist.Store, number: int, came: Sequence[int], outcomes: Seq
     """Run the ranks that come to a round of three in threads; return the different verdicts."""
 
     def take_part(rank: int) -> str:
-        round_ = Round(store, f"ds_topo/x/{number}", rank, range(3), timedelta(seconds=seconds), "a test")
+        limit = timedelta(seconds=seconds)
+        round_ = Round(store, f"ds_topo/x/{number}", rank, range(3), "a test", limit, DisagreementError)
         return round_.verdict(outcomes[rank], [outcomes[rank]])
 
     with ThreadPoolExecutor(len(came)) as threads:

@@ -24,8 +24,8 @@ import torch.distributed.nn
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from ds_topo import PipelineParallelGrid, use
-from ds_topo.engine.batches import digest
-from ds_topo.engine.one_layout import grid_in_use
+from ds_topo.engine.current_mpu import grid_in_use
+from ds_topo.engine.samples import digest
 from tests.programs.test_hugging_face import recorded_samples, recorded_steps
 from tests.support.ranks import run_ranks
 

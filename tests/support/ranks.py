@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ds_topo.launch.orphans import remove_abandoned_locks
+from ds_topo.launch.build_locks import remove_abandoned_locks
 from tests.support.rank_main import RANK_ENVIRONMENT, Call, Report, Tidy, serve
 
 GRACE_SECONDS = 5.0

@@ -9,20 +9,26 @@ loss, decides on each rank alone whether a step overflowed, and with ZeRO it div
 clipped: a norm of 1.1 counts as 72,000. Here ZeRO's optimizers use their own loss scale instead, as in fp16 without
 autocast. An engine without ZeRO gets a scaler that decides with all ranks, and reports a step that it skips as ZeRO
 does. DeepSpeed also keeps for the whole process that an engine has used ``torch_autocast``, so that later engines get a
-loss scale, and communicate in other data types: ``of_its_own`` hides that from them.
+loss scale, and communicate in other data types: ``_of_its_own`` hides that from them.
+
+Releases: all.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -32,12 +38,73 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch.nn.utils import get_total_norm
 
+from ds_topo.base.classes import Mixin
+from ds_topo.engine.config import Case
+from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.mpu import MpuGrid
+
+
+class LossScales(EngineOnGrid):
+    """An engine in fp16 or with ``torch_autocast``, or in a process where another engine has used that."""
+
+    def built_inside(self, undo: ExitStack, case: Case) -> None:
+        """Use ``torch_autocast`` only if the engine's own config says so."""
+        super().built_inside(undo, case)
+        undo.enter_context(_of_its_own())
+
+    def complete(self) -> None:
+        """Replace the scaler by one with a decision of all ranks; let losses be scaled."""
+        super().complete()
+        before = self.torch_autocast_z0_gradscaler
+        _share_scale(self)
+        if self.mpu.settle_norms():
+            _scale_losses(self)
+        self.mpu.on_destroy(partial(_restore_scaler, weakref.ref(self), before))
+        if self.torch_autocast_enabled():
+            self.give_optimizer(Autocast)
+
+    def clip_fp32_gradients(self) -> None:
+        """Let a step that ``torch_autocast`` skips have the norm inf, as in ZeRO."""
+        scaler = self.torch_autocast_z0_gradscaler
+        if isinstance(scaler, AutocastScaler) and scaler.has_overflow:
+            self._global_grad_norm = torch.tensor(math.inf)
+        else:
+            super().clip_fp32_gradients()
+
+    def destroy(self) -> None:
+        """Take back what the loss scaler has set on the program's optimizer."""
+        _release_scaler(vars(self).get("torch_autocast_z0_gradscaler"))
+        super().destroy()
+
+
+class Autocast(Mixin, ZeROOptimizer):  # type: ignore[misc]
+    """An optimizer of ZeRO with ``torch_autocast``."""
+
+    mixin_suffix = "OnGrid"
+
+    def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Return the type in which gradients travel: DeepSpeed asks for the last engine of the process."""
+        dtype: torch.dtype = torch_autocast.get_comm_dtype(param)
+        return dtype
+
+
+def _restore_scaler(engine: weakref.ref[LossScales], scaler: Any) -> None:
+    living = engine()
+    ours = None if living is None else vars(living).get("torch_autocast_z0_gradscaler")
+    if living is not None and isinstance(ours, (LossScaler, AutocastScaler)):  # it was not destroyed
+        _release_scaler(ours)
+        living.torch_autocast_z0_gradscaler = scaler
+
+
+def _release_scaler(scaler: Any) -> None:
+    if isinstance(scaler, AutocastScaler):
+        scaler.release()
+
 
 # -- fp16 without ZeRO -----------------------------------------------------------------------------------------------
 
 
-def scale_losses(engine: DeepSpeedEngine) -> None:
+def _scale_losses(engine: DeepSpeedEngine) -> None:
     """Let an engine in fp16 without ZeRO multiply losses by the loss scale, and log that DeepSpeed's own does not."""
     if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
         return
@@ -84,7 +151,7 @@ FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE = 2.0**16, 2000, 2.0**-14
 lowest scale."""
 
 
-def share_scale(engine: DeepSpeedEngine) -> None:
+def _share_scale(engine: DeepSpeedEngine) -> None:
     """Replace the scaler of an engine that uses ``torch_autocast`` in fp16."""
     optimizer = engine.optimizer
     if engine.torch_autocast_z0_gradscaler is not None:
@@ -98,7 +165,7 @@ def share_scale(engine: DeepSpeedEngine) -> None:
 
 
 @contextmanager
-def of_its_own() -> Iterator[None]:
+def _of_its_own() -> Iterator[None]:
     """Build an engine in this block that uses ``torch_autocast`` only if its own config says so."""
     before = torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

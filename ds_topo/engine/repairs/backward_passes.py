@@ -1,8 +1,4 @@
-"""Keep the gradients of a step right: count its micro-batches, and let programs run backward passes as they like.
-
-*Counting.* DeepSpeed ends a step where its count of all micro-batches is a multiple of ``gradient_accumulation_steps``.
-If that number changes, by ``set_train_batch_size`` or by an assignment, the next step would be too short or too long.
-So the count moves to a multiple of the new number. A change within a step is refused.
+"""Keep the gradients of a step right, however a program runs backward passes.
 
 Programs may call ``loss.backward()``, call backward several times in a step, and call engines several times. Hooks of
 an engine's outputs prepare a backward pass, and with ``loss.backward()`` divide gradients by the number of
@@ -22,13 +18,14 @@ its hooks.
 *Reducing.* In the last micro-batch, ZeRO 1 and 2 keep the gradients of one backward pass, and ZeRO 3 adds those of a
 second one even if the program has discarded the first. So a second one before the step is refused, except after a
 ``zero_grad`` that discards all gradients of the step.
+
+Releases: all.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,118 +36,15 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ds_topo.base.classes import Mixin
 from ds_topo.base.differences import is_functorch_transforming
 from ds_topo.base.torch_names import current_backward, is_whole_backward
-from ds_topo.errors import EngineOptionError, abridged, warn
-
-# -- micro-batches ----------------------------------------------------------------------------------------------------
-
-
-def _is_count(value: object) -> bool:
-    try:
-        return not isinstance(value, bool) and operator.index(value) > 0  # type: ignore[arg-type]
-    except TypeError:
-        return False
-
-
-class MicroBatches:
-    """The number of micro-batches in a step of one engine.
-
-    Args:
-        number: the number now.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.backwards = 0
-        """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
-        self.forwards = 0
-        """The number of forward passes in training since then."""
-        self._has_stepped = False
-
-    def note_step(self, engine: DeepSpeedEngine) -> None:
-        """Begin to count again. Warn at the first call of ``engine.step`` if it seems to come once in a step only."""
-        number = engine.gradient_accumulation_steps()
-        seems_once = not self._has_stepped and self.forwards == self.backwards == number > 1
-        if seems_once and engine._is_gradient_accumulation_boundary is None and engine.managed_gradient_accumulation():
-            warn(
-                f"engine.step() after {number} forward and backward passes, with gradient_accumulation_steps {number}: "
-                f"it counts one micro-batch, so the optimizer steps after {number * number} passes. Call it after the "
-                "backward pass of each micro-batch; if these passes are of one micro-batch, ignore this"
-            )
-        self._has_stepped, self.backwards, self.forwards = True, 0, 0
-
-    def _in_this_step(self, engine: DeepSpeedEngine) -> int:
-        """Return how many micro-batches of the current step have gradients already."""
-        if not engine.managed_gradient_accumulation():
-            return self.backwards  # micro_steps counts steps
-        if engine._is_gradient_accumulation_boundary is not None or isinstance(engine, PipelineEngine):
-            return 0  # the program says which micro-batch is the last; a pipeline takes whole steps
-        return int(engine.micro_steps % self._number)
-
-    def done_before(self, engine: DeepSpeedEngine) -> int:
-        """Return how many micro-batches of the current step have gradients, in the backward pass of the next one."""
-        return self._in_this_step(engine) if engine.managed_gradient_accumulation() else self.backwards - 1
-
-    def settle(self, engine: DeepSpeedEngine) -> None:
-        """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
-        number, former = engine.gradient_accumulation_steps(), self._number
-        if number == former:
-            return
-        done = self._in_this_step(engine)
-        if done:
-            raise EngineOptionError(
-                f"gradient_accumulation_steps has become {number} after {done} of the {former} micro-batches of a "
-                f"step, whose gradients are divided by {former}: change it after "
-                "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
-            )
-        if engine.managed_gradient_accumulation():
-            engine.micro_steps = engine.micro_steps // former * number
-        self._number = number
-
-    def check_batch_size(self, engine: DeepSpeedEngine, train_batch_size: int) -> None:
-        """Refuse an argument of ``set_train_batch_size``, or a call within a step."""
-        micro, samples, number = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, self._number
-        if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
-            raise EngineOptionError(
-                f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples "
-                f"in a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * number}"
-            )
-        done = self._in_this_step(engine)
-        if done and train_batch_size != engine.train_batch_size():
-            raise EngineOptionError(
-                f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "
-                f"gradients are divided by {number}: call it after engine.step() has ended the step"
-            )
-
-
-def check_micro_batch_size(engine: DeepSpeedEngine, micro_batch_size: int) -> None:
-    """Refuse an argument of ``set_train_micro_batch_size`` that the loader of ``training_data`` does not follow."""
-    if not _is_count(micro_batch_size):
-        raise EngineOptionError(
-            f"set_train_micro_batch_size({abridged(micro_batch_size)}): give a number of samples, at least 1"
-        )
-    has_loader = engine.training_data is not None  # training_dataloader is None on some stages of a pipeline
-    if has_loader and micro_batch_size != engine.train_micro_batch_size_per_gpu():
-        raise EngineOptionError(
-            f"set_train_micro_batch_size({micro_batch_size}): the data loader of training_data= goes on with batches "
-            f"of {engine.train_micro_batch_size_per_gpu()} samples. Omit training_data= and read batches of the new "
-            f"size from a loader of your own, such as engine.deepspeed_io(dataset, batch_size={micro_batch_size})"
-        )
-
-
-def check_number(engine: PipelineEngine) -> None:
-    """Refuse a step of a pipeline whose numbers of micro-batches to run and to divide by differ."""
-    if engine.micro_batches != engine.gradient_accumulation_steps():
-        raise EngineOptionError(
-            f"the pipeline runs {engine.micro_batches} micro-batches in a step, but gradient_accumulation_steps is "
-            f"{engine.gradient_accumulation_steps()}, by which gradients are divided: call "
-            "engine.set_train_batch_size(samples), which sets both"
-        )
+from ds_topo.engine.current_mpu import current
+from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.errors import abridged, warn
 
 
 def check_loss(loss: Any = None, **_: object) -> None:
@@ -201,6 +95,117 @@ def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
     return any(count_used_parameters_in_backward([each]) for each in trained)
 
 
+class BackwardPassesOfProgram(EngineOnGrid):
+    """A plain engine, whose program may run backward passes as it likes."""
+
+    mixin_state = "backward_passes"
+    backward_passes: BackwardPasses
+
+    def complete(self) -> None:
+        """Note when the program discards gradients by the optimizer."""
+        super().complete()
+        self.backward_passes = BackwardPasses()
+        if self.give_optimizer(NotedDiscards):
+            self.optimizer.engines_passes = self.backward_passes
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return outputs by which gradients enter the engine once."""
+        if self.gradient_accumulation_steps() > 1:
+            inputs, named = self.backward_passes.of_inputs(self, (inputs, named))
+        return self.backward_passes.of_outputs(self, super().forward(*inputs, **named))
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        """Refuse what is no loss, and gradients that the step cannot take any more."""
+        check_loss(*arguments[:1], **options)
+        passes, outer = self.backward_passes, self.backward_passes.is_of_engine
+        if passes.are_reduced:
+            passes.require_unreduced(self)
+        passes.number += 1
+        passes.is_of_engine = True
+        try:
+            return super().backward(*arguments, **options)
+        finally:
+            passes.is_of_engine = outer
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Refuse a step without gradients."""
+        passes = self.backward_passes
+        if not passes.have_run:
+            refuse_step(self)
+        is_last = self.is_gradient_accumulation_boundary()
+        if is_last and passes.is_local and not passes.are_reduced:
+            passes.check_reduced(self)
+        result = super().step(*arguments, **options)
+        passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
+        passes.have_run, passes.number = not is_last, 0
+        return result
+
+    def zero_grad(self) -> None:
+        """Discard the partitions of ZeRO 3, too. The step may then have another backward pass.
+
+        ZeRO keeps the gradients of a second backward pass alone, or adds them to discarded ones, which is refused.
+        """
+        super().zero_grad()
+        if self.zero_optimization_partition_weights():
+            self.optimizer.zero_grad()
+        if not isinstance(self.optimizer, BF16_Optimizer):  # it keeps its sums
+            self.backward_passes.are_discarded = True
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone."""
+        with self.backward_passes.coalesced(self), super().coalesce_grad_reduction():
+            yield
+
+    # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
+
+    def _backward_prologue(self) -> None:
+        """Prepare once in each backward pass; the engine's own mpu is current from here."""
+        passes = self.backward_passes
+        if not passes.must_be_prepared(self):
+            return
+        passes.warn_of_discarded(self)
+        current.begin_backward(self)
+        try:
+            super()._backward_prologue()
+        except BaseException:
+            current.end_backward(self)
+            raise
+
+    def _backward_epilogue(self) -> None:
+        """Note that gradients are reduced; the engine's own mpu is current until here."""
+        current.set(self.mpu)
+        try:
+            super()._backward_epilogue()
+        finally:
+            current.end_backward(self)
+        self.backward_passes.end_backward(self)
+
+    def allreduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """Note it: a program may call it after the backward passes of ``no_sync()``."""
+        super().allreduce_gradients(*arguments, **options)
+        self.backward_passes.is_local = False
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient itself: hooks of the outputs divide it.
+
+        An output that depends on another output, or on one of another engine, would be divided twice.
+        """
+        return grad
+
+
+class NotedDiscards(Mixin, ZeROOptimizer):  # type: ignore[misc]
+    """An optimizer of ZeRO, or of bf16, of such an engine."""
+
+    mixin_suffix, mixin_state = "OnGrid", "engines_passes"
+    engines_passes: BackwardPasses
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Note that the step may have another backward pass: programs discard gradients by this method, too."""
+        super().zero_grad(*arguments, **options)
+        self.engines_passes.are_discarded = True
+
+
 class BackwardPasses:
     """The backward passes of an engine's step."""
 
@@ -215,6 +220,8 @@ class BackwardPasses:
         """True while ``engine.backward`` runs."""
         self.have_run = False
         """True after a backward pass, until the end of the step."""
+        self.number = 0
+        """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
         self.is_local = False
         """True if gradients of the last backward pass were not reduced, because it was inside ``no_sync()``."""
         self._finds_discarded = True
@@ -324,12 +331,18 @@ class BackwardPasses:
             self._kept = self._witness.grad, self._witness.grad._version
         self._has_sums = _has_sums(engine)
 
-    def warn_of_discarded(self, engine: DeepSpeedEngine, done: int) -> None:
-        """Warn, before a backward pass, if the program has discarded gradients of ``done`` micro-batches of the step.
+    def warn_of_discarded(self, engine: DeepSpeedEngine) -> None:
+        """Warn, before a backward pass, if the program has discarded gradients of earlier micro-batches of the step.
 
         Without ZeRO it may do so by functions of torch. ZeRO 2 does not discard gradients that it has reduced.
         """
-        if not done or not self._finds_discarded or not engine.mpu.check_weights:
+        if not self._finds_discarded or not engine.mpu.check_weights:
+            return
+        done = self.number - 1
+        if engine.managed_gradient_accumulation():
+            is_stated = engine._is_gradient_accumulation_boundary is not None  # the program says which one is the last
+            done = 0 if is_stated else int(engine.micro_steps % engine.gradient_accumulation_steps())
+        if not done:
             return
         is_discarded = self.are_discarded or (self._has_sums and not _has_sums(engine))
         if self._witness is not None and self._kept is not None:

@@ -1,0 +1,50 @@
+"""Keep the groups of an Adagrad in ZeRO, whose constructor builds another one, of one group.
+
+With several groups DeepSpeed's step fails. With one, the group's own settings, a scheduler of the program and a
+subclass have no effect.
+
+Releases: all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ds_topo.engine.on_grid import EngineOnGrid
+
+
+class GroupsOfAdagrad(EngineOnGrid):
+    """An engine with ZeRO, maybe with an Adagrad."""
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Put the engine's Adagrad back."""
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        _keep_groups(self)
+
+
+def _keep_groups(engine: EngineOnGrid) -> None:
+    """Put the Adagrad of an engine back into ZeRO, whose constructor builds another one, of one group.
+
+    With several groups DeepSpeed's step fails. With one, the group's own settings, a scheduler of the program and a
+    subclass have no effect.
+    """
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    kinds = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    if not isinstance(basic, torch.optim.Adagrad) or not isinstance(optimizer, kinds) or optimizer.optimizer is basic:
+        return
+    states, optimizer.optimizer = optimizer.optimizer.state, basic
+    basic.state.clear()
+    basic.state.update(states)  # that of each partition, which torch's Adagrad creates in its constructor
+    for group in basic.param_groups:
+        for master in group["params"]:
+            if master in states:
+                states[master]["sum"].fill_(group["initial_accumulator_value"])
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):  # which has done this for the first group alone
+        optimizer._link_all_hp_params()
+        optimizer._param_slice_mappings = optimizer._create_param_mapping()
+        if optimizer.cpu_offload:
+            optimizer._create_optimizer_mapping()

@@ -1,0 +1,45 @@
+"""Undo the first step of an optimizer of fp16 or bf16 without ZeRO, which DeepSpeed takes with gradients of zero.
+
+DeepSpeed allocates the optimizer's states by this step. Adam counts it, so that its first updates of training are a
+quarter too small, and weight decay changes the master weights.
+
+Releases: all.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from ds_topo.engine.on_grid import EngineOnGrid
+
+
+class WithoutStepOfZeros(EngineOnGrid):
+    """An engine in fp16 or bf16 without ZeRO."""
+
+    def complete(self) -> None:
+        """Undo the step, unless the program asks for DeepSpeed's own results."""
+        super().complete()
+        if self.mpu.settle_norms():
+            _undo_step_of_zeros(self.optimizer)
+
+
+def _undo_step_of_zeros(optimizer: Any) -> None:
+    """Undo the step if the optimizer is known to start again without states: torch's, and DeepSpeed's Adam."""
+    if isinstance(optimizer, FP16_Optimizer):
+        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
+    else:
+        return
+    inner = optimizer.optimizer
+    if not type(inner).__module__.startswith(("torch.optim.", "deepspeed.ops.adam.")):
+        return
+    with torch.no_grad():
+        for master, parameter in pairs:
+            master.copy_(parameter)
+    inner.state.clear()
