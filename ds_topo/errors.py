@@ -61,6 +61,17 @@ def listed(names: Sequence[object], shown: int = 8) -> str:
     return f"{list(names[:shown])}{more}" if names else "none"
 
 
+def bytes_text(size: float, base: int = 1000) -> str:
+    """Return bytes with a unit, in powers of 1,000, or of 1,024 as benchmarks of collectives count.
+
+    >>> bytes_text(900), bytes_text(12_345_678), bytes_text(999_700), bytes_text(3 * 2**29, base=1024)
+    ('900 B', '12.3 MB', '1 MB', '1.5 GiB')
+    """
+    units = ("B", "kB", "MB", "GB", "TB") if base == 1000 else ("B", "KiB", "MiB", "GiB", "TiB")
+    power = next((power for power in (4, 3, 2, 1) if size >= 0.9995 * base**power), 0)
+    return f"{size / base**power:.{3 if base == 1000 else 4}g} {units[power]}"
+
+
 def first_line(error: BaseException | type[BaseException]) -> str:
     """Describe an exception in one line.
 

@@ -37,7 +37,7 @@ from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
+GUIDES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted((ROOT / "examples/guides").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)```", re.DOTALL)
 CHECKER, FLAGS = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

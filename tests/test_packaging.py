@@ -96,7 +96,7 @@ def test_metadata_has_no_deprecated_form(built: Built) -> None:
 def test_page_on_an_index_has_no_links_to_files(built: Built) -> None:
     readme, page = (ROOT / "README.md").read_text(), str(built.metadata.get_payload())
     links = LINK.findall(readme)
-    assert "examples/checkpoints.md" in links
+    assert "examples/guides/checkpoints.md" in links
     assert LINK.findall(page) == []
     for name in links:
         assert (ROOT / name).exists()
@@ -115,6 +115,7 @@ def test_examples_are_copied(
     assert "start with examples/README.md" in capsys.readouterr().out
     names = {path.name for path in (ROOT / "examples").iterdir()} - {"__pycache__"}
     assert {path.name for path in (tmp_path / "examples").iterdir()} == names
+    assert (tmp_path / "examples/guides/plan.md").is_file()
     assert main(["examples"]) == 2
     assert "'examples' exists and is not an empty folder: name another one" in capsys.readouterr().err
     assert main(["examples", "again/here"]) == 0

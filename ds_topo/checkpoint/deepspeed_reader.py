@@ -1,8 +1,8 @@
 """Read weights and optimizer states of single parameters from DeepSpeed's checkpoint files, whatever their layout.
 
 :class:`DeepSpeedFiles` looks them up in the tables that the saving ranks wrote, maps the files into memory, and puts
-the wanted slices together. Only the requested elements are read. For checkpoints without tables, of DeepSpeed alone or
-of earlier releases, :func:`tables_of_files` makes them from the files.
+the wanted slices together. Only the requested elements are read. For checkpoints of DeepSpeed alone, which have no
+tables, :func:`tables_of_files` makes them from the files.
 """
 
 from __future__ import annotations
@@ -496,7 +496,7 @@ def _copied(at: Sequence[int], memory: torch.Tensor, to: Sequence[int], room: to
 
 
 def tables_of_files(source: DeepSpeedFiles) -> Iterator[Table]:
-    """Yield the tables of a checkpoint of DeepSpeed alone, or of an earlier release, from what its files record.
+    """Yield the tables of a checkpoint of DeepSpeed alone from what its files record.
 
     With ZeRO they record the order of parameters (``param_shapes``), paddings, and which rank they are of. Without ZeRO
     they have positions, and the structure the names.

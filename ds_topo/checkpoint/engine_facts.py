@@ -479,8 +479,8 @@ def random_states(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 def restore_random_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> None:
     """Restore the random states that :func:`random_states` returned."""
-    version, numbers, next_gauss = states["python"]  # the numbers are a tuple in files of earlier releases
-    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), next_gauss))
+    version, numbers, next_gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), next_gauss))
     kind, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(states["torch"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from os import PathLike
@@ -306,6 +306,22 @@ def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]
     return weights
 
 
+@dataclass
+class Problems:
+    """The problems that a rank finds in a checkpoint. Texts are empty where there is none."""
+
+    order: str
+    """Why DeepSpeed cannot load the files as they are."""
+    damaged: list[str] = field(default_factory=list)
+    """The files that are damaged."""
+    model: str = ""
+    """The first parameter that is another one here."""
+    refused: str = ""
+    """The types that are not allowed."""
+    scheduler: str = ""
+    """Why the state of the learning-rate scheduler does not fit."""
+
+
 class _Choice:
     """The choice of a checkpoint: rank 0 proposes candidates one after the other, and all ranks check them.
 
@@ -405,35 +421,32 @@ class _Choice:
             return batch_size_of_files(opened(path / name_of_model_states(self._saved, 0)), self._saved)
         return None
 
-    def check(self, path: Path, reason: str) -> dict[str, Any]:
-        """Check a share of the files, and this rank's parameters unless the layout differs; on every rank.
-
-        Return the problems found.
-        """
-        found: dict[str, Any] = {"damaged": [], "model": "", "order": reason, "refused": "", "scheduler": ""}
+    def check(self, path: Path, reason: str) -> Problems:
+        """Check a share of the files, and this rank's parameters unless the layout differs; on every rank."""
+        found = Problems(order=reason)
         engine, options = self._engine, self._options
         try:
             manifest = self.chosen.manifest if self.chosen is not None else folders.manifest_of(path)
             if manifest is not None and options.verify == DIGESTS:
-                found["damaged"] = folders.wrong_digests(path, shared_out(manifest.files))
+                found.damaged = folders.wrong_digests(path, shared_out(manifest.files))
             if not reason and manifest is None and options.has_states:
-                found["order"] = self._other_order(path)
+                found.order = self._other_order(path)
             elif not reason and manifest is not None and facts.replica_of(engine) == 0:
                 is_strict = options.load_module_strict and not options.has_custom_function
                 if is_strict and (model := facts.difference_of_models(engine, manifest)):
-                    found["model"] = f"{model} (model rank {int(engine.checkpoint_mp_rank)})"
+                    found.model = f"{model} (model rank {int(engine.checkpoint_mp_rank)})"
                 elif options.has_states and (order := facts.difference_of_orders(engine, manifest)):
-                    found["order"] = (
+                    found.order = (
                         f"has the optimizer's states by position, and {order}, or load by their names (convert=True), "
                         "or load parameters alone (load_module_only=True)"
                     )
             names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
             share = [name for name in shared_out(names) if name.endswith(".pt")]
-            found["damaged"] = found["damaged"] or unreadable(path, share)
-            if not found["damaged"]:
-                found["refused"] = next(iter(refused_types([path / name for name in share])), "")
+            found.damaged = found.damaged or unreadable(path, share)
+            if not found.damaged:
+                found.refused = next(iter(refused_types([path / name for name in share])), "")
             needs_scheduler = options.has_scheduler and engine.lr_scheduler is not None
-            if self._saved is not None and needs_scheduler and not found["damaged"] and not found["refused"]:
+            if self._saved is not None and needs_scheduler and not found.damaged and not found.refused:
                 file = path / name_of_model_states(self._saved, 0)
                 state, own = opened(file).get(SCHEDULER), engine.lr_scheduler.state_dict()
                 further = [] if state is None else sorted(state.keys() - own.keys())
@@ -443,15 +456,15 @@ class _Choice:
                         if further
                         else "a learning-rate scheduler"
                     )
-                    found["scheduler"] = (
+                    found.scheduler = (
                         f"has {'the' if further else 'no'} state of {kind}, and this job has a "
                         f"{type(engine.lr_scheduler).__name__}: load it with load_lr_scheduler_states=False, and set "
                         "the scheduler's step in the program"
                     )
         except OSError as error:
-            found["damaged"].append(f"{error.filename or path}: {reason_of(error)}")
+            found.damaged.append(f"{error.filename or path}: {reason_of(error)}")
         except CheckpointError as error:
-            found["damaged"].append(str(error))
+            found.damaged.append(str(error))
         return found
 
     def _other_order(self, path: Path) -> str:
@@ -482,20 +495,21 @@ class _Choice:
         return ""
 
     def accepts(self, posted: list[dict[str, Any]]) -> bool | None:
-        """Decide on rank 0, from all ranks' problems, whether to load the files as they are.
+        """Decide on rank 0, from all ranks' ``Problems``, whether to load the files as they are.
 
         False loads them by name, and None tries the next candidate. An error is raised if no other one may replace it.
         """
         assert self.chosen is not None
-        if damaged := [problem for share in posted for problem in share["damaged"]]:
+        found = [Problems(**share) for share in posted]
+        if damaged := [problem for each in found for problem in each.damaged]:
             self.damaged.append(replace(self.chosen, problems=tuple(damaged)))
             self.chosen = None
             return None
         where = f"the checkpoint {self.chosen.tag!r} of {self._root}"
-        model, order, refused, scheduler = (
-            next((share[kind] for share in posted if share[kind]), "")
-            for kind in ("model", "order", "refused", "scheduler")
-        )
+        model = next((each.model for each in found if each.model), "")
+        order = next((each.order for each in found if each.order), "")
+        refused = next((each.refused for each in found if each.refused), "")
+        scheduler = next((each.scheduler for each in found if each.scheduler), "")
         if model and not self._options.convert:
             raise CheckpointModelError(
                 f"{where} is of another model: {model}. Build the model as when it was saved; if only its slices or "

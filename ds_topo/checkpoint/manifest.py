@@ -35,8 +35,6 @@ from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
 FORMAT, VERSION = "ds_topo checkpoint", 4
-_TABLES_SINCE = 4
-"""The oldest version whose tables this release reads; for older ones `deepspeed_reader.tables_of_files` makes them."""
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""
@@ -44,7 +42,11 @@ MOST_RANKS = 1 << 22
 """The most ranks of a layout: tables of all ranks must fit into memory."""
 Number = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
 """A whole number. Sizes of files and tensors are in this range; others would be slow to multiply and to print."""
-Text = Annotated[str, Field(pattern=r"^(?:[^\pC\pZ]| )*$")]
+Count = Annotated[Number, Field(ge=0)]
+Size = Annotated[Number, Field(ge=1)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+_PRINTABLE = r"^(?:[^\pC\pZ]| )*$"
+Text = Annotated[str, Field(pattern=_PRINTABLE)]
 """A text that can be printed in one line."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, as in torch."""
@@ -55,7 +57,7 @@ BF16_OPTIMIZER = "BF16_Optimizer"
 
 
 class Saved:
-    """A value that is read from JSON: its entries have the declared types, and there are no others."""
+    """A value that is read from JSON: its entries have the declared types and ranges, and there are no others."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -67,18 +69,12 @@ class SavedSplit(Saved):
     The parameter has ``stride * slices`` equal pieces along ``dim``. Slice i holds pieces i, i + slices, and so on.
     """
 
-    dim: Number
-    stride: Number = 1
-    real: Number | None = None
+    dim: Count
+    stride: Size = 1
+    real: Count | None = None
     """The size of the whole dimension without padding, such as the words of a padded vocabulary; None if unknown."""
-    padded: Number | None = None
+    padded: Count | None = None
     """The size of the whole dimension with padding, if ``real`` is known."""
-
-    def __post_init__(self) -> None:
-        if self.dim < 0 or self.stride < 1:
-            raise ValueError(f"dim={self.dim}, stride={self.stride}: the first must be >= 0, and the second >= 1")
-        if (self.real or 0) < 0 or (self.padded or 0) < 0:
-            raise ValueError(f"real={self.real}, padded={self.padded}: sizes must be >= 0")
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class SavedStructure(Saved):
     """The first layer of each stage of a pipeline, or of its two parts of DualPipeV, then the number of layers."""
     method: Text = ""
     """The pipeline's ``partition_method``; empty if unknown."""
-    experts: Mapping[Text, Number] = field(default_factory=dict)
+    experts: Mapping[Text, Size] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``), or of
     each parameter in which AutoEP stacks the experts of a rank."""
     options: SavedOptions = SavedOptions()
@@ -139,8 +135,6 @@ class SavedStructure(Saved):
             [*self.bounds] != sorted(self.bounds) or self.bounds[0] != 0 or self.bounds[-1] != len(self.layers)
         ):
             raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
-        if any(size < 1 for size in self.experts.values()):
-            raise ValueError(f"experts={abridged(dict(self.experts))}: sizes must be >= 1")
 
 
 def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
@@ -167,16 +161,14 @@ class SavedFile(Saved):
 
     path: Text
     """Relative to the checkpoint's folder, with ``/``."""
-    bytes: Number
-    sha256: Text
-    rank: Number
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    rank: Count
     """The global rank that wrote it."""
 
     def __post_init__(self) -> None:
         if any(part in ("", ".", "..") for part in self.path.split("/")):
             raise ValueError(f"path={abridged(self.path)} is not inside the checkpoint's folder")
-        if self.bytes < 0 or self.rank < 0 or not re.fullmatch("[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"{abridged(self.path)}: the bytes, the rank or the SHA-256 are impossible")
 
 
 MOST_EXPERTS = 65_536
@@ -189,26 +181,20 @@ class SavedParameter(Saved):
 
     name: Text
     """The module's name. Layers of a pipeline have their number in the whole pipeline; ``*`` stands for experts."""
-    shape: tuple[Number, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=_DIMENSIONS)]
     """The shape on one model rank: that of the slice if it is tensor parallel, and the full one under ZeRO 3."""
     dtype: Text
     model_ranks: tuple[Number, ...]
     """The model ranks that hold it, ascending."""
-    split_dim: Number | None = None
+    split_dim: Annotated[Number, Field(ge=-1)] | None = None
     """The dimension that slices split; -1 if the parameter is marked as a slice without one; None if it is unmarked."""
-    experts: Number | None = None
+    experts: Annotated[int, Field(ge=1, le=MOST_EXPERTS)] | None = None
     """The number of experts in the layer; None for a dense parameter. AutoEP stacks a rank's in one parameter."""
     is_trained: bool = True
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.shape) or len(self.shape) > _DIMENSIONS:
-            raise ValueError(f"shape={abridged(self.shape)} of {abridged(self.name)} is impossible")
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
             raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
-        if (self.split_dim or 0) < -1 or (self.experts is not None and not 1 <= self.experts <= MOST_EXPERTS):
-            raise ValueError(
-                f"split_dim={self.split_dim} or experts={self.experts} of {abridged(self.name)} is impossible"
-            )
 
 
 _NUMBERS = re.compile(r"(\d+)")
@@ -234,18 +220,18 @@ class SavedTable(Saved):
     """The file with a rank's table, and what it is about, so that other ranks know whether they need it."""
 
     path: Text
-    model_rank: Number
+    model_rank: Count
     rows: tuple[Number, ...] = ()
     """Runs among the sorted names of the model rank's parameters: first, end, first, end, ..."""
     has_buffers: bool = False
-    partition: Number = 0
-    partitions: Number = 1
+    partition: Count = 0
+    partitions: Ranks = 1
     """Each parameter is cut into so many equal partitions, of which the table has one; 1 if it has any elements."""
 
     def __post_init__(self) -> None:
-        if self.model_rank < 0 or len(self.rows) % 2 or any(one >= two for one, two in pairwise(self.rows)):
+        if len(self.rows) % 2 or any(one >= two for one, two in pairwise(self.rows)):
             raise ValueError(f"rows={abridged(self.rows)} of {abridged(self.path)} do not rise")
-        if not 0 <= self.partition < self.partitions <= MOST_RANKS:
+        if self.partition >= self.partitions:
             raise ValueError(f"partition {self.partition} of {self.partitions} is impossible")
 
     @classmethod
@@ -274,13 +260,9 @@ class SavedTable(Saved):
 class SavedExperts(Saved):
     """Expert groups of one size, by the arguments of ``create_expert_groups``."""
 
-    size: Number
+    size: Size
     tensor_parallel: bool = False
     data_first: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size={self.size}: must be >= 1")
 
 
 @dataclass(frozen=True)
@@ -289,31 +271,28 @@ class SavedLayout(Saved):
 
     topology: Text | None
     """The topology's spec; None if the engine's mpu is not a ds_topo grid."""
-    world_size: Number
-    model_ranks: Number
+    world_size: Ranks
+    model_ranks: Ranks
     """Stages times slices."""
-    replicas: Number
+    replicas: Ranks
     """The number of ranks with the same parameters."""
-    zero_stage: Number
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
     optimizer: Text | None
     """The class of DeepSpeed's optimizer, which determines the contents of its files."""
-    precision: Text
+    precision: Annotated[str, Field(pattern="^(fp32|bf16|fp16)$")]
     """The precision of the parameters: ``fp32``, ``bf16`` or ``fp16``."""
     is_pipeline: bool = False
     experts: tuple[SavedExperts, ...] = ()
     has_reducer: bool = False
     """True if our reducer was attached. The files have ZeRO's partitions in DeepSpeed's layout in any case."""
-    first_rank: Number = 0
+    first_rank: Count = 0
     """The global rank of the topology's rank 0."""
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("world_size", "model_ranks", "replicas")}
-        if not all(1 <= size <= self.world_size <= MOST_RANKS for size in sizes.values()):
-            raise ValueError(f"{sizes} must be between 1 and world_size, and that at most {MOST_RANKS:,}")
-        if self.zero_stage not in (0, 1, 2, 3) or self.precision not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"zero_stage={self.zero_stage} or precision={abridged(self.precision)} is unknown")
+        if max(self.model_ranks, self.replicas) > self.world_size:
+            raise ValueError(f"{self.model_ranks} model ranks or {self.replicas} replicas of {self.world_size:,} ranks")
         size = 1 if self.topology is None else ProcessTopology.from_spec(self.topology).world_size()
-        if size > self.world_size or not 0 <= self.first_rank < self.world_size:
+        if size > self.world_size or self.first_rank >= self.world_size:
             raise ValueError(f"{size:,} ranks from rank {self.first_rank} are not in a world of {self.world_size:,}")
 
     @property
@@ -388,7 +367,7 @@ class Manifest(Saved):
     """The manifest of one checkpoint."""
 
     tag: Text
-    step: Number
+    step: Count
     time: Text
     """The time at which its files were written, in UTC and ISO 8601."""
     layout: SavedLayout
@@ -398,11 +377,9 @@ class Manifest(Saved):
     structure: SavedStructure | None = None
     """The model's structure; None if it was not recorded."""
     tables: tuple[SavedTable, ...] = ()
-    """The tables, which say where each element is; empty if the optimizer's memory is unknown, and before version 4."""
+    """The tables, which say where each element is; empty if the optimizer's memory is unknown."""
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise ValueError(f"step={self.step}: must be >= 0")
         paths = Counter(file.path for file in self.files)
         if paths and max(paths.values()) > 1:
             raise ValueError(f"files: {abridged(paths.most_common(1)[0][0])} is listed twice")
@@ -481,8 +458,6 @@ def from_text(text: str, where: str) -> Manifest:
         layout = content.get("layout")
         if isinstance(layout, dict):
             layout.pop("coordinates", None)  # for readers without ds_topo
-        if isinstance(version, int) and version < _TABLES_SINCE:
-            content.pop("tables", None)
         found: Manifest = built_from(Manifest, {key: value for key, value in content.items() if key not in _OURS})
     except (ValueError, RecursionError, MemoryError) as error:
         raise DamagedCheckpointError(f"{where}: {error or type(error).__name__}") from None
@@ -492,8 +467,8 @@ def from_text(text: str, where: str) -> Manifest:
 def built_from(kind: Any, value: Any) -> Any:
     """Return JSON as a value of a type: a dataclass or named tuple of this package, or a collection of them.
 
-    Every entry has the type that its field declares, and none is unknown. The dataclasses themselves check ranges, so
-    that code which gets a value need not check it again, whoever wrote the JSON.
+    Every entry has the type and the range that its field declares, and none is unknown. The dataclasses themselves
+    check what several fields say together, so that code which gets a value need not check it again.
 
     >>> built_from(dict[str, SavedSplit], {"weight": {"dim": 0}})
     {'weight': SavedSplit(dim=0, stride=1, real=None, padded=None)}
@@ -516,7 +491,8 @@ def built_from(kind: Any, value: Any) -> Any:
         if first["type"] == "value_error":  # of a dataclass, which names the value
             reason = str(first["ctx"]["error"])
         else:
-            reason = _REASONS.get(first["type"]) or f"{abridged(first['input'])} is wrong: {first['msg']}"
+            broken = first.get("ctx", {}).get("pattern", first["type"])
+            reason = _REASONS.get(broken) or f"{abridged(first['input'])} is wrong: {first['msg']}"
         where = at.removeprefix(".")
         raise ValueError(f"{where}: {reason}" if where else reason) from None
 
@@ -524,9 +500,9 @@ def built_from(kind: Any, value: Any) -> Any:
 _REASONS = {
     "missing": "is missing",
     "unexpected_keyword_argument": "is an unknown entry",
-    "string_pattern_mismatch": "has characters that cannot be printed",
+    _PRINTABLE: "has characters that cannot be printed",
 }
-"""Our text for a type of pydantic's errors, where its own text would not help."""
+"""Our text for a type of pydantic's errors, or for a pattern, where its own text would not help."""
 
 
 @cache

@@ -119,6 +119,11 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         raise DamagedCheckpointError(f"{path} cannot be read as safetensors ({error}): copy it once more") from error
 
 
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file or folder of weights, whose bytes are read when they are used."""
+    return {name: tensor for file in files_of_weights(path) for name, tensor in _tensors_of(file).items()}
+
+
 class WeightFiles(DeepSpeedFiles):
     """A file or a folder of plain weights, as a checkpoint of whole parameters without an optimizer.
 
@@ -129,9 +134,7 @@ class WeightFiles(DeepSpeedFiles):
     """
 
     def __init__(self, path: Path, named: Iterable[Named], buffers: Mapping[str, NamedBuffer]) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        for file in files_of_weights(path):
-            tensors.update(_tensors_of(file))
+        tensors = tensors_in(path)
         self._shapes = {name: tuple(one.shape) for name, one in tensors.items()}
         shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         super().__init__(model_of_whole(shapes, named, buffers), path)
@@ -357,7 +360,10 @@ def _write_safetensors(
                 tensors[new_names[name]], weight_map[new_names[name]] = read(name), file.name
                 progress("parameters", len(weight_map), len(sizes))
             draft = file.with_name(f".{file.name}.part")
+            draft.touch()
+            mode = draft.stat().st_mode & 0o777  # by the umask; safetensors creates files that only their owner reads
             importlib.import_module("safetensors.torch").save_file(tensors, draft, metadata={"format": "pt"})
+            draft.chmod(mode)
             flush(draft)
             draft.replace(file)
         if count > 1:

@@ -11,7 +11,7 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, report, say, table_of
-from ds_topo.errors import DisagreementError, LaunchError, StoreTimeoutError, TopologyError
+from ds_topo.errors import DisagreementError, LaunchError, StoreTimeoutError, TopologyError, bytes_text
 from ds_topo.launch.placement import few_ranks
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def sizes_of(text: str) -> list[int]:
 
 def print_summary(console: Console, summary: Summary, slow: float) -> None:
     """Print everything that was measured, then the faults, and what is slower than ``slow`` without being one."""
-    from ds_topo.health.faults import bytes_text, seconds, slow_but_right, speed
+    from ds_topo.health.faults import seconds, slow_but_right, speed
 
     ranks, hosts = counted(summary.world_size, "rank"), counted(len(summary.hosts), "host")
     console.print(f"{summary.topology}: {ranks} on {hosts}, {summary.backend}", style="bold", highlight=False)
@@ -160,7 +160,7 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
                 f"{axis.ranks:,}",
                 f"{fewest:,}" if fewest == most else f"{fewest:,}-{most:,}",
                 seconds(axis.latency),
-                bytes_text(axis.size),
+                bytes_text(axis.size, 1024),
                 speed(axis.bandwidth),
                 few_ranks(axis.slowest, 4),
                 f"{axis.slowest_bandwidth / axis.bandwidth:.2f}",
@@ -172,7 +172,7 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
             for name, axis in summary.axes.items():
                 for size, busy in axis.sweep:  # the bandwidth of the ring's busiest link
                     alone = busy * axis.ranks / (2 * (axis.ranks - 1))
-                    table.add_row(name, bytes_text(size), seconds(size / alone), speed(alone), speed(busy))
+                    table.add_row(name, bytes_text(size, 1024), seconds(size / alone), speed(alone), speed(busy))
             console.print(table)
     if summary.inside or summary.across:
         console.print()

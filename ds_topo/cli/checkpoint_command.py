@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, check_folder
 from ds_topo.checkpoint.manifest import SavedParameter
-from ds_topo.cli.shared import cells, counted, new_console, say, table_of
-from ds_topo.errors import CheckpointError, MissingCheckpointError, fold_numbers
+from ds_topo.cli.shared import aligned, cells, counted, new_console, say
+from ds_topo.errors import CheckpointError, MissingCheckpointError, bytes_text, fold_numbers, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,18 +81,17 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: str | None, *, verified: bool) -> None:
     """Print a line for each checkpoint, newest first; then the problems, and the tag in ``latest``."""
-    from rich.filesize import decimal
-
-    table = table_of("tag", "layout", "state", ">step", ">parameters", ">size")
+    rows = [["tag", "state", "step", "size", "layout"]]
     for checkpoint in found:
-        manifest, layout_text, step, numel = checkpoint.manifest, "no manifest", "?", "?"
+        manifest, layout_text, step = checkpoint.manifest, "no manifest", "?"
         if manifest is not None:
-            layout, step, numel = manifest.layout, f"{manifest.step:,}", f"{manifest.numel():,}"
+            layout, step = manifest.layout, f"{manifest.step:,}"
             where = layout.topology or f"{layout.model_ranks} x {layout.replicas}"
-            layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}"
-        state, size = _state(checkpoint, verified), decimal(checkpoint.bytes)
-        table.add_row(*cells(checkpoint.tag, layout_text, state, step, numel, size))
-    console.print(table)
+            experts = "".join(f", experts over {groups.size}" for groups in layout.experts)
+            layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}{experts}"
+        state = _state(checkpoint, "verified" if verified else "complete")
+        rows.append([checkpoint.tag, state, step, bytes_text(checkpoint.bytes), layout_text])
+    _print_rows(console, rows, right={2, 3})
     console.print()
     for checkpoint in found:
         if problem := folders.told(checkpoint.problems) or checkpoint.needs:
@@ -105,9 +104,8 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
 
 def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bool, verified: bool) -> None:
     """Print the layout, the files and the parameters of one checkpoint."""
-    from rich.filesize import decimal
-
-    title = f"{checkpoint.tag}: {_state(checkpoint, verified)}{', latest' if is_latest else ''}"
+    state = _state(checkpoint, "complete, digests agree" if verified else "complete")
+    title = f"{checkpoint.tag}: {state}{', latest' if is_latest else ''}"
     console.print(*cells(title), style="bold", highlight=False)
     for problem in checkpoint.problems:
         say(console, f"  {problem}")
@@ -119,16 +117,25 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
     say(console, f"step        {manifest.step:,}, saved {manifest.time}")
     say(console, f"layout      {manifest.layout}")
     say(console, f"optimizer   {manifest.layout.optimizer}")
-    say(console, f"files       {len(manifest.files):,} and the manifest, {decimal(checkpoint.bytes)}")
+    say(console, f"files       {len(manifest.files):,} and the manifest, {bytes_text(checkpoint.bytes)}")
     say(console, f"parameters  {manifest.numel():,} in {counted(len(manifest.parameters), 'tensor')}")
     say(console, "releases    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     console.print()
-    table = table_of("parameter", "shape", "type", "model ranks", "split")
+    rows = [["type", "shape", "model ranks", "split", "parameter"]]
     for row in manifest.parameters:
         shape = f"{list(row.shape)}" + (f" x {row.experts} experts" if row.experts else "")
         ranks = fold_numbers(list(row.model_ranks))
-        table.add_row(*cells(row.name, shape, row.dtype, ranks, _split(row) + ("" if row.is_trained else " frozen")))
-    console.print(table)
+        split = " ".join(text for text in (_split(row), "" if row.is_trained else "frozen") if text)
+        rows.append([row.dtype, shape, ranks, split, row.name])
+    _print_rows(console, rows)
+
+
+def _print_rows(console: Console, rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+    """Print a header and rows."""
+    header, *lines = aligned([[printable(text) for text in row] for row in rows], right)
+    console.print(header, style="bold", highlight=False, markup=False, soft_wrap=True)
+    for line in lines:
+        say(console, line)
 
 
 def _split(row: SavedParameter) -> str:
@@ -137,11 +144,9 @@ def _split(row: SavedParameter) -> str:
     return "yes" if row.split_dim < 0 else f"dimension {row.split_dim}"
 
 
-def _state(checkpoint: Checkpoint, verified: bool) -> str:
+def _state(checkpoint: Checkpoint, complete: str) -> str:
     if checkpoint.needs:
         return "of a later release"
     if checkpoint.problems:
         return "DAMAGED"
-    if checkpoint.manifest is None:
-        return "seems complete"
-    return "complete, digests agree" if verified else "complete"
+    return "seems complete" if checkpoint.manifest is None else complete

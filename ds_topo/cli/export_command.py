@@ -19,8 +19,8 @@ from ds_topo.checkpoint.folder import (
     tags_in,
     why_passed_over,
 )
-from ds_topo.cli.shared import given_options, progress_of, refuse_without_effect
-from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
+from ds_topo.cli.shared import counted, given_options, progress_of, refuse_without_effect
+from ds_topo.errors import CheckpointError, MissingCheckpointError, listed, tell
 
 SUMMARY = "write the weights of a checkpoint into plain files"
 DESCRIPTION = (
@@ -45,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
     add("--rename", metavar="FILE", type=Path, help="JSON of new names by names in FROM, if TO is a folder")
     largest = "bytes of weights in one file, if TO is a folder; default: 5e9"
+    add("--overwrite", action="store_true", default=None, help="replace TO, if it is a file that exists")
     add("--largest", metavar="BYTES", type=int, help=largest)
 
 
@@ -56,6 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if kind != "huggingface":
         refuse_without_effect(given_options(arguments, "rename", "largest"), "it needs a folder as TO")
+        if to.is_file() and not arguments.overwrite:
+            raise CheckpointError(f"TO {str(to)!r} exists: give another name, or --overwrite to replace it")
+    else:
+        refuse_without_effect(given_options(arguments, "overwrite"), "it needs a file as TO")
     rename = _names(arguments.rename) if arguments.rename is not None else None
     try:
         check_folder(arguments.source, "FROM")
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "export") as show:
         show("planning", 0, 0)
-        from ds_topo.checkpoint.plain_weights import to_hugging_face, to_single_file
+        from ds_topo.checkpoint.plain_weights import tensors_in, to_hugging_face, to_single_file
 
         def progress(_: str, done: int, of: int) -> None:
             show("putting parameters together", done, of)
@@ -76,6 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
             path = to_hugging_face(found, to, rename=rename, progress=progress, **options)
         else:
             path = to_single_file(found, to, kind, progress)
+    tensors = tensors_in(path)
+    types = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in tensors.values()}))
+    step = f"step {found.manifest.step:,} of " if found.manifest is not None else ""
+    tell(f"ds-topo export: wrote {step}{found.path}: {counted(len(tensors), 'tensor')} in {types}")
     print(path)
     return 0
 

@@ -24,7 +24,7 @@ from ds_topo.cli.shared import (
     refuse_without_effect,
     write_file,
 )
-from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
+from ds_topo.errors import LaunchError, TopologyError, WorldSizeError, tell
 from ds_topo.plan import hardware
 from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, Machine
@@ -32,7 +32,7 @@ from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.plan.model import PRESETS, Model, read_model, transformer
 from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.plan.stages import Costs
-from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
+from ds_topo.topology.axes import EXPERT, MAX_DEGREE, axis_meant, divisors, leaves_out_a_degree, parse_spec
 from ds_topo.topology.process_topology import ProcessTopology
 
 SUMMARY = "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds"
@@ -55,6 +55,8 @@ OTHER_NUMBERS = ("kv_heads", "ffn", "experts", "top_k", "gated")
 """The numbers that it can have beside."""
 WHOLE = (*NUMBERS, "kv_heads", "ffn", "batch", "micro_batch", "virtual_stages", "expert_parallel", "top")
 """The options that are whole numbers from 1 on."""
+LONG_SEQUENCE = 32_768
+"""A maximum of a model that jobs rarely train with, so that --sequence may have been forgotten."""
 SHOWN_PLANS = 10
 """The default of --top."""
 POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
@@ -142,22 +144,25 @@ def run(arguments: argparse.Namespace) -> int:
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
     topology = _topology("compare", arguments.compare, job) if arguments.compare else None
+    if arguments.sequence is None and job.sequence > LONG_SEQUENCE:
+        longest = f"planned for {job.sequence:,} positions, the most of {job.model.name}"
+        tell(f"ds-topo plan: {longest}. If yours are shorter, give --sequence, such as --sequence 8192")
     found = fewest_axes_first(search(job, wanted, arguments.top or SHOWN_PLANS))
     compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
     if arguments.picture:
         plan_report.save_picture(found, arguments.picture)
         print(f"picture: {arguments.picture}", file=sys.stderr)
-    advice = None
     if arguments.write:
         config = json.dumps(plan_report.deepspeed_config(job, found.best), indent=2)
         write_file("--write", arguments.write, config)
-        how = plan_report.how_to_train(job, found.best, arguments.write)
-        advice = f"{arguments.write}:\n{config}\n\n{how}"
     if arguments.json:
         print(json.dumps(found_as_json(found, compared, arguments.compare)))
     else:
         plan_report.print_found(found, compared, arguments.compare, explained=bool(arguments.explain))
-        print("\n" + (advice or _next_steps(arguments, found)))
+        if arguments.write:
+            plan_report.print_config(job, found.best, arguments.write, config)
+        else:
+            print("\n" + _next_steps(arguments, found))
     return 0
 
 
@@ -306,10 +311,10 @@ def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
 def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
-        experts = "; experts are distributed with --expert-parallel N" if EXPERT in unknown else ""
-        raise TopologyError(
-            f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}{experts}"
-        )
+        meant = [meant for axis in unknown if (meant := axis_meant(axis)) in AXES]
+        hint = f": did you mean {meant[0]!r}? Choose" if meant else "; choose"
+        experts = "; experts are distributed with --expert-parallel N" if EXPERT in map(axis_meant, unknown) else ""
+        raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned{hint} among {list(AXES)}{experts}")
 
 
 def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
@@ -417,7 +422,8 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "expert_parallel": layout.expert_parallel,
         "seconds": plan.seconds,
         "seconds_by_term": plan.time.parts(),
-        "tokens_per_second": job.batch * job.sequence / plan.seconds,
+        "tokens_per_second": job.tokens / plan.seconds,
+        "mfu": job.mfu(plan.seconds),
         "memory_bytes": plan.memory.total,
         "memory_by_term": plan.memory.parts(),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ds_topo.cli.shared import new_console, new_figure, save_figure, table_of
-from ds_topo.errors import TopologyError
+from ds_topo.cli.shared import aligned, new_console, new_figure, save_figure, table_of
+from ds_topo.errors import TopologyError, bytes_text
 from ds_topo.plan import explain
 from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
 from ds_topo.plan.memory import BUCKET_PARAMETERS
@@ -41,7 +40,11 @@ def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, 
     )
     for number, line in enumerate(_plan_lines(found, console.width)):  # the header, and the best plan
         console.print(line, style="bold" if number < 2 else None, markup=False, soft_wrap=True)
-    console.print(f"\n{explain.reason(found)}", markup=False)
+    speed, products = job.tokens / found.best.seconds, job.precision.products
+    peak = f"{cluster.accelerator.peak(products) / 1e12:.4g} TFLOP/s in {products}"
+    text = f"The first: {speed:,.0f} tokens/s, {speed / cluster.ranks:,.0f} per GPU"
+    console.print(f"\n{text}, MFU {job.mfu(found.best.seconds):.0%} of {peak}.", markup=False)
+    console.print(explain.reason(found), markup=False)
     if needed := explain.needs(found):
         console.print("; ".join(needed), markup=False)
     if explained:
@@ -73,13 +76,13 @@ def _plan_lines(found: Found, width: int) -> list[str]:
                 str(layout.zero),
                 str(layout.micro_batch),
                 ", ".join(f"{name} {share:.0%}" for share, name in largest if share > 0.005),
-                f"{job.batch * job.sequence / plan.seconds:,.0f}",
+                f"{job.tokens / plan.seconds:,.0f}",
                 ", ".join(layout.details()),
             ]
         )
     most = 8 if any(row[-1] for row in rows) else 7
     for shown in (*range(most, 5, -1), 6):
-        lines = _aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
+        lines = aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
         if max(map(len, lines)) <= width:
             break
         if shown == 6:  # name the largest term alone
@@ -89,18 +92,6 @@ def _plan_lines(found: Found, width: int) -> list[str]:
         below = [f"  with {row[-1]}" if row[-1] else "" for row in rows]
         lines = [lines[0], *(line for pair in zip(lines[1:], below, strict=True) for line in pair if line)]
     return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """Return a line for each row, in columns that are two spaces apart; those in ``right`` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _gigabytes(size: float) -> str:
@@ -116,7 +107,7 @@ def _print_explained(console: Console, found: Found) -> None:
     console.print("\n[bold]axes on hosts[/bold]")
     table = table_of("axis", ">ranks", ">hosts", "link", ">leave a host per step")
     for use in explain.explain_axes(costs, best.layout):
-        sent = explain.bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
+        sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
         table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
     console.print(table)
     console.print("\n[bold]the same degrees in other orders[/bold]")
@@ -160,16 +151,16 @@ def save_picture(found: Found, path: str | Path) -> None:
     labels[0] = f"best: {labels[0]}"
     unit, name = (1.0, "s") if plans[0].seconds >= 1 else (1e3, "ms")
     _bars(seconds, [plan.time.parts() for plan in plans], labels, unit, legend_columns=6)
+    digits = 2 if plans[0].seconds * unit < 10 else 1 if plans[0].seconds * unit < 100 else 0
     for row, plan in enumerate(plans):
-        value = plan.seconds * unit
-        # the same number of digits after the point for values of one kind: 17.5 and 19.0
-        text = f"{value:.1f}" if 10 <= value < 100 else f"{value:.3g}"
-        seconds.text(value, row, f" {text}", va="center", fontsize=8)
+        seconds.text(plan.seconds * unit, row, f" {plan.seconds * unit:.{digits}f}", va="center", fontsize=8)
     seconds.set_xlim(0, 1.1 * unit * max(plan.seconds for plan in plans))
     seconds.set_xlabel(f"{name} per step")
     _bars(memory, [plan.memory.parts() for plan in plans], labels, 1e-9, legend_columns=3)
     limit = job.cluster.memory_limit / 1e9
-    if limit < 4 * max(plan.memory.total for plan in plans) / 1e9:
+    fullest = max(plan.memory.total for plan in plans) / 1e9
+    if limit < 4 * fullest:
+        memory.set_xlim(0, 1.05 * max(limit, fullest))
         memory.axvline(limit, color="black", linestyle="--", linewidth=1)
         memory.text(limit, -0.75, f"limit {limit:.3g} GB ", ha="right", va="center", fontsize=8)
     memory.set_xlabel("GB per rank at its peak")
@@ -253,15 +244,16 @@ def _reducer(costs: Costs, layout: JobLayout) -> dict[str, Any] | bool:
     return {"enabled": True}
 
 
-def how_to_train(job: Job, plan: Plan, path: str) -> str:
-    """Return the command that trains with the written config, or what a program of one's own must add to it."""
+def print_config(job: Job, plan: Plan, path: str, config: str) -> None:
+    """Print the written config, and the command that trains with it or what a program of one's own must bring."""
+    print(f"\n{path}:\n{config}\n")
     layout = plan.layout
     problem = _example_problem(job, layout)
     if problem is None:
-        missing = (
-            "" if Path("examples/train_gpt.py").exists() else "\nds-topo examples copies that program to this folder"
-        )
-        return f"train with: {_example_command(job, layout, path)}{missing}"
+        print(f"train with: {_example_command(job, layout, path)}")
+        if not Path("examples/train_gpt.py").exists():
+            print("ds-topo examples copies that program to this folder")
+        return
     parts = {
         f"experts over {layout.expert_parallel} ranks": job.model.expert_count > 0,
         "sequence parallelism": layout.sequence_parallel,
@@ -269,7 +261,9 @@ def how_to_train(job: Job, plan: Plan, path: str) -> str:
         "an optimizer with its learning rate": True,
     }
     beside = ", ".join(part for part, is_needed in parts.items() if is_needed)
-    return f"{path} is for a program of your own ({problem}), which must bring {beside}"
+    console = new_console()
+    for text in (f"It is for a program of your own: {problem}.", f"That program must bring {beside}."):
+        console.print(text, markup=False)
 
 
 def _example_problem(job: Job, layout: JobLayout) -> str | None:
@@ -304,8 +298,8 @@ def _example_problem(job: Job, layout: JobLayout) -> str | None:
         )
     if replace(model, sequence=job.sequence) != built:
         return (
-            f"the examples are GPTs (--no-gated) with a vocabulary of {EXAMPLE_VOCABULARY}, feed-forward layers of "
-            "4 x hidden and as many heads of keys; their experts have top-k 1"
+            f"the examples are GPTs over bytes (--no-gated --vocab {EXAMPLE_VOCABULARY}, --ffn 4 x hidden, no "
+            "--kv-heads, --top-k 1)"
         )
     return None
 

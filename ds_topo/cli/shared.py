@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,6 +184,21 @@ def table_of(*columns: str) -> Table:
         is_right = name.startswith(">")
         table.add_column(name.removeprefix(">"), justify="right" if is_right else "left", overflow="fold")
     return table
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return a line for each row, in columns that are two spaces apart; those in ``right`` are aligned to the right.
+
+    Put names that may be long into the last column: a terminal breaks them without spaces in between.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def write_file(option: str, path: str, text: str) -> None:

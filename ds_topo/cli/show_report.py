@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -27,13 +27,14 @@ from ds_topo.launch.hosts import HostMap, check_size
 from ds_topo.launch.placement import Placement
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import (
+    EXPERT,
     EXTRA_MARK,
     MODEL,
     PIPE,
+    SEQ,
     SHARD,
     axis_in_spec,
     check_meanings,
-    mechanisms_of,
     read_config,
 )
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
@@ -52,6 +53,31 @@ MOST_GROUPS = 128
 """The most groups that are listed one by one."""
 STAGE_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 """Colours of stages, in turn, as names, so that the terminal's own theme applies."""
+
+
+def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
+    """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one.
+
+    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
+    {'model': 'AutoTP'}
+
+    Args:
+        config: the content of a DeepSpeed config.
+        degrees: the degree of each axis.
+    """
+    names = ("tensor_parallel", "expert_parallel", "hybrid_engine", "compile", "zero_optimization")
+    tensor, experts, hybrid, compiled, zero = (
+        section if isinstance(section := config.get(name), Mapping) else {} for name in names
+    )
+    is_split = isinstance(config.get(names[0]), Mapping) and tensor.get("autotp_size", 2) not in (0, 1)
+    stage, passes = zero.get("stage", 0), compiled.get("passes")
+    uses = {
+        MODEL: "AutoTP" if is_split else "hybrid engine" if hybrid.get("enabled") is True else "",
+        EXPERT: "AutoEP" if experts.get("enabled") is True else "",
+        SEQ: "AutoSP" if isinstance(passes, Sequence) and "autosp" in passes else "",
+        SHARD: f"ZeRO {stage}" if stage in (1, 2, 3) else "",
+    }
+    return {axis: use for axis, use in uses.items() if use and degrees.get(axis, 1) > 1}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import math
 import signal
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_topo.cli.shared import (
-    cells,
+    aligned,
     check_ending,
     counted,
     new_figure,
@@ -18,7 +18,6 @@ from ds_topo.cli.shared import (
     report,
     save_figure,
     say,
-    table_of,
 )
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
@@ -139,14 +138,12 @@ def print_report(console: Console, found: Report) -> None:
             say(console, f"  {'likely cause' if not number else 'or'}: {cause}")
     if len(found.findings) > 1:
         console.print()
-        table = table_of("step", "what", "tensor", "where", ">error", ">allowed")
+        rows = [["step", "what", "error", "allowed", "where", "tensor"]]
         for one in found.findings[:_SHOWN]:
-            table.add_row(
-                *cells("start" if one.step < 0 else str(one.step + 1), one.kind, one.name, one.where),
-                f"{one.error:.2g}",
-                f"{one.allowed:.1g}",
-            )
-        console.print(table)
+            step = "start" if one.step < 0 else str(one.step + 1)
+            rows.append([step, one.kind, f"{one.error:.2g}", f"{one.allowed:.1g}", one.where, one.name])
+        for line in aligned(rows, right={2, 3}):
+            say(console, line)
         if len(found.findings) > _SHOWN:
             say(console, f"and {len(found.findings) - _SHOWN:,} further ones")
     for note in found.notes:
@@ -177,7 +174,7 @@ def draw_errors(found: Report) -> Figure:
     axes.set_title("equal" if first is None else f"first difference: {str(first).partition(':')[0]}", fontsize=8)
     if rows:
         from matplotlib.colors import TwoSlopeNorm
-        from matplotlib.patches import Rectangle
+        from matplotlib.patches import Patch, Rectangle
 
         powers = [[math.log10(min(max(ratio, 1e-3), 1e6)) for ratio in line] for line in values]
         image = axes.imshow(powers, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(0, -3, 6), interpolation="nearest")
@@ -185,9 +182,17 @@ def draw_errors(found: Report) -> Figure:
         axes.set_yticks(range(len(layers)), list(layers), fontsize=6)
         axes.set_xticks(range(len(kinds)), list(kinds), fontsize=7, rotation=30, ha="right")
         figure.colorbar(image, label=f"error / allowed in step {rows[0].step + 1}, powers of 10")
+        legend = [
+            Patch(color="#b2182b", label="a difference"),
+            Patch(color="#2166ac", label="within what rounding allows"),
+            Patch(color="lightgray", label="no such tensor"),
+        ]
         if first is not None and first.step == rows[0].step and first.kind in kinds:
             corner = kinds[first.kind] - 0.5, layers[layer_of(first.kind, first.name)] - 0.5
-            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=2, clip_on=False))
+            frame: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 2}
+            axes.add_patch(Rectangle(corner, 1, 1, clip_on=False, **frame))
+            legend.append(Patch(label="the first difference", **frame))
+        figure.legend(handles=legend, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     return figure
 
 

@@ -3,7 +3,7 @@
 Several options join neighboring ranks of the world and ignore the mpu, reduce gradients by themselves, or need ranks
 that a topology may not have. Each is a row, which says what uses it, along which axes, what it conflicts with and what
 to do instead, and which field of a checkpoint's manifest records it. To add one, add a row, and each of its messages to
-the cases of ``tests/engine/test_options.py``, which also compares them with ``examples/combinations.md``.
+the cases of ``tests/engine/test_options.py``, which also compares them with ``examples/guides/combinations.md``.
 """
 
 from __future__ import annotations

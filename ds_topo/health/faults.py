@@ -9,9 +9,7 @@ from fractions import Fraction
 from statistics import median
 from typing import Any, NamedTuple
 
-from rich.filesize import decimal
-
-from ds_topo.errors import fold_numbers, ranks_by_host
+from ds_topo.errors import bytes_text, fold_numbers, ranks_by_host
 
 EXPECTED_SHARE = 0.8
 """A link below this share of its expected bandwidth is a fault."""
@@ -183,7 +181,7 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
 
     >>> rates = {(a, b): 10.0 if "c" in (a, b) else 100.0 for a in "abc" for b in "abc" if a != b}
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
-    ["c's link carries at most 10 bytes/s, 0.10 of the median of all hosts (100 bytes/s)"]
+    ["c's link carries at most 10 B/s, 0.10 of the median of all hosts (100 B/s)"]
     """
     best = {"receives": _best(rates, 1), "sends": _best(rates, 0)}
     receives, sends = best.values()
@@ -270,9 +268,9 @@ def speed(rate: float) -> str:
     """Return bytes per second with a unit.
 
     >>> speed(11.9e6), speed(2.5e10), speed(900.0)
-    ('11.9 MB/s', '25.0 GB/s', '900 bytes/s')
+    ('11.9 MB/s', '25 GB/s', '900 B/s')
     """
-    return f"{decimal(round(rate))}/s"
+    return f"{bytes_text(rate)}/s"
 
 
 def seconds(duration: float) -> str:
@@ -284,18 +282,6 @@ def seconds(duration: float) -> str:
     if duration < 1e-3:
         return f"{duration * 1e6:.0f} us"
     return f"{duration * 1e3:.1f} ms" if duration < 1 else f"{duration:.1f} s"
-
-
-def bytes_text(size: float) -> str:
-    """Return the size of a message with a unit, in powers of 1,024 as benchmarks of collectives count.
-
-    >>> bytes_text(512), bytes_text(2**16), bytes_text(3 * 2**29)
-    ('512 B', '64 KiB', '1.5 GiB')
-    """
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << power:
-            return f"{size / (1 << power):g} {unit}"
-    return f"{size:g} B"
 
 
 # -- summary -----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,14 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
-from ds_topo.errors import HostError, LaunchError, abridged, warn
+from ds_topo.errors import HostError, LaunchError, TopologyError, abridged, warn
+from ds_topo.topology.axes import check_meanings, parse_spec
 
 if TYPE_CHECKING:
     from ds_topo.topology import ProcessTopology
@@ -148,9 +151,10 @@ def detect_launch(
         if alone and not any(environ.get(name) for name in (*_REQUIRED[:3], "SLURM_JOB_ID")):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = int(free.getsockname()[1])
-            more = f"torchrun --nproc-per-node 4 {_program(arguments)} starts 4 ranks"
+            ranks = _ranks_wanted(arguments)
+            more = f"torchrun --nproc-per-node {ranks} {_program(arguments)} starts {ranks} ranks"
             return Launch(ALONE, 0, 1, 0, "127.0.0.1", port, local_world_size=1, node=(0, 1), job=more)
-        raise LaunchError(_what_is_missing(environ, _program(arguments)))
+        raise LaunchError(_what_is_missing(environ, _program(arguments), _ranks_wanted(arguments)))
     launch = _from_slurm(environ) if mpi is None else _from_mpi(mpi, environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if environ.get(name, launch.variables[name]) != launch.variables[name]:
@@ -243,7 +247,18 @@ def _program(arguments: Sequence[str] | None) -> str:
     return shlex.join([word for word in words[:3] if word and word != "-c"]) or "train.py"
 
 
-def _what_is_missing(environ: Mapping[str, str], script: str) -> str:
+def _ranks_wanted(arguments: Sequence[str] | None) -> int:
+    """Return the ranks of the topology among a program's arguments, the fewest where a degree is -1, or 4."""
+    for word in sys.argv if arguments is None else arguments:
+        spec = word.partition("=")[2] if word.startswith("--") else word
+        with suppress(TopologyError):
+            axes, degrees, extra_axes, _ = parse_spec(spec.replace("=-1", "=2"))
+            check_meanings(axes, extra_axes)
+            return prod(degrees)
+    return 4
+
+
+def _what_is_missing(environ: Mapping[str, str], script: str, ranks: int) -> str:
     missing = [name for name in _REQUIRED if not environ.get(name)]
     if any(environ.get(name) for name in _REQUIRED[:3]):
         there = ", ".join(f"{name}={environ[name]}" for name in _REQUIRED if environ.get(name))
@@ -251,15 +266,15 @@ def _what_is_missing(environ: Mapping[str, str], script: str) -> str:
     if environ.get("SLURM_JOB_ID"):
         return (
             f"this process is inside Slurm job {environ['SLURM_JOB_ID']}, but is none of its tasks. Start it with\n"
-            f"  srun --ntasks-per-node 4 python {script}"
+            f"  srun --ntasks {ranks} python {script}"
         )
     return (
         f"no launcher started this process ({', '.join(missing)} missing). Start it with one of\n"
-        f"  torchrun --nproc-per-node 4 {script}\n"
-        f"  deepspeed --num_gpus 4 {script}\n"
+        f"  torchrun --nproc-per-node {ranks} {script}\n"
+        f"  deepspeed --num_gpus {ranks} {script}\n"
         f"  deepspeed --hostfile hosts {script}\n"
-        f"  srun --nodes 2 --ntasks-per-node 4 python {script}\n"
-        f"  mpirun -n 4 python {script}"
+        f"  srun --ntasks {ranks} python {script}\n"
+        f"  mpirun -n {ranks} python {script}"
     )
 
 

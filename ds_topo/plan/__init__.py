@@ -14,7 +14,7 @@
 ``explain``            every term in words, and the bytes between hosts
 =====================  ==============================================================================================
 
-Read ``job`` first, then ``memory`` and ``step_time``. All but ``live_module`` and ``calibrate`` need the standard
-library only. ``examples/plan.md`` lists the formulas and their sources. Numbers, names and files that cannot be used
-raise :class:`~ds_topo.errors.TopologyError`.
+Read ``job`` first, then ``memory`` and ``step_time``. All but ``live_module`` and ``calibrate`` do without torch.
+``examples/guides/plan.md`` lists the formulas and their sources. Numbers, names and files that cannot be used raise
+:class:`~ds_topo.errors.TopologyError`.
 """

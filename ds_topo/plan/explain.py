@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ds_topo.errors import bytes_text
 from ds_topo.plan import step_time
 from ds_topo.plan.hardware import Cluster
 from ds_topo.plan.job import JobLayout, Recompute
@@ -18,7 +19,6 @@ from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
 """``host_traffic`` counts at most this number of hosts."""
-AXIS_NAMES = {GRADIENTS: "data", EXPERT: "experts"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class AxisUse:
     """The placement of an axis' groups on hosts, and the bytes that they send to other hosts in a step."""
 
     axis: str
+    """The axis; for gradients all axes of replicas, such as ``data+seq (gradients)``."""
     ranks: int
     hosts: int
     bytes_per_host: float
@@ -51,9 +52,10 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     layout, job = plan.layout, costs.job
     spans = step_time.layout_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
-    slowest, kind = max(passes, key=lambda one: one[0].total)
-    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
+    kinds = costs.stage_kinds(layout)
+    passes = [step_time.stage_pass(costs, kind, layout, spans) for kind in kinds]
+    slowest, kind = step_time.slowest_stage(passes, kinds)
+    updated = max(step_time.updated_parameters(costs, layout))
     factor = step_time.mirrored_bubble(layout.pipe, slowest)
     mirrored = f", x {factor:.2f} by DualPipeV" if job.software.mirrors else ""
     texts = {
@@ -124,10 +126,11 @@ def explain_axes(costs: Costs, layout: JobLayout) -> list[AxisUse]:
     """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
     spans = step_time.layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
+    replicas = "+".join(axis for axis in gradient_axes(layout.topology) if layout.topology.get_dim(axis) > 1)
+    names = {GRADIENTS: f"{replicas} (gradients)", EXPERT: "experts"}
     wide = [axis for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL) if axis in spans and spans[axis].size > 1]
     return [
-        AxisUse(AXIS_NAMES.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0))
-        for axis in wide
+        AxisUse(names.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0)) for axis in wide
     ]
 
 
@@ -197,18 +200,6 @@ def _ms(seconds: float) -> str:
     ('2.35 s', '12.3 ms')
     """
     return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def bytes_text(size: float) -> str:
-    """Return bytes as MB, GB or TB with three digits.
-
-    >>> bytes_text(12_345_678), bytes_text(2.5e12)
-    ('12.3 MB', '2.5 TB')
-    """
-    for unit, name in ((1e12, "TB"), (1e9, "GB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size / 1e6:.3g} MB"
 
 
 def host_traffic(costs: Costs, layout: JobLayout) -> list[dict[str, float]]:

@@ -217,6 +217,16 @@ class Job:
     software: Software
     expert_load: float = 1.0
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step."""
+        return self.batch * self.sequence
+
+    def mfu(self, seconds: float) -> float:
+        """Return the model FLOPs utilization of a step: FLOPs of the model, none done twice, over those of the peak."""
+        peak = self.cluster.ranks * self.cluster.accelerator.peak(self.precision.products)
+        return self.tokens * self.model.flops_per_token(self.sequence) / seconds / peak
+
 
 @dataclass(frozen=True)
 class JobLayout:

@@ -9,7 +9,7 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -294,7 +294,7 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
     micro_batches = layout.micro_batches(job.batch)
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
-    slowest = max(passes, key=lambda one: one.total)
+    slowest, _ = slowest_stage(passes, kinds)
     sending = _send_seconds(costs, layout, spans)
     bubble = 0.0
     if layout.pipe > 1:
@@ -351,6 +351,11 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
         return 1.0
     both = forward + backward
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
+
+
+def slowest_stage(passes: Sequence[PassTime], kinds: Sequence[Stage]) -> tuple[PassTime, Stage]:
+    """Return the pass of the stage for which the others wait, and its kind."""
+    return max(zip(passes, kinds, strict=True), key=lambda one: one[0].total)
 
 
 def stage_pass(costs: Costs, kind: Stage, layout: JobLayout, spans: Spans) -> PassTime:
@@ -539,6 +544,13 @@ def _two_level_seconds(size: float, span: Span, cluster: Cluster) -> float:
     return inside + collective_seconds("all_reduce", size / local, outer, cluster)
 
 
+def updated_parameters(costs: Costs, layout: JobLayout) -> list[float]:
+    """Return the parameters that a rank's optimizer updates in each kind of stage: with ZeRO those of its partition."""
+    shards = layout.partitions if layout.zero else 1
+    sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
+    return [held.dense / shards + held.experts / sparse_shards for held in costs.all_parameters(layout)]
+
+
 def _optimizer_seconds(costs: Costs, layout: JobLayout) -> float:
     """Return the seconds of Adam's update, which memory bandwidth limits.
 
@@ -550,11 +562,9 @@ def _optimizer_seconds(costs: Costs, layout: JobLayout) -> float:
     moved: float = 2 * (precision.master_bytes + ADAM_MOMENTS_BYTES) + 2 * gradient + precision.activation_bytes
     if accelerator.efficiency.update_bytes is not None:
         moved = accelerator.efficiency.update_bytes
-    shards = layout.partitions if layout.zero else 1
-    sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
     largest = max(
-        (held.dense / shards + held.experts / sparse_shards) * moved + held.total * gradient
-        for held in costs.all_parameters(layout)
+        updated * moved + held.total * gradient
+        for updated, held in zip(updated_parameters(costs, layout), costs.all_parameters(layout), strict=True)
     )
     return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
 

@@ -24,7 +24,7 @@ from ds_topo.launch.agreement import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import Spec, axis_in_spec, canonical_axis, check_meanings, divisors
+from ds_topo.topology.axes import Spec, axis_meant, canonical_axis, check_meanings, divisors
 from ds_topo.topology.rank_tables import RankGroup
 
 
@@ -792,7 +792,7 @@ def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolog
         return topology
     if isinstance(topology, DeviceMesh):
         names, sizes = topology.mesh_dim_names or ("data", "model"), topology.shape
-        degrees = ",".join(f"{axis_in_spec(name)}={size}" for name, size in zip(names, sizes, strict=False))
+        degrees = ",".join(f"{axis_meant(name) or name}={size}" for name, size in zip(names, sizes, strict=False))
         raise TypeError(
             f"topology={topology}: a grid makes its own mesh, grid.device_mesh(); give the spec {degrees!r}"
         )

@@ -39,6 +39,22 @@ SPEC_SYNONYMS = SYNONYMS | {
     **{"sequence": SEQ, "ep": EXPERT, "experts": EXPERT, "dp_replicate": DATA, "dp_shard": SHARD},
 }
 """The field's abbreviations, which specs and configs accept in upper and lower case."""
+_ELSEWHERE = {
+    **SPEC_SYNONYMS,
+    **dict.fromkeys(("stage", "stages", "pipeline_stages"), PIPE),
+    **dict.fromkeys(("ddp", "replica", "replicas", "replicate"), DATA),
+    **dict.fromkeys(("autotp", "slices"), MODEL),
+    **dict.fromkeys(("autosp", "ulysses", "ring"), SEQ),
+    **dict.fromkeys(("moe", "autoep"), EXPERT),
+    **dict.fromkeys(("fsdp", "hsdp", "hpz"), SHARD),
+}
+"""Names that other programs have for these axes, without words such as ``size``. Specs do not accept the new ones."""
+_FILLERS = {"size", "degree", "parallel", "parallelism", "world", "num", "n", "dim"}
+_BESIDE = {
+    EXPERT: " Experts need no axis: groups.create_expert_groups(grid, N) forms their groups inside data.",
+    SHARD: " With 'data' alone, ZeRO partitions over all replicas.",
+}
+"""What the answer to a name from elsewhere adds for an axis."""
 
 
 def canonical_axis(name: str) -> str:
@@ -56,6 +72,19 @@ def axis_in_spec(name: str) -> str:
         return name
     lower = name.lower()
     return lower if lower in MEANINGS else SPEC_SYNONYMS.get(lower, name)
+
+
+def axis_meant(name: object) -> str | None:
+    """Return the axis that a name of another program means, or None.
+
+    >>> [axis_meant(name) for name in ("tp_size", "tensor_model_parallel_size", "fsdp", "num_stages", "rows")]
+    ['model', 'model', 'shard', 'pipe', None]
+    """
+    words = str(name)[:MAX_NAME].lower().replace("-", "_").removesuffix("size").split("_")
+    words = [word for word in words if word and word not in _FILLERS]
+    words = [word for word in words if word != MODEL] or words  # Megatron's pipeline_model_parallel_size
+    meant = "_".join(words)
+    return meant if meant in MEANINGS else _ELSEWHERE.get(meant)
 
 
 def checked_name(name: object) -> str:
@@ -90,26 +119,43 @@ def check_meanings(axes: Iterable[str], extra_axes: Collection[str]) -> None:
     Traceback (most recent call last):
     ds_topo.errors.UnknownAxisError: axis 'pip' has no meaning here: did you mean 'pipe'? Axes are pipe (pipeline
     stages), data (replicas with other samples), model (slices of every layer (tensor parallel)), seq (parts of every
-    sequence), expert (replicas that hold different experts), shard (replicas that share ZeRO's partitions); ranks along
-    any other are replicas, which must be declared: extra_axes=['pip'], or '+pip=...' in a spec
+    sequence), expert (replicas that hold different experts), shard (replicas that share ZeRO's partitions). Ranks along
+    any other axis are replicas, which must be declared: extra_axes=['pip'], or '+pip=...' in a spec
+    >>> check_meanings(["tp_size", "data"], extra_axes=[])
+    Traceback (most recent call last):
+    ds_topo.errors.UnknownAxisError: axis 'tp_size' has no meaning here: did you mean 'model'? It means slices of every
+    layer (tensor parallel). Ranks along any other axis are replicas, which must be declared: extra_axes=['tp_size'], or
+    '+tp_size=...' in a spec
 
     Raises:
         UnknownAxisError: an axis has no meaning and is not declared.
     """
     for axis in axes:
-        if axis not in MEANINGS and axis not in extra_axes:
-            known = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
-            near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
-            meant = f": did you mean {axis_in_spec(near[0])!r}?" if near else "."
-            raise UnknownAxisError(
-                f"axis {abridged(axis)} has no meaning here{meant} Axes are {known}; ranks along any other are "
-                f"replicas, which must be declared: extra_axes=[{abridged(axis)}], or '+{axis:.40}=...' in a spec"
-            )
+        if axis in MEANINGS or axis in extra_axes:
+            continue
+        known = f" Axes are {', '.join(f'{name} ({meaning})' for name, meaning in MEANINGS.items())}."
+        if meant := axis_meant(axis):
+            known = f" It means {MEANINGS[meant]}.{_BESIDE.get(meant, '')}"
+        else:
+            words = [name for name in (*MEANINGS, *SPEC_SYNONYMS) if len(name) > 2]
+            near = difflib.get_close_matches(axis.lower()[:20], words, n=1, cutoff=0.5)
+            meant = axis_in_spec(near[0]) if near else None
+        question = f": did you mean {meant!r}?" if meant else "."
+        raise UnknownAxisError(
+            f"axis {abridged(axis)} has no meaning here{question}{known} Ranks along any other axis are replicas, "
+            f"which must be declared: extra_axes=[{abridged(axis)}], or '+{axis:.40}=...' in a spec"
+        )
+
+
+def axes_near(axis: object, axes: Iterable[str]) -> list[str]:
+    """Return the one of ``axes`` that a name means or nearly spells, as a list of at most one."""
+    axes, meant = list(axes), axis_meant(axis)
+    return [meant] if meant in axes else difflib.get_close_matches(str(axis)[:MAX_NAME], axes, n=1, cutoff=0.6)
 
 
 def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
     """Warn if an absent axis is nearly one of ``axes``: the answer for an absent axis, DeepSpeed's, is not an error."""
-    near = difflib.get_close_matches(str(axis)[:MAX_NAME], list(axes), n=1, cutoff=0.6) if axis not in MEANINGS else []
+    near = [] if axis in MEANINGS else axes_near(axis, axes)
     if near:
         warn(
             f"axis {abridged(axis)} is not in the topology, so the answer is that of an absent axis: did you mean "
@@ -217,6 +263,7 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
 
     Raises:
         TopologyError: the spec is malformed, has more than one degree of -1, or has -1 without a world size.
+        UnknownAxisError: the degrees do not fit, and a name is that of another program, such as ``tp_size``.
         WorldSizeError: the product of the degrees is not ``world_size``. The message gives the nearest degrees.
     """
     given, degrees, factors = _split_spec(spec)
@@ -235,12 +282,14 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
     if left_out:
         known = [size for position, size in enumerate(sizes) if position not in left_out]
         if world_size is None:
+            _refuse_names_from_elsewhere(names, extra_axes)
             raise MissingWorldSizeError(
                 f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree"
             )
         world_size = _checked_world_size(world_size)
         replica = prod(known)
         if world_size % replica:
+            _refuse_names_from_elsewhere(names, extra_axes)
             others = " x ".join(
                 f"{axis}={size}"
                 for position, (axis, size) in enumerate(zip(names, sizes, strict=True))
@@ -282,6 +331,7 @@ def check_world_size(
     total, world_size = prod(degrees), _checked_world_size(world_size)
     if total == world_size:
         return
+    _refuse_names_from_elsewhere(axes, extra_axes)
     raise WorldSizeError(
         f"topology {spec_text(axes, degrees, extra_axes)!r:.200} is for {total} ranks "
         f"({' x '.join(map(str, degrees)):.100}), but the job has {world_size}: the degrees must multiply to the world "
@@ -289,6 +339,11 @@ def check_world_size(
         "write -1 for one degree. Nearest that does: "
         f"{_nearest_spec(axes, degrees, world_size, extra_axes)!r:.200}"
     )
+
+
+def _refuse_names_from_elsewhere(axes: Iterable[str], extra_axes: Collection[str]) -> None:
+    """Name the axis that is meant by ``tp_size`` or the like before degrees that may not be meant."""
+    check_meanings([axis for axis in axes if axis_meant(axis)], extra_axes)
 
 
 def _checked_world_size(world_size: object) -> int:
@@ -324,31 +379,6 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
             '"topology": {"pipe": 2, "data": 4, "model": 2}'
         )
     return cast("Spec", content["topology"])
-
-
-def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
-    """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one.
-
-    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
-    {'model': 'AutoTP'}
-
-    Args:
-        config: the content of a DeepSpeed config.
-        degrees: the degree of each axis.
-    """
-    names = ("tensor_parallel", "expert_parallel", "hybrid_engine", "compile", "zero_optimization")
-    tensor, experts, hybrid, compiled, zero = (
-        section if isinstance(section := config.get(name), Mapping) else {} for name in names
-    )
-    is_split = isinstance(config.get(names[0]), Mapping) and tensor.get("autotp_size", 2) not in (0, 1)
-    stage, passes = zero.get("stage", 0), compiled.get("passes")
-    uses = {
-        MODEL: "AutoTP" if is_split else "hybrid engine" if hybrid.get("enabled") is True else "",
-        EXPERT: "AutoEP" if experts.get("enabled") is True else "",
-        SEQ: "AutoSP" if isinstance(passes, Sequence) and "autosp" in passes else "",
-        SHARD: f"ZeRO {stage}" if stage in (1, 2, 3) else "",
-    }
-    return {axis: use for axis, use in uses.items() if use and degrees.get(axis, 1) > 1}
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

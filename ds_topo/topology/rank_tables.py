@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ds_topo.topology.axes import (
     PIPE,
     SEQ,
     SHARD,
+    axes_near,
     axis_in_spec,
     canonical_axis,
     divisors,
@@ -58,7 +58,7 @@ def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, 
         names = names - unknown | {axis_in_spec(axis) for axis in unknown}
         unknown = names.difference(topology.axes, DEEPSPEED_AXES)
     if unknown:
-        near = difflib.get_close_matches(str(min(unknown, key=str)), topology.axes, n=1)
+        near = axes_near(min(unknown, key=str), topology.axes)
         meant = f". Did you mean {near[0]!r}?" if near else ""
         raise UnknownAxisError(
             f"axis {sorted(unknown)} is not in the topology {topology.spec!r}: {topology.axes}{meant}"

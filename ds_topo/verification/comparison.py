@@ -103,6 +103,8 @@ class Deviation:
         step = "start" if self.step < 0 else f"step {self.step + 1}"
         if self.kind == SAMPLES:
             return f"{what}, {step}, {self.where}"
+        if math.isinf(self.error):
+            return f"{what}, {step}, {self.where}: not finite, absent, or not zero where the reference is zero"
         return f"{what}, {step}, {self.where}: relative error {self.error:.2g}{allows}"
 
 

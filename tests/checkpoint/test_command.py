@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +31,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_table_shows_newest_first_and_problems(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", str(folder)]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1].startswith("step6 pipe=2,data=2, ZeRO 1, fp32 DAMAGED 6 12 ")
-    assert lines[2].startswith("step3 pipe=2,data=2, ZeRO 1, fp32 complete 3 12 ")
-    assert lines[3] == "own no manifest seems complete ? ? 8 bytes"
+    assert lines[1].startswith("step6 DAMAGED 6 ")
+    assert lines[1].endswith(" pipe=2,data=2, ZeRO 1, fp32")
+    assert lines[2].startswith("step3 complete 3 ")
+    assert lines[3] == "own seems complete ? 8 B no manifest"
     assert lines[5:] == ["step6: mp_rank_00_model_states.pt is missing", "latest: step6"]
 
 
@@ -46,13 +48,28 @@ def test_verify_compares_digests(folder: Path, capsys: pytest.CaptureFixture[str
 
 def test_one_checkpoint_is_shown_with_parameters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["checkpoint", str(folder)])
-    size = capsys.readouterr().out.splitlines()[2].split("  ")[-1].strip(" │")
+    size = re.split("  +", capsys.readouterr().out.splitlines()[2])[3]
     assert main(["checkpoint", str(folder / "step3"), "--verify"]) == 0
     text = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert text[0] == "step3: complete, digests agree"
     assert "layout pipe=2,data=2 (4 ranks), ZeRO 1, fp32" in text
-    assert any(line.startswith("files ") and line.endswith(size) for line in text), "both count the manifest"
-    assert text[-2:] == ["0.weight [4, 2] float32 0", "1.weight [2, 2] float32 1 dimension 0"]
+    assert any(line.startswith("files ") and size in line for line in text), "both count the manifest"
+    assert text[-2:] == ["float32 [4, 2] 0 0.weight", "float32 [2, 2] 1 dimension 0 1.weight"]
+
+
+def test_experts_are_shown_and_lines_have_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    made = make(tmp_path, "step100", 100)
+    layout = replace(made.layout, experts=(manifests.SavedExperts(2),))
+    text = manifests.to_text(replace(made, layout=layout))
+    (tmp_path / "step100" / manifests.NAME).write_text(text)
+    assert main(["checkpoint", str(tmp_path), "--verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("  pipe=2,data=2, ZeRO 1, fp32, experts over 2")
+    assert "step100  verified" in lines[1]
+    assert max(map(len, lines)) <= 80
 
 
 def test_long_names_are_found_in_a_pipe(
@@ -65,7 +82,7 @@ def test_long_names_are_found_in_a_pipe(
     (tmp_path / "step3" / manifests.NAME).write_text(manifests.to_text(replace(made, parameters=rows)))
     assert main(["checkpoint", str(tmp_path / "step3")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "very_long_name" in line] == names
+    assert [line.split()[-1] for line in lines if "very_long_name" in line] == names
 
 
 def test_json_output_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

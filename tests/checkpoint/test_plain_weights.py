@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -230,6 +231,19 @@ def _save(folder: Path) -> None:
         checkpoint.save(engine, folder, "saved")
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "folder"])
+def test_files_are_readable_as_the_umask_says(world: Worlds, tmp_path: Path, name: str, umask: int) -> None:
+    world(1).run(_save, tmp_path / "saved")
+    former = os.umask(umask)
+    try:
+        assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / name)]) == 0
+    finally:
+        os.umask(former)
+    [written] = [one for one in (tmp_path / name, *(tmp_path / name).glob("*")) if one.is_file()]
+    assert written.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_command_writes_files_of_hugging_face(
     world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +252,9 @@ def test_command_writes_files_of_hugging_face(
     names.write_text('{"out.weight": "o.w"}')
     export = ["export", str(tmp_path / "saved")]
     assert cli.main([*export, str(tmp_path / "to"), "--rename", str(names)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'to'}\n"
+    assert f"wrote step 0 of {tmp_path / 'saved/saved'}: 5 tensors in float32, int64\n" in err
     found = load_file(tmp_path / "to/model.safetensors")
     assert sorted(found) == ["count", "embedding.weight", "o.w", "out.bias", "qkv.weight"]
     assert torch.equal(found["o.w"], Model().out.weight)
@@ -248,8 +265,11 @@ def test_command_writes_files_of_hugging_face(
     whole = torch.load(tmp_path / "all.pt", weights_only=True)
     assert whole.keys() == Model().state_dict().keys(), "both names of the tied weight"
     assert all(map(torch.equal, whole.values(), [Model().state_dict()[name] for name in whole]))
+    assert cli.main([*export, str(tmp_path / "all.pt"), "--overwrite"]) == 0
     for options, said in (
         ([str(tmp_path / "to")], "has files of weights already"),
+        ([str(tmp_path / "all.pt")], "all.pt' exists: give another name, or --overwrite to replace it"),
+        ([str(tmp_path / "other"), "--overwrite"], "--overwrite has no effect: it needs a file as TO"),
         ([str(tmp_path / "to.pt"), "--rename", str(names)], "has no effect: it needs a folder as TO"),
         ([str(tmp_path / "to"), "--rename", str(tmp_path / "no")], "No such file"),
     ):

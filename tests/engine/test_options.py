@@ -1,6 +1,6 @@
 """Options of DeepSpeed's config that assume an order of ranks are accepted in that order and refused in others.
 
-Every message of the table has a case here, and is in ``examples/combinations.md``.
+Every message of the table has a case here, and is in ``examples/guides/combinations.md``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo import PipelineParallelGrid, groups, initialize
 from ds_topo.base.supported import SLICES_WITH_EXPERTS, require
 from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructure
+from ds_topo.cli.show_report import mechanisms_of
 from ds_topo.engine import config_options as table
 from ds_topo.engine.checks import check_model
 from ds_topo.engine.config import Case, check_config, check_sections_and_sizes, may_assume_ranks
@@ -44,7 +45,6 @@ from ds_topo.engine.config_options import (
     refusals,
 )
 from ds_topo.errors import EngineOptionError
-from ds_topo.topology.axes import mechanisms_of
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import data_efficiency, settings, start
@@ -303,7 +303,7 @@ def _refusals_with_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
 
 
 def test_every_message_of_the_table_has_a_case_and_is_in_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (Path(__file__).parents[2] / "examples/combinations.md").read_text()
+    guide = (Path(__file__).parents[2] / "examples/guides/combinations.md").read_text()
     quoted = [text for text in re.findall(r"`([^`\n]+)`", guide) if len(text) > 40]
     patterns = [re.escape(text).replace(re.escape("..."), ".*") for text in quoted]
     found = list(_refusals_with_places(monkeypatch))

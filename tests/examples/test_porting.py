@@ -1,4 +1,4 @@
-"""The changes in ``porting.md`` apply to ``encoder.py``; every form trains alike and continues the others' files."""
+"""The changes in the guide apply to ``encoder.py``; every form trains alike and continues the others' files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = ["", "data=2", "data=2,model=2", "pipe=2,data=2", "data=2,shard=2"]
 def forms() -> list[str]:
     """Return the source of the script, and what each step of the guide makes of it."""
     sources = [(EXAMPLES / "encoder.py").read_text()]
-    guide = (EXAMPLES / "porting.md").read_text()
+    guide = (EXAMPLES / "guides/porting.md").read_text()
     for change in re.findall(r"<!-- change -->\n```diff\n(.*?)```", guide, re.DOTALL):
         source = sources[-1]
         for hunk in re.split(r"^@@.*\n", change, flags=re.MULTILINE)[1:]:

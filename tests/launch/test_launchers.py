@@ -116,6 +116,22 @@ def test_error_names_missing_or_wrong_variables(environ: dict[str, str], message
         detect_launch(environ, ["train.py"])
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (["ds-topo", "check", "data=2"], 2),
+        (["train.py", "--topology", "pipe=3,data=-1"], 6),
+        (["train.py", "--lr=1", "--topology=pipe=2,tp=4"], 8),
+        (["train.py", "steps=3"], 4),
+    ],
+)
+def test_advice_starts_the_ranks_of_the_topology_on_the_command_line(words: list[str], ranks: int) -> None:
+    with pytest.raises(LaunchError) as caught:
+        detect_launch({}, words)
+    starts = (f"torchrun --nproc-per-node {ranks} ", f"deepspeed --num_gpus {ranks} ", f"srun --ntasks {ranks} ")
+    assert all(start in str(caught.value) for start in (*starts, f"mpirun -n {ranks} "))
+
+
 def test_process_without_a_launcher_is_a_job_of_one_rank_only_on_request() -> None:
     launch = detect_launch({"MASTER_ADDR": "elsewhere"}, ["train.py", "--fast"], alone=True)
     assert (launch.rank, launch.world_size, launch.local_rank, launch.master_addr) == (0, 1, 0, "127.0.0.1")

@@ -253,6 +253,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Except
     # grids
     "pip": (lambda: _grid("pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
     "modle": (lambda: _grid("modle=2,data=2"), UnknownAxisError, "did you mean 'model'?"),
+    "tp_size": (lambda: _grid("tp_size=2,data=8"), UnknownAxisError, "did you mean 'model'?"),
     "dat": (lambda: _grid("dat=4"), UnknownAxisError, "did you mean 'data'?"),
     "rows": (lambda: _grid("rows=2,data=2"), UnknownAxisError, "extra_axes=['rows'], or '+rows=...'"),
     "axes of a topology": (lambda: _grid(ProcessTopology(["hosts", "data"], [2, 2])), UnknownAxisError, "'hosts'"),

@@ -476,5 +476,5 @@ def test_guide_contains_the_names_with_other_meanings_and_those_refused() -> Non
         main()
     lines = printed.getvalue().splitlines(keepends=True)
     table = [*lines[:2], *(line for line in lines[2:] if "translated: " in line or "refused: " in line)]
-    guide = Path(__file__).parents[2] / "examples/parallel_state_names.md"
+    guide = Path(__file__).parents[2] / "examples/guides/parallel_state_names.md"
     assert "".join(table) in guide.read_text(), "copy them from what python -m ds_topo.parallel_state prints"

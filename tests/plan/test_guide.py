@@ -11,7 +11,7 @@ import pytest
 from ds_topo.cli import main
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "examples/plan.md"
+GUIDE = ROOT / "examples/guides/plan.md"
 SHOWN = re.compile(r"```bash\n(ds-topo plan [^\n]*)\n```\n\n<!-- output -->\n```\n(.*?)```", re.DOTALL)
 EXAMPLES = [(match[1], match[2]) for match in SHOWN.finditer(GUIDE.read_text())]
 

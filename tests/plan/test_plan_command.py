@@ -202,20 +202,49 @@ def test_written_config_with_experts_trains_the_moe_example(tmp_path: Path, caps
     assert "--depth 8 --experts 4 --expert-parallel 2" in out
 
 
+def test_speed_is_told_per_gpu_and_as_a_share_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    best = found(capsys)["plans"][0]
+    job = found(capsys)["job"]
+    flops = best["tokens_per_second"] * job["flops_per_token"]
+    assert best["mfu"] == pytest.approx(flops / (8 * 312e12))
+    tokens = best["tokens_per_second"]
+    line = (
+        f"The first: {tokens:,.0f} tokens/s, {tokens / 8:,.0f} per GPU, MFU {best['mfu']:.0%} of 312 TFLOP/s in bf16."
+    )
+    assert line in plan(capsys, *JOB)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "is_told"),
+    [
+        ("llama-3.1-70b", (), True),
+        ("llama-3.1-70b", ("--sequence", "131072"), False),
+        ("llama-3-8b", (), False),
+    ],
+)
+def test_a_long_maximum_of_a_model_is_told_if_no_sequence_is_given(
+    model: str, options: tuple[str, ...], is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ("--hosts", "8", "--accelerator", "H100", "--batch", "64", "--top", "1", "--json")
+    assert main(["plan", "--model", model, *cluster, *options]) == 0
+    said = capsys.readouterr().err
+    assert ("planned for 131,072 positions, the most of llama-3.1-70b" in said and "give --sequence" in said) == is_told
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--vocab", "1024", "--zero", "1"], "(the examples are GPTs (--no-gated) with a vocabulary of 256"),
-        (["--kv-heads", "2", "--zero", "1"], "(the examples are GPTs"),
-        (["--ffn", "1000", "--zero", "1"], "(the examples are GPTs"),
-        (["--gated", "--zero", "1"], "(the examples are GPTs"),
+        (["--vocab", "1024", "--zero", "1"], "own: the examples are GPTs over bytes (--no-gated --vocab 256"),
+        (["--kv-heads", "2", "--zero", "1"], "the examples are GPTs"),
+        (["--ffn", "1000", "--zero", "1"], "the examples are GPTs"),
+        (["--gated", "--zero", "1"], "the examples are GPTs"),
         (["--experts", "4", "--top-k", "2", "--no-gated", "--expert-parallel", "2"], "must bring experts over 2 ranks"),
         (
             ["--experts", "4", "--top-k", "1", "--no-gated", "--fix", "model=2"],
-            "(the example with experts has no model",
+            "the example with experts has no model",
         ),
-        (["--zero", "2"], "(the examples are pipelines, which have no ZeRO 2; --software deepspeed-pipeline plans for"),
-        (["--topology", "seq=4,data=2", "--zero", "1"], "(the examples do not split sequences; --software"),
+        (["--zero", "2"], "the examples are pipelines, which have no ZeRO 2; --software deepspeed-pipeline plans for"),
+        (["--topology", "seq=4,data=2", "--zero", "1"], "the examples do not split sequences; --software"),
         (["--ffn", "1024", "--fix", "model=2", "--sequence-parallel"], "must bring sequence parallelism"),
     ],
 )
@@ -224,8 +253,8 @@ def test_advice_says_why_no_example_trains_a_config(
 ) -> None:
     path = tmp_path / "ds_config.json"
     out = plan(capsys, *JOB, *BYTES, *options, "--write", str(path))
-    assert f"{path} is for a program of your own" in out
-    assert why in out
+    assert "It is for a program of your own: " in out
+    assert why in " ".join(out.split())
     assert "train with" not in out
     assert path.exists()
 
@@ -301,6 +330,10 @@ def test_plans_keep_other_decisions(capsys: pytest.CaptureFixture[str]) -> None:
         ([*JOB, "--expert-load", "0.5"], "the fullest expert has at least the mean"),
         ([*JOB, "--precision", "fp8"], "accelerator A100-80GB has no fp8: choose one of"),
         ([*JOB, "--topology", "foo=8"], "--topology 'foo=8': axes ['foo'] cannot be planned; choose among ['pipe',"),
+        (
+            [*JOB, "--fix", "tp_size=2"],
+            "axes ['tp_size'] cannot be planned: did you mean 'model'? Choose among ['pipe',",
+        ),
         ([*JOB, "--compare", "modle=2,data=4"], "--compare 'modle=2,data=4': axes ['modle'] cannot be planned"),
         ([*JOB, "--fix", "model=-1"], "--fix 'model=-1': give degrees from 1 on"),
         ([*JOB, "--fix", "model=2:1"], "give degrees from 1 on, without strides"),

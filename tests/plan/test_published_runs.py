@@ -42,5 +42,5 @@ def test_full_recomputation_computes_a_third_more(judged: list[Verdict]) -> None
 def test_guide_shows_the_table(judged: list[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
     print_table(judged)
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    shown = printed in (Path(__file__).parents[2] / "examples/plan.md").read_text()
+    shown = printed in (Path(__file__).parents[2] / "examples/guides/plan.md").read_text()
     assert shown == (len(judged) == len(read_runs(FILES[0])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -90,7 +91,9 @@ def test_explanations_add_up(made: tuple[Job, JobLayout]) -> None:
     assert sum(term.value for term in explain_memory(costs, plan)) == pytest.approx(plan.memory.total)
     assert all(term.text for term in (*explain_time(costs, plan), *explain_memory(costs, plan)))
     axes = explain_axes(costs, layout)
-    assert {use.axis for use in axes} <= {"pipe", "data", "seq", "experts", "model"}
+    for use in axes:
+        named = [axis for axis in use.axis.split(" ")[0].split("+") if axis != "experts"]
+        assert use.ranks == prod(layout.topology.get_dim(axis) for axis in named) or not named
     for other in orders_of(task, plan):
         lost = sum(term.value for term in differences(plan, other))
         assert lost == pytest.approx(other.seconds - plan.seconds, abs=1e-12)
@@ -225,3 +228,13 @@ def test_stage_3_is_partitioned_inside_hosts_where_that_is_faster() -> None:
     assert found.memory.total > plain.memory.total, "a rank holds a greater share"
     fixed = search(made, Wanted(degrees=(("shard", 2),)), count=1).best.layout
     assert (fixed.topology.get_dim("shard"), fixed.partitions) == (2, 2)
+
+
+def test_update_counts_the_parameters_of_the_partition() -> None:
+    """Experts over four of eight ranks have two replicas, dense parameters eight."""
+    made = job(experts=4, top_k=2, batch=64)
+    layout = JobLayout(ProcessTopology.from_spec("data=8"), 1, zero=1, expert_parallel=4)
+    [held] = Costs(made).all_parameters(layout)
+    wanted = f"Adam on {(held.dense / 8 + held.experts / 2) / 1e6:,.1f} M parameters, bound by memory"
+    [told] = [term.text for term in explain_time(Costs(made), evaluate(made, layout)) if term.name == "optimizer"]
+    assert told == wanted

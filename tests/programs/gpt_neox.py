@@ -28,7 +28,7 @@ EDITS = {
         ),
     ],
 }
-"""The change of ``examples/program_gpt_neox.md``."""
+"""The change of ``examples/guides/program_gpt_neox.md``."""
 UNUSED = (
     *("pkg_resources", "lm_dataformat", "ftfy", "shortuuid", "best_download", "sentencepiece", "tiktoken", "nltk"),
     "requests",

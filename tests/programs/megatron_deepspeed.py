@@ -23,7 +23,7 @@ CONTIGUOUS = "query_layer, key_layer, value_layer = (x.contiguous() for x in (qu
 AS_PROPERTY = ("    def universal_checkpoint_info(self):", "    @property\n    def universal_checkpoint_info(self):")
 DENSE = "if max(args.num_experts) == 1: "
 EDITS = {
-    # of examples/program_megatron.md
+    # of examples/guides/program_megatron.md
     "megatron/training.py": [
         ("from deepspeed.compression.compress import init_compression, redundancy_clean\n", ""),
         (

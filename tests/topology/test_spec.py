@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
-from ds_topo.errors import TopologyError, WorldSizeError
+from ds_topo.errors import TopologyError, UnknownAxisError, WorldSizeError
+from ds_topo.topology.axes import check_meanings
 from tests.support.topologies import folded_topologies, named_degrees
 
 
@@ -160,3 +161,34 @@ def test_the_suggested_degrees_can_train_the_same_model(spec: str, world_size: i
         ProcessTopology.from_spec(spec, world_size)
     assert str(caught.value).split("'")[-2] == nearest
     assert ProcessTopology.from_spec(nearest, world_size).world_size() == world_size
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("tp_size", "model"),
+        ("tensor_model_parallel_size", "model"),
+        ("tensor_parallel", "model"),
+        ("fsdp", "shard"),
+        ("hsdp", "shard"),
+        ("stages", "pipe"),
+        ("pp_size", "pipe"),
+        ("pipeline_model_parallel_size", "pipe"),
+        ("sp_size", "seq"),
+        ("cp_size", "seq"),
+        ("ulysses", "seq"),
+        ("ep_size", "expert"),
+        ("dp_size", "data"),
+    ],
+)
+def test_a_name_of_another_program_is_answered_with_the_axis_that_it_means(name: str, axis: str) -> None:
+    message = f"axis '{name}' has no meaning here: did you mean '{axis}'"
+    with pytest.raises(UnknownAxisError, match=message) as caught:
+        check_meanings(["data", name], extra_axes=[])
+    assert ("create_expert_groups" in str(caught.value)) == (axis == "expert")
+    for spec in (f"{name}=2,rows=3", f"{name}=2,rows=3,rest=-1"):  # first, as the degrees may be right
+        with pytest.raises(UnknownAxisError, match=message):
+            ProcessTopology.from_spec(spec, world_size=8)
+    assert ProcessTopology.from_spec(f"+{name}=2", world_size=2).axes == [name]
+    with pytest.raises(WorldSizeError, match="is for 2 ranks"):
+        ProcessTopology.from_spec(f"+{name}=2", world_size=8)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_topo.cli.shared import new_console
 from ds_topo.cli.verify_command import draw_errors, print_report
 from ds_topo.verification.__main__ import uses_ds_topo
 from ds_topo.verification.comparison import (
@@ -421,6 +422,16 @@ def test_report_is_printed(tmp_path: Path) -> None:
     assert report.as_json()["findings"][0]["kind"] == "reduced gradient"
 
 
+@pytest.mark.parametrize("name", ["h.0.mlp.weight", "model.layers.17.block_sparse_moe.experts.7.w2.lora_A.weight"])
+def test_lines_break_no_cell_and_names_come_last(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = [Deviation(step, "reduced gradient", name, (0,), "ranks with model=1", "model") for step in range(2)]
+    print_report(new_console(), Report("data=2,model=2", "data=2", 2, 4, 9, tuple(lost), (), ()))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split() == ["2", *["reduced", "gradient", "inf", "0", "ranks", "with", "model=1"], name]
+    assert "relative error" not in lines[2], "there is none"
+    assert lines[2].endswith(": not finite, absent, or not zero where the reference is zero")
+
+
 def _errors(blocks: int) -> list[Error]:
     names = [f"h.{block}.{module}" for block in range(blocks) for module in ("attention", "mlp")]
     outputs = [Error(1, "output", name, (1e-6, 1e-6), 1e-5) for name in names]
@@ -444,6 +455,9 @@ def test_errors_are_drawn_as_layers_and_kinds_with_the_first_difference_framed(
     kinds = [text.get_text() for text in plot.get_xticklabels()]
     assert kinds == ["output", "loss", "weight"]
     [frame] = plot.patches
+    [legend] = figure.legends
+    told = [text.get_text() for text in legend.get_texts()]
+    assert told == ["a difference", "within what rounding allows", "no such tensor", "the first difference"]
     x, y = frame.get_xy()
     assert (kinds[round(x + 0.5)], round(y + 0.5)) == ("weight", framed[1])
     assert powers[framed[1], 2] == pytest.approx(3)
