@@ -137,7 +137,7 @@ TESTS = {
     "engine/gathers_in_slices": "engine/test_zero_partitions.py",
     "engine/start": "engine/test_use.py engine/test_grid.py launch/test_joining.py",
     "engine/use": "engine/test_use.py programs/test_hugging_face.py",
-    "launch/agreement": "process_groups/test_agreement.py process_groups/test_leftovers.py",
+    "launch/council": "process_groups/test_agreement.py process_groups/test_leftovers.py",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_logged_numbers.py process_groups/test_device_mesh.py "
     "engine/test_grid.py engine/test_batches.py",
