@@ -110,6 +110,7 @@ def test_readme_lists_the_layers() -> None:
 def test_readme_lists_the_files(package: str) -> None:
     folder = PACKAGE / package
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"} if folder.is_dir() else {f"{package}.py"}
+    files |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
     assert sorted(_rows_of_readme()[package][1]) == sorted(files)
 
 
