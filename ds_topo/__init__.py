@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
     from ds_topo.engine.norms import clip_grad_norm_ as clip_grad_norm_
     from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
-    from ds_topo.engine.pipeline import DualPipeVModule as DualPipeVModule
-    from ds_topo.engine.pipeline import LayerSpec as LayerSpec
-    from ds_topo.engine.pipeline import PipelineModule as PipelineModule
-    from ds_topo.engine.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ds_topo.engine.pipelines.pipeline import DualPipeVModule as DualPipeVModule
+    from ds_topo.engine.pipelines.pipeline import LayerSpec as LayerSpec
+    from ds_topo.engine.pipelines.pipeline import PipelineModule as PipelineModule
+    from ds_topo.engine.pipelines.pipeline import TiedLayerSpec as TiedLayerSpec
     from ds_topo.engine.replica_comparison import check_replicas as check_replicas
     from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.engine.start import initialize as initialize
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "DualPipeVModule": "engine.pipeline",
+    "DualPipeVModule": "engine.pipelines.pipeline",
     "GradientReducer": "engine.gradient_reducer",
-    "LayerSpec": "engine.pipeline",
-    "PipelineModule": "engine.pipeline",
+    "LayerSpec": "engine.pipelines.pipeline",
+    "PipelineModule": "engine.pipelines.pipeline",
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.process_grid",
-    "TiedLayerSpec": "engine.pipeline",
+    "TiedLayerSpec": "engine.pipelines.pipeline",
     "Watch": "health.watch",
     "check_replicas": "engine.replica_comparison",
     "clip_grad_norm_": "engine.norms",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_topo import collectives
 from ds_topo.base.torch_names import job_timeout
-from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL, divisors

@@ -1,6 +1,6 @@
 """Coordinate the ranks that save or load a checkpoint: all continue, or all raise the same error within a timeout.
 
-An agreement (:mod:`ds_topo.launch.agreement`) determines whether all ranks begin the same operation. After it
+An agreement (:mod:`ds_topo.launch.council`) determines whether all ranks begin the same operation. After it
 rank 0 decides, as in every council (:mod:`ds_topo.launch.council`).
 """
 
@@ -18,8 +18,7 @@ from ds_topo.base.torch_names import default_store, job_timeout
 from ds_topo.checkpoint.folder import told
 from ds_topo.errors import CheckpointError, listed
 from ds_topo.health import guard
-from ds_topo.launch.agreement import agree
-from ds_topo.launch.council import GATHERING, Council, class_of, one_line
+from ds_topo.launch.council import GATHERING, Council, agree, class_of, one_line
 
 T = TypeVar("T")
 _ALONE = timedelta(seconds=20)

@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.base.torch_names import job_timeout
-from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import agree
 from ds_topo.mpu import MpuGrid, registry
 from ds_topo.topology.axes import PIPE
 

@@ -94,7 +94,7 @@ class GradientReducer(BucketReducer):
             raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
         kind = EngineDriver
         if isinstance(engine, PipelineEngine):
-            from ds_topo.engine.pipeline_driver import PipelineDriver  # which others do not need
+            from ds_topo.engine.pipelines.pipeline_driver import PipelineDriver  # which others do not need
 
             kind = PipelineDriver
         driver = kind(engine, options, gradients_of)

@@ -54,7 +54,7 @@ from ds_topo.base.torch_names import job_timeout
 from ds_topo.engine.norms import counts_on_slice
 from ds_topo.engine.optimizer_norms import norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
-from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import agree
 from ds_topo.mpu import MpuGrid
 from ds_topo.reduction.partitions import moved
 

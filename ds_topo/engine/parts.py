@@ -244,7 +244,7 @@ PARTS: tuple[EnginePart, ...] = (
     ),
     EnginePart(
         "pipeline",
-        "ds_topo.engine.pipeline_engine",
+        "ds_topo.engine.pipelines.pipeline_engine",
         "PipelineOnGrid",
         _is_pipeline,
         "A step starts on all ranks or on none, and stages send what others expect.",
@@ -258,7 +258,7 @@ PARTS: tuple[EnginePart, ...] = (
     ),
     EnginePart(
         "placeholders",
-        "ds_topo.engine.idle_stages",
+        "ds_topo.engine.pipelines.idle_stages",
         "EngineWithPlaceholders",
         _has_several_stages,
         "A stage without trainable parameters fails alone. Before experts, which sort the groups.",
@@ -345,7 +345,7 @@ class OnCall(NamedTuple):
 
 ON_CALL = (
     OnCall("ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'),
-    OnCall("ds_topo.engine.pipeline_driver", "the same, for a pipeline"),
+    OnCall("ds_topo.engine.pipelines.pipeline_driver", "the same, for a pipeline"),
     OnCall("ds_topo.engine.optimizer_gradients", "the same, for ZeRO 1 and 2 or BF16_Optimizer"),
     OnCall("ds_topo.engine.quorum", 'the section "replicas"'),
     OnCall("ds_topo.engine.replica_comparison", "an axis model, or check_replicas"),

@@ -35,7 +35,7 @@ from ds_topo.base.classes import Mixin
 from ds_topo.base.torch_names import devices_of, job_timeout
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError
-from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import agree
 from ds_topo.mpu import has_shard
 from ds_topo.process_groups.creation import ProcessGroup
 

@@ -35,7 +35,7 @@ from ds_topo.engine.config_options import other_slices
 from ds_topo.engine.current_mpu import grid_in_use, in_use
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import require_topology_in_use
-from ds_topo.engine.pipeline import CONSTRUCTION, PipelineModule, check_stages, checked_layers, construct_on
+from ds_topo.engine.pipelines.pipeline import CONSTRUCTION, PipelineModule, check_stages, checked_layers, construct_on
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import EngineOptionError, TopologyError, warn
 from ds_topo.health import guard

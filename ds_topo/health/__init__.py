@@ -3,7 +3,7 @@
 ``first_cause`` lets all ranks know of a rank that fails alone, in every job. Its first failure imports
 ``blocked_calls``, which ends a call that waits for the failed rank, over the ``connections`` of gloo.
 
-``on_request`` starts a ``watch`` for a job that asks for one: its judging thread ends gloo's blocked collectives.
+``job_watch`` starts a ``watch`` for a job that asks for one: its judging thread ends gloo's blocked collectives.
 ``heartbeat`` exchanges beats and findings through the store, and ``witness`` answers for a rank that cannot. Both use
 ``activity``, which infers what a rank is doing and whether it is stuck after a fault.
 
@@ -15,8 +15,7 @@ collectives, and ``faults`` draws conclusions from values alone.
 from typing import TYPE_CHECKING
 
 from ds_topo.base import lazy_attributes
-from ds_topo.health.first_cause import guard
-from ds_topo.health.on_request import job_watch, watch_limit
+from ds_topo.health.first_cause import guard, job_watch, watch_limit
 
 if TYPE_CHECKING:
     from ds_topo.health.watch import Watch as Watch

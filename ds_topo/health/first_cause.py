@@ -23,6 +23,9 @@ comparison (:func:`~ds_topo.health.blocked_calls.compared`), which all ranks rai
 
 While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
 serves the store stops: the watch does. If that process is rank 0 and has ended, its end is the cause.
+
+:data:`job_watch` starts the watch of a job if the program or the environment asks for one. Otherwise its modules are
+not imported.
 """
 
 from __future__ import annotations
@@ -52,18 +55,18 @@ from ds_topo.errors import (
     EndOfSamplesError,
     FailedRankError,
     GroupCreationError,
+    abridged,
     first_line,
     tell,
 )
 from ds_topo.health.connections import chain_of, is_of_transport, ports_towards
-from ds_topo.health.on_request import job_watch
-from ds_topo.launch.agreement import FAILED
-from ds_topo.launch.council import apart, linger
+from ds_topo.launch.council import FAILED, apart, linger
 from ds_topo.launch.launchers import COORDINATE, named
 
 if TYPE_CHECKING:
     from ds_topo.health.activity import Activity
     from ds_topo.health.blocked_calls import BlockedCall
+    from ds_topo.health.watch import Watch
 
 ENVIRONMENT = "DS_TOPO_FIRST_CAUSE"
 _TICK = 0.5
@@ -686,3 +689,66 @@ def _wake_all(store: Store, world_size: int) -> None:
 
 guard = Guard()
 """The one guard of this process."""
+
+
+# -- the watch that a job may ask for ---------------------------------------------------------------------------------
+
+_OF_WATCH = "DS_TOPO_WATCH"
+
+
+def watch_limit(given: float | None) -> float | None:
+    """Return the limit in seconds, or None for no watch.
+
+    The environment (``DS_TOPO_WATCH=60``, or ``off``) overrides the given limit.
+
+    >>> watch_limit(20.0), watch_limit(None)
+    (20.0, None)
+    """
+    text = os.environ.get(_OF_WATCH, "")
+    if text.lower() in ("off", "0", "no", "false"):
+        return None
+    try:
+        limit = float(text) if text else given
+    except ValueError:
+        raise ValueError(f"{_OF_WATCH}={text!r} is not a number: give seconds above 0, or off") from None
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+        raise TypeError(f"watch={abridged(limit)} is not a number: give seconds above 0, or None for no watch")
+    if limit is not None and not 0 < limit < float("inf"):
+        raise ValueError(f"{_OF_WATCH if text else 'watch'}={text or limit}: give seconds above 0")
+    return limit
+
+
+class JobWatch:
+    """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
+
+    def __init__(self) -> None:
+        self._started: Watch | None = None
+        """The watch that was started last, until it stops."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch, if it is running in the present ``torch.distributed`` world."""
+        return self._started if self._started is not None and self._started.is_of_this_job else None
+
+    def start(self, limit: float) -> Watch:
+        """Return the watch of the job, and start it unless it is running."""
+        from ds_topo.health.watch import Watch
+
+        if self.watch is None:
+            if self._started is not None:
+                self._started.stop()
+            self._started = Watch(limit)
+            self._started.on_stop = self._forget
+        assert self._started is not None
+        return self._started
+
+    def _forget(self) -> None:
+        self._started = None
+
+    def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
+        """Let the watch, if it is running, compare the steps that the ranks of a group have taken."""
+        if (watch := self.watch) is not None:
+            watch.compare_steps(group, taken)
+
+
+job_watch = JobWatch()

@@ -38,8 +38,7 @@ from ds_topo.health.blocked_calls import end_process
 from ds_topo.health.connections import bytes_moved, is_of_transport, ports_towards, shut_down
 from ds_topo.health.heartbeat import Heartbeat, RankFault, Ring, Verdict
 from ds_topo.health.witness import State, Witness, ask
-from ds_topo.launch.agreement import agree
-from ds_topo.launch.council import within
+from ds_topo.launch.council import agree, within
 from ds_topo.launch.joining import address_towards
 from ds_topo.process_groups.creation import require_initialized
 

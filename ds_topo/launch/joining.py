@@ -42,8 +42,7 @@ from ds_topo.errors import (
     tell,
     warn,
 )
-from ds_topo.launch.agreement import NOTICE_AFTER
-from ds_topo.launch.council import GATHERING, UNANSWERED_AFTER, Council, ranks_that_came, within
+from ds_topo.launch.council import GATHERING, NOTICE_AFTER, UNANSWERED_AFTER, Council, ranks_that_came, within
 from ds_topo.launch.launchers import (
     ALONE,
     Launch,

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from ds_topo.base import torch_names
 from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
-from ds_topo.launch.agreement import agree
-from ds_topo.launch.council import UNANSWERED_AFTER, leave, within
+from ds_topo.launch.council import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup

@@ -20,7 +20,7 @@ from typing_extensions import Never, Self
 from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
 from ds_topo.errors import UnknownAxisError, abridged, refuse_others, warn
-from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables

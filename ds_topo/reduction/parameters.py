@@ -33,7 +33,7 @@ from ds_topo.base.torch_names import (
     job_timeout,
 )
 from ds_topo.errors import abridged, listed
-from ds_topo.launch.agreement import agree
+from ds_topo.launch.council import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import ReductionArguments, ReductionOptions, unknown_option
 

@@ -65,7 +65,7 @@ def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, secon
     from torch.distributed import TCPStore
 
     from ds_topo.errors import DisagreementError
-    from ds_topo.launch.agreement import Round
+    from ds_topo.launch.council import Round
 
     threading.stack_size(256 << 10)
     clients = {rank: TCPStore("127.0.0.1", port, is_master=False) for rank in ranks}
@@ -146,7 +146,7 @@ def agreements(arguments: argparse.Namespace) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * max(arguments.ranks) + 512)), hard))
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    multiprocessing.set_forkserver_preload(["ds_topo.launch.agreement"])
+    multiprocessing.set_forkserver_preload(["ds_topo.launch.council"])
     print(" ranks  case                     wall, s                   server, s   MB sent   longest  different")
     for world_size in arguments.ranks:
         for case in arguments.cases or CASES:

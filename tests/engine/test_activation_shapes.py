@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.base.supported import DUALPIPEV, require
-from ds_topo.engine import activation_shapes
+from ds_topo.engine.pipelines import activation_shapes
 from ds_topo.errors import DisagreementError, EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start

@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
-from ds_topo.engine import batches, samples
-from ds_topo.engine.batches import ReadAhead, remaining
+from ds_topo.engine import samples
 from ds_topo.engine.config import check_sections_and_sizes
+from ds_topo.engine.pipelines import batches
+from ds_topo.engine.pipelines.batches import ReadAhead, remaining
 from ds_topo.engine.samples import FirstSamples, digest
 from ds_topo.errors import DisagreementError, EndOfSamplesError
 from tests.support.fake_world import fake_world

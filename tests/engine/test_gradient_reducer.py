@@ -19,7 +19,7 @@ from torch import nn
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine.engine_driver import EngineDriver
-from ds_topo.engine.pipeline_driver import PipelineDriver
+from ds_topo.engine.pipelines.pipeline_driver import PipelineDriver
 from ds_topo.errors import DisagreementError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world

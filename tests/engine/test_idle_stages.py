@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
 from ds_topo.base.marks import PLACEHOLDERS
-from ds_topo.engine.idle_stages import _connect, fill_groups
+from ds_topo.engine.pipelines.idle_stages import _connect, fill_groups
 from ds_topo.errors import CheckpointLayoutError, DisagreementError, EngineOptionError, FailedRankError
 from ds_topo.health import blocked_calls
 from tests.support.exhaustive import mark_exhaustive

@@ -23,8 +23,8 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
-from ds_topo.engine import pipeline
-from ds_topo.engine.pipeline import check_stages
+from ds_topo.engine.pipelines import pipeline
+from ds_topo.engine.pipelines.pipeline import check_stages
 from ds_topo.errors import DisagreementError, TopologyError
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from tests.support.exhaustive import mark_exhaustive

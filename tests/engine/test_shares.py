@@ -22,7 +22,7 @@ from torch import nn
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid, checkpoint
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.engine.pipeline_engine import PipelineOnGrid
+from ds_topo.engine.pipelines.pipeline_engine import PipelineOnGrid
 from ds_topo.errors import EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import data_efficiency, settings, start

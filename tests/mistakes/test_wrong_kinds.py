@@ -28,9 +28,9 @@ from ds_topo import (
 )
 from ds_topo.base.ledger import ledger
 from ds_topo.checkpoint.safe_reading import check_client_state
-from ds_topo.engine.batches import _check_batch, _read_ahead
 from ds_topo.engine.checks import check_engine_without_grid, check_groups_of_layers
 from ds_topo.engine.config import check_top_level
+from ds_topo.engine.pipelines.batches import _check_batch, _read_ahead
 from ds_topo.engine.repairs.backward_passes import check_loss
 from ds_topo.errors import EngineOptionError, TopologyError, UnknownAxisError, WorldSizeError
 from ds_topo.layers import ParallelLinear

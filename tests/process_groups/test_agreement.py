@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.base.torch_names import append
 from ds_topo.errors import DisagreementError, TopologyError
-from ds_topo.launch import agreement, council
-from ds_topo.launch.agreement import MAX_MESSAGE, Round, agree
+from ds_topo.launch import council
+from ds_topo.launch.council import MAX_MESSAGE, Round, agree
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
 from tests.support.world import Worlds
@@ -354,8 +354,8 @@ def test_a_round_may_last_a_little_longer_than_its_own_timeout() -> None:
 
     with (
         fake_world(0, 2),
-        mock.patch.object(agreement, "communicates", return_value=True),
-        mock.patch.object(agreement, "within", within),
+        mock.patch.object(council, "communicates", return_value=True),
+        mock.patch.object(council, "within", within),
     ):
         agree("plan", range(2), timedelta(seconds=10))
     assert limits == [10 * council.UNANSWERED_AFTER], "so the message of the round itself is the one that is seen"
@@ -371,7 +371,7 @@ def test_a_failure_is_raised_without_other_processes() -> None:
 def test_a_rank_that_waits_long_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(agreement, "NOTICE_AFTER", timedelta(seconds=0.5))
+    monkeypatch.setattr(council, "NOTICE_AFTER", timedelta(seconds=0.5))
     assert "ranks [1, 3] did not come within" in _verdict({0: "plan", 2: "plan"}, members=range(4), seconds=2.0)
     (notice,) = capsys.readouterr().err.splitlines()
     assert "for ranks [1, 3] to agree on a test. Call it on every rank" in notice

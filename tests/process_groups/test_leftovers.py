@@ -12,8 +12,7 @@ import torch.distributed as dist
 from ds_topo import PipelineParallelGrid
 from ds_topo.errors import DisagreementError
 from ds_topo.health.first_cause import ENVIRONMENT
-from ds_topo.launch.agreement import Round
-from ds_topo.launch.council import leave, take_due
+from ds_topo.launch.council import Round, leave, take_due
 from tests.support.world import Worlds
 
 

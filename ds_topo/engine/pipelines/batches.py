@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.engine.activation_shapes import Shapes, buffers_for, have_changed, shapes_of
+from ds_topo.engine.pipelines.activation_shapes import Shapes, buffers_for, have_changed, shapes_of
 from ds_topo.engine.samples import described, digest, require_equal
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid

@@ -2,8 +2,9 @@
 
 Stages exchange the shapes and types of activations with the first micro-batch, and allocate buffers for them once. If a
 later batch has other shapes, a stage would use old rows of its buffer, or wait for more than is sent. So the ranks
-agree before each step whether shapes have changed since the last one (:mod:`ds_topo.engine.batches`), and exchange them
-again. If they change within a step, its stages exchange them with each micro-batch, as with ``dynamic_shape=True``.
+agree before each step whether shapes have changed since the last one (:mod:`ds_topo.engine.pipelines.batches`), and
+exchange them again. If they change within a step, its stages exchange them with each micro-batch, as with
+``dynamic_shape=True``.
 """
 
 from __future__ import annotations

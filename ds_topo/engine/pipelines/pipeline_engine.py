@@ -15,9 +15,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_topo.base.classes import stock_class
 from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.base.marks import inner_optimizer, is_element_by_element
-from ds_topo.engine import activation_shapes
-from ds_topo.engine.batches import Starts, run_with_enough
 from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.engine.pipelines import activation_shapes
+from ds_topo.engine.pipelines.batches import Starts, run_with_enough
 from ds_topo.engine.samples import counting_shares
 from ds_topo.errors import EngineOptionError, warn
 from ds_topo.topology.axes import PIPE

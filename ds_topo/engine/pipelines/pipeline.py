@@ -29,8 +29,8 @@ from ds_topo.base.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.checkpoint.engine_facts import saved_layer
 from ds_topo.engine.current_mpu import agreement, grid_in_use
 from ds_topo.engine.grid import PipelineEngineGrid
-from ds_topo.engine.idle_stages import add_placeholders
 from ds_topo.engine.one_layout import require_topology_in_use
+from ds_topo.engine.pipelines.idle_stages import add_placeholders
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged, listed, warn
 from ds_topo.health import guard
 from ds_topo.launch.build_locks import remove_abandoned_locks
