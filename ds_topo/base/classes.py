@@ -86,7 +86,10 @@ class Override(Row):
 
 
 def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
-    """Return what a mixin overrides: the names, each with DeepSpeed's class that defines it."""
+    """Return what a mixin overrides: the names, each with DeepSpeed's class that defines it.
+
+    A method that calls an original by ``super()`` which no class has any more is among them.
+    """
     kinds = [kind for kind in mixin.__mro__ if issubclass(kind, Mixin) and kind is not Mixin]
     stock = [kind for kind in mixin.__mro__ if not issubclass(kind, Mixin) and kind is not object]
     found: dict[str, type] = {}
@@ -94,7 +97,16 @@ def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
         owner = next((kind for kind in stock if name in vars(kind)), None)
         if owner is not None:
             found[name] = owner
+        elif stock and _calls_missing(mixin, name):
+            found[name] = stock[0]
     return found
+
+
+def _calls_missing(mixin: type[Mixin], name: str) -> bool:
+    """Tell whether a method calls ``super().name()``, and no class has it."""
+    *_, last = (vars(kind)[name] for kind in mixin.__mro__ if name in vars(kind))
+    code = getattr(inspect.unwrap(last), "__code__", None)
+    return code is not None and {"super", name} <= {*code.co_names}
 
 
 def overrides() -> tuple[Override, ...]:

@@ -25,7 +25,7 @@ from torch import nn
 from typing_extensions import Self, Unpack
 
 from ds_topo.base.classes import REDUCED, Mixin, adopt, stock_class
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed, warn
 from ds_topo.process_groups.creation import ProcessGroup

@@ -27,9 +27,9 @@ from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
 from ds_topo.base.classes import Override, overrides
-from ds_topo.base.differences import DualPipeVEngine, check_release
 from ds_topo.base.ledger import Patch, Reliance, always, around, ledger
-from ds_topo.base.releases import warn_of_newer_releases
+from ds_topo.base.patches import DualPipeVEngine
+from ds_topo.base.supported import check_release, warn_of_newer_releases
 from ds_topo.engine import checks
 from ds_topo.engine.config import Case, check_sections_and_sizes
 from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine import gradient_reducer
 from ds_topo.engine.gradient_reducer import EngineDriver, PipelineDriver
 from ds_topo.errors import DisagreementError
