@@ -32,8 +32,8 @@ import torch
 from packaging.version import Version
 
 from ds_topo.base import patches
-from ds_topo.base.classes import Override
 from ds_topo.base.ledger import ONE_CALL, Patch, Reliance, Row, find
+from ds_topo.base.overrides import Override
 from ds_topo.base.supported import is_due, is_missing
 from ds_topo.engine.grid import rows as all_rows
 
@@ -43,7 +43,7 @@ INSTALLED = {
     for library in (deepspeed, torch)
 }
 """The installed release of each library."""
-ROWS: tuple[Patch | Reliance | Override, ...] = all_rows()
+ROWS = all_rows()
 _OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
 _OF_CALLS = "Patches during one call"
 _OF_PROCESS = "Process-wide patches"

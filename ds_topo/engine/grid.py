@@ -26,8 +26,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
-from ds_topo.base.classes import Override, overrides
-from ds_topo.base.ledger import Patch, Reliance, always, around, ledger
+from ds_topo.base.ledger import Row, always, around, ledger
 from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.base.supported import check_release, warn_of_newer_releases
 from ds_topo.engine import checks
@@ -244,8 +243,10 @@ def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, mod
     )
 
 
-def rows() -> tuple[Patch | Reliance | Override, ...]:
+def rows() -> tuple[Row, ...]:
     """Return all patches, overrides and names that ds_topo relies on, of all parts."""
+    from ds_topo.base.overrides import overrides
+
     for load in [each.load for each in PARTS] + [each.load for each in ON_CALL]:  # their classes override names, too
         load()
     return (*patches.ROWS, *torch_names.ROWS, *overrides())

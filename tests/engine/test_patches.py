@@ -33,8 +33,9 @@ import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
 from ds_topo.base import classes, patches
 from ds_topo.base import ledger as ledger_module
-from ds_topo.base.classes import Override, mixins, mixins_of, overridden_by
+from ds_topo.base.classes import mixins_of
 from ds_topo.base.ledger import Patch, Reliance, ledger
+from ds_topo.base.overrides import Override, mixins, overridden_by
 from ds_topo.base.supported import is_missing
 from ds_topo.base.torch_names import inherit_timeout
 from ds_topo.verification.recorder import Recorded
