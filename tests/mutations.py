@@ -109,7 +109,6 @@ TESTS = {
     "checkpoint/table": "checkpoint/test_table.py checkpoint/test_parts_of_tensors.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py checkpoint/test_converting_values.py",
     "checkpoint/without_manifest": "checkpoint/test_loading_stock_checkpoints.py",
-    "engine/__main__": "engine/test_fingerprints.py engine/test_patches.py",
     "engine/pipelines/activation_shapes": "engine/test_activation_shapes.py engine/test_pipeline.py",
     "engine/loss_scales": "engine/test_loss_scales.py engine/test_idle_stages.py engine/test_norms.py",
     "engine/autoparallel": "engine/test_autotp.py engine/test_autosp.py engine/test_autoep.py",

@@ -23,7 +23,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo import PipelineParallelGrid
-from ds_topo.base.classes import Mixin, overridden_by
+from ds_topo.base.classes import Mixin
+from ds_topo.base.overrides import overridden_by
 from ds_topo.engine.config import Case
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.parts import EnginePart, parts_of

@@ -208,7 +208,7 @@ def test_only_engine_packages_import_deepspeed() -> None:
     assert "engine" in importers, "the search finds importers"
     assert importers <= {"base", "checkpoint", "engine", "groups", "mpu", "verification"}
     of_base = {name for name in MODULES if package_of(name) == "base" and "deepspeed" in roots_of(name)}
-    described = {"ds_topo.base.differences", "ds_topo.base.marks", "ds_topo.base.releases"}
+    described = {"ds_topo.base.marks", "ds_topo.base.supported"}
     assert of_base == described, "they describe its releases and optimizers"
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ds_topo.base.classes import Mixin, adopt, mixins_of, stock_class
+from ds_topo.base.overrides import overridden_by
 
 
 class Stock:
@@ -48,6 +49,17 @@ class Inner(Mixin, Stock):
 
     def step(self) -> list[str]:
         return ["inner", *super().step()]
+
+
+class Renamed(Mixin, Stock):
+    def step(self) -> list[str]:
+        return super().step()
+
+    def own(self) -> list[str]:
+        return self.step()
+
+    def gone(self) -> list[str]:
+        return super().gone()  # type: ignore[misc]
 
 
 class Derived(Stock):
@@ -186,3 +198,7 @@ def test_module_keeps_parameters_hooks_and_children() -> None:
     assert torch.equal(module(inputs), plain)
     assert called[-1] is nn.Linear
     assert len(called) == 3
+
+
+def test_method_that_calls_a_missing_original_is_listed() -> None:
+    assert overridden_by(Renamed) == {"step": Stock, "gone": Stock}

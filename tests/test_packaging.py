@@ -77,7 +77,7 @@ def test_wheel_holds_the_package_and_the_examples(built: Built) -> None:
     wanted |= {f"ds_topo/{name}" for name in built.sources if name.startswith("examples/")}
     found = {name for name in built.in_wheel if ".dist-info/" not in name}
     assert found == wanted
-    assert {"ds_topo/py.typed", "ds_topo/base/fingerprints.json", "ds_topo/examples/train_gpt.json"} <= found
+    assert {"ds_topo/py.typed", "ds_topo/examples/train_gpt.json"} <= found
 
 
 def test_metadata_has_no_deprecated_form(built: Built) -> None:

@@ -11,15 +11,11 @@ Several mixins of one object are independent: each is taken away by itself. The 
 from __future__ import annotations
 
 import copyreg
-import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any
-
-from ds_topo.base.ledger import Row, name_of
 
 CALLED_BY_PROGRAMS = frozenset(
     [
@@ -67,69 +63,13 @@ def _new(kind: type, *arguments: Any) -> Any:
 def stock_class(target: object) -> type:
     """Return the class that an object had before it got mixins."""
     kind = type(target)
-    return kind.__bases__[-1] if _IS_MADE in vars(kind) else kind
+    return kind.__bases__[-1] if IS_MADE in vars(kind) else kind
 
 
 def mixins_of(target: object) -> tuple[type[Mixin], ...]:
     """Return the mixins of an object, outermost first."""
     kind = type(target)
-    return kind.__bases__[:-1] if _IS_MADE in vars(kind) else ()
-
-
-@dataclass(frozen=True)
-class Override(Row):
-    """A method or attribute of DeepSpeed's classes that mixins override."""
-
-    by: str
-    """The mixins."""
-    why: str
-
-
-def overridden_by(mixin: type[Mixin]) -> dict[str, type]:
-    """Return what a mixin overrides: the names, each with DeepSpeed's class that defines it."""
-    kinds = [kind for kind in mixin.__mro__ if issubclass(kind, Mixin) and kind is not Mixin]
-    stock = [kind for kind in mixin.__mro__ if not issubclass(kind, Mixin) and kind is not object]
-    found: dict[str, type] = {}
-    for name in [name for kind in kinds for name in vars(kind) if not name.startswith("__")]:
-        owner = next((kind for kind in stock if name in vars(kind)), None)
-        if owner is not None:
-            found[name] = owner
-    return found
-
-
-def overrides() -> tuple[Override, ...]:
-    """Return all overrides of this package's mixins that are imported."""
-    by_name: dict[tuple[type, str], dict[type, None]] = {}
-    for mixin in (each for each in mixins() if each.__module__.startswith("ds_topo.")):
-        for name, owner in overridden_by(mixin).items():
-            kind = next(kind for kind in mixin.__mro__ if name in vars(kind))
-            by_name.setdefault((owner, name), {})[kind] = None
-    return tuple(
-        Override(
-            owner,
-            name,
-            by=", ".join(map(_file_and_name, kinds)),
-            why=_reason(next(iter(kinds)), name),
-        )
-        for (owner, name), kinds in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
-    )
-
-
-def _file_and_name(kind: type) -> str:
-    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
-
-
-def _reason(mixin: type, name: str) -> str:
-    text = inspect.getdoc(vars(mixin)[name]) or ""
-    return " ".join(text.split("\n\nArgs:")[0].split())
-
-
-def mixins(kind: type[Mixin] = Mixin) -> Iterator[type[Mixin]]:
-    """Yield the mixins that are imported."""
-    for each in kind.__subclasses__():
-        if _IS_MADE not in vars(each):
-            yield each
-            yield from mixins(each)
+    return kind.__bases__[:-1] if IS_MADE in vars(kind) else ()
 
 
 def adopt(target: Any, *mixins: type[Mixin]) -> Callable[[], None]:
@@ -173,14 +113,14 @@ def _set(target: Any, mixins: tuple[type[Mixin], ...]) -> None:
     target.__class__ = _made(stock, in_order) if in_order else stock
 
 
-_IS_MADE = "ds_topo_is_made"
+IS_MADE = "ds_topo_is_made"
 """An attribute of the classes that :func:`adopt` makes."""
 
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
     name = stock.__name__ + "".join(dict.fromkeys(mixin.mixin_suffix for mixin in reversed(mixins)))
-    content = {"__module__": stock.__module__, "__doc__": stock.__doc__, _IS_MADE: True}
+    content = {"__module__": stock.__module__, "__doc__": stock.__doc__, IS_MADE: True}
     made = type(name, (*mixins, stock), content)
     for method in CALLED_BY_PROGRAMS:
         owner = next((kind for kind in made.__mro__[1:] if method in vars(kind)), object)

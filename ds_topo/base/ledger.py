@@ -4,7 +4,7 @@ A *patch* is a name of another library that has another value for a while. A *re
 calls or overrides without replacing it, and that may vanish: a private one, or one of an object's internals. A name
 needs no row if all supported releases document it, as torch does the methods of its stores, or if ds_topo only forwards
 a program's call to it, as ``ds_topo.groups`` does. ``ds_topo.base.torch_names`` lists the rows of torch,
-``ds_topo.base.patches`` those of DeepSpeed; ``python -m ds_topo.engine`` prints both.
+``ds_topo.base.patches`` those of DeepSpeed; ``python -m tests.names`` prints both.
 
 ``ledger.bind`` puts a patch in force and returns the function that takes it back. A patch binds to one object wherever
 that works. A patch of a class or module must state on its row why it is process-wide; its holders are counted, the
@@ -273,8 +273,7 @@ def _replace(owner: Any, patch: Patch, make: Make) -> tuple[Any, Any]:
     if not is_there and (owner is patch.owner or not exists(patch)):  # an instance may get it later
         raise RuntimeError(
             f"{patch} does not exist in the installed release, but ds_topo patches it. Replacement: {patch.instead} "
-            f"Reason: {patch.why} Use the newest release that README.md names; python -m ds_topo.engine lists "
-            "everything that is missing"
+            f"Reason: {patch.why} Use the newest release that README.md names"
         )
     replacement = make(getattr(owner, patch.name, None) if found is _ABSENT else found)
     setattr(owner, patch.name, replacement)

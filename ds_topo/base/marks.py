@@ -9,6 +9,7 @@ import inspect
 import weakref
 from collections.abc import MutableMapping
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -61,6 +62,18 @@ def element_by_element() -> tuple[type[torch.optim.Optimizer], ...]:
         *(torch.optim.SGD, adam.FusedAdam, adam.DeepSpeedCPUAdam, lion.FusedLion, lion.DeepSpeedCPULion),
         adagrad.DeepSpeedCPUAdagrad,
     )
+
+
+def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
+    """Return the offsets of the parameters in each flat tensor of ``DeepSpeedZeroOptimizer``, in its own order.
+
+    Before DeepSpeed 0.19.7 parameters are adjacent, and the optimizer does not store their offsets.
+    """
+    stored: list[list[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)
+    if stored is not None:
+        return stored
+    sizes = [[parameter.numel() for parameter in parameters] for parameters in optimizer.round_robin_bit16_groups]
+    return [list(accumulate(each, initial=0))[:-1] for each in sizes]
 
 
 @cache

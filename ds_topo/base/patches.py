@@ -3,19 +3,30 @@
 Methods of engines and optimizers are no patches: objects get classes with other ones (:mod:`ds_topo.base.classes`).
 What is listed here are names of classes and modules that DeepSpeed looks up itself, and methods of single objects
 during one call. The module that holds a replacement binds it by the name of its row (see :mod:`ds_topo.base.ledger`). A
-row that changes a class or module for longer than one call says why in ``process_wide``. ``python -m ds_topo.engine``
+row that changes a class or module for longer than one call says why in ``process_wide``. ``python -m tests.names``
 prints all rows and overridden methods, and shows what another release of DeepSpeed changes about them. Modules that are
 imported late have their rows where they are bound: AutoSP's in ``engine/autoparallel.py``, accelerate's in
-``engine/use.py``.
+``engine/use.py``. Names that some supported releases lack are found here, and imported from here by all other modules.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_topo.base.ledger import Patch, Reliance, find, read_table
+from ds_topo.base.ledger import Patch, Reliance, find, is_absent, read_table
 
 USE = "ds_topo.use(grid) is active"
+
+
+# -- names that some supported releases lack: an absent class has no objects -------------------------------------------
+
+DualPipeVEngine = find("deepspeed.runtime.pipe.dualpipev.DualPipeVEngine")
+StockDualPipeVModule = find("deepspeed.runtime.pipe.dualpipev.DualPipeVModule")
+FoldingGroupTables = find("deepspeed.module_inject.auto_ep_folding.FoldingGroupTables")
+validate_autoep_config = find("deepspeed.module_inject.auto_ep_config.validate_autoep_config")
+is_functorch_transforming = find("deepspeed.utils.torch.is_functorch_transforming")
+BF16_DISCARDS_INFINITIES = not is_absent(find("deepspeed.runtime.utils.is_invalid_grad_norm"))
+"""True if ``BF16_Optimizer`` discards gradients that are not finite, as it does from DeepSpeed 0.19.8 on."""
 
 
 # -- engines of a grid -------------------------------------------------------------------------------------------------

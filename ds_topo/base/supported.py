@@ -1,4 +1,4 @@
-"""Name the supported releases of DeepSpeed and torch. Refuse older ones.
+"""Name the supported releases of DeepSpeed and torch. Refuse older ones, and warn of newer ones.
 
 A release's number is checked before anything of DeepSpeed is imported, by the ``__init__`` of the packages that need
 it. What a supported release lacks is refused when it is used (:func:`require`), and nothing else is.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from ds_topo.base.ledger import Row, exists, name_of
+from ds_topo.errors import listed, warn
 
 
 class Supported(NamedTuple):
@@ -132,6 +137,55 @@ def require(feature: Feature) -> None:
             f"{feature.name} needs DeepSpeed >= {feature.oldest}, but {release} is installed. {feature.reason} "
             f"Upgrade it: pip install 'deepspeed>={feature.oldest}', {feature.instead}"
         )
+
+
+def check_release(config: Any) -> None:
+    """Raise ``RuntimeError`` for an engine, or options for it, that the installed release cannot train with."""
+    from deepspeed.accelerator import get_accelerator  # only once its number was checked
+
+    require(ENGINES)
+    if config is None or get_accelerator().device_name() != "cpu":  # DeepSpeed refuses an engine without a config
+        return
+    if config.zero_config.stage in (1, 2) and not config.zero_config.contiguous_gradients:
+        require(SEPARATE_GRADIENTS_ON_CPU)
+    if config.zero_config.stage == 3:
+        require(PARTITIONED_PARAMETERS_ON_CPU)
+
+
+def is_due(row: Row) -> bool:
+    """Tell whether the row is for the installed release."""
+    if row.releases == "all":
+        return True
+    if row.releases == "builds with NCCL":
+        import torch.distributed as dist
+
+        return dist.is_nccl_available()
+    release = _installed(name_of(row.owner).split(".")[0])
+    return release is not None and number(release) in SpecifierSet(row.releases)
+
+
+def is_missing(row: Row) -> bool:
+    """Tell whether the installed release lacks a name that it should have."""
+    return is_due(row) and not exists(row)
+
+
+@cache
+def warn_of_newer_releases(rows: Callable[[], Iterable[Row]]) -> None:
+    """Warn once about each installed release that is newer than all tested ones, and name what it lacks.
+
+    Args:
+        rows: return the patches, overrides and reliances. It is called only if a release is newer.
+    """
+    for library in (DEEPSPEED, TORCH):
+        release = _installed(library.name.lower())
+        if release is not None and number(release) > library.newest:
+            of_library = (row for row in rows() if name_of(row.owner).startswith(library.name.lower()))
+            gone = [str(row) for row in of_library if is_missing(row)]
+            warn(
+                f"{library.name} {release} is newer than {library.newest}, the newest that ds_topo was run with. Names "
+                f"that ds_topo replaces or relies on, and that it lacks: {listed(gone)}. Compare losses and norms of "
+                "the first steps"
+            )
 
 
 def _installed(package: str) -> str | None:

@@ -25,8 +25,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo.base.classes import stock_class
-from ds_topo.base.differences import offsets_in_flat_groups
-from ds_topo.base.marks import inner_optimizer
+from ds_topo.base.marks import inner_optimizer, offsets_in_flat_groups
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, expert_of, head_of

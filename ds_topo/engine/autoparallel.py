@@ -36,8 +36,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_topo.base import patches
-from ds_topo.base.differences import FoldingGroupTables
 from ds_topo.base.ledger import Patch, always, find, ledger
+from ds_topo.base.patches import FoldingGroupTables
 from ds_topo.base.supported import SLICES_OF_PARTITIONED, require
 from ds_topo.collectives import explain_whole_weights
 from ds_topo.engine.config import Case, passes_of

@@ -21,7 +21,7 @@ from deepspeed.runtime.data_pipeline import constants as samplers
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.base.differences import validate_autoep_config
+from ds_topo.base.patches import validate_autoep_config
 from ds_topo.base.supported import SEQUENCES_ON_CPU, SLICES_WITH_EXPERTS, require
 from ds_topo.engine.config import REDUCER_SECTION, Case, passes_of, splits_models, wants_reducer
 from ds_topo.engine.on_grid import EngineOnGrid

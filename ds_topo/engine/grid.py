@@ -26,10 +26,9 @@ from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
-from ds_topo.base.classes import Override, overrides
-from ds_topo.base.differences import DualPipeVEngine, check_release
-from ds_topo.base.ledger import Patch, Reliance, always, around, ledger
-from ds_topo.base.releases import warn_of_newer_releases
+from ds_topo.base.ledger import Row, always, around, ledger
+from ds_topo.base.patches import DualPipeVEngine
+from ds_topo.base.supported import check_release, warn_of_newer_releases
 from ds_topo.engine import checks
 from ds_topo.engine.config import Case, check_sections_and_sizes
 from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank
@@ -244,8 +243,10 @@ def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, giv
     )
 
 
-def rows() -> tuple[Patch | Reliance | Override, ...]:
+def rows() -> tuple[Row, ...]:
     """Return all patches, overrides and names that ds_topo relies on, of all parts."""
+    from ds_topo.base.overrides import overrides
+
     load_all()  # their classes override names, too
     return (*patches.ROWS, *torch_names.ROWS, *overrides())
 

@@ -21,8 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo.base.classes import Mixin, adopt
-from ds_topo.base.differences import offsets_in_flat_groups
-from ds_topo.base.marks import is_element_by_element
+from ds_topo.base.marks import is_element_by_element, offsets_in_flat_groups
 from ds_topo.engine.engine_driver import OptimizerGradients
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.engine.partitioned_optimizers import (

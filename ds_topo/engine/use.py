@@ -29,8 +29,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch.utils.data import DistributedSampler
 
 from ds_topo.base import patches
-from ds_topo.base.differences import StockDualPipeVModule
 from ds_topo.base.ledger import Make, Patch, always, around, find, ledger
+from ds_topo.base.patches import StockDualPipeVModule
 from ds_topo.engine.config_options import other_slices
 from ds_topo.engine.current_mpu import grid_in_use, in_use
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
@@ -63,8 +63,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     - ``deepspeed.init_inference`` with ``tensor_parallel`` splits the model along the axis ``model``.
     - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses the grid's groups.
 
-    The function only patches names (``python -m ds_topo.engine`` lists them) and does not communicate. Calls for the
-    same grid may be nested.
+    The function only patches names, and does not communicate. Calls for the same grid may be nested.
 
     Args:
         grid: a grid of the whole job.

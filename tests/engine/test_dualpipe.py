@@ -20,8 +20,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initialize, use
-from ds_topo.base.differences import StockDualPipeVModule as StockModule
 from ds_topo.base.ledger import find, is_absent
+from ds_topo.base.patches import StockDualPipeVModule as StockModule
 from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
 from ds_topo.plan.memory import chunks_in_flight

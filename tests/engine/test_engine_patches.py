@@ -23,9 +23,10 @@ from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups
 from ds_topo.base import patches
-from ds_topo.base.classes import mixins_of, overridden_by
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.classes import mixins_of
 from ds_topo.base.ledger import Patch, ledger
+from ds_topo.base.overrides import overridden_by
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine import parts
 from ds_topo.engine.repairs import loss_scales, pipeline_timers
 from ds_topo.errors import EngineOptionError

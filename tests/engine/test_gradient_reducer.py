@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.engine_driver import EngineDriver
 from ds_topo.engine.pipelines.pipeline_driver import PipelineDriver
 from ds_topo.errors import DisagreementError

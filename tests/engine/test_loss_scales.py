@@ -13,7 +13,7 @@ from deepspeed.runtime import torch_autocast
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
-from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
+from ds_topo.base.patches import BF16_DISCARDS_INFINITIES
 from ds_topo.engine.repairs import loss_scales
 from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start

@@ -33,7 +33,7 @@ from ds_topo import (
     initialize,
     mark_tensor_parallel_gradients,
 )
-from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
+from ds_topo.base.patches import BF16_DISCARDS_INFINITIES
 from ds_topo.engine import norms, optimizer_norms
 from ds_topo.engine.optimizer_norms import CorrectedNorm, NormsOfBF16
 from ds_topo.engine.repairs import loss_scales

@@ -33,12 +33,13 @@ import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
 from ds_topo.base import classes, patches
 from ds_topo.base import ledger as ledger_module
-from ds_topo.base.classes import Override, mixins, mixins_of, overridden_by
+from ds_topo.base.classes import mixins_of
 from ds_topo.base.ledger import Patch, Reliance, ledger
-from ds_topo.base.releases import is_missing
+from ds_topo.base.overrides import Override, mixins, overridden_by
+from ds_topo.base.supported import is_missing
 from ds_topo.base.torch_names import inherit_timeout
-from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.verification.recorder import Recorded
+from tests.names import ROWS, page
 from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import data_efficiency

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid, checkpoint
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.pipelines.pipeline_engine import PipelineOnGrid
 from ds_topo.errors import EngineOptionError

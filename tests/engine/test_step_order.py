@@ -18,7 +18,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
-from ds_topo.base.classes import mixins, mixins_of, stock_class
+from ds_topo.base.classes import mixins_of, stock_class
+from ds_topo.base.overrides import mixins
 from ds_topo.engine import on_grid
 from ds_topo.engine.config import Case
 from ds_topo.engine.parts import PARTS, parts_of

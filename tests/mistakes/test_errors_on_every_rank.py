@@ -39,8 +39,8 @@ from ds_topo import (
     initialize,
     use,
 )
-from ds_topo.base.differences import StockDualPipeVModule
 from ds_topo.base.ledger import is_absent
+from ds_topo.base.patches import StockDualPipeVModule
 from ds_topo.base.torch_names import default_store
 from ds_topo.errors import (
     CoordinateError,

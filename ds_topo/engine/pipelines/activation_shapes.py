@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.errors import EngineOptionError, abridged
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]

@@ -23,8 +23,8 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from ds_topo.base import patches
-from ds_topo.base.differences import StockDualPipeVModule
 from ds_topo.base.ledger import always, ledger
+from ds_topo.base.patches import StockDualPipeVModule
 from ds_topo.base.supported import CHECKPOINTS_ON_CPU, DUALPIPEV, require
 from ds_topo.checkpoint.engine_facts import saved_layer
 from ds_topo.engine.current_mpu import agreement, grid_in_use

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.engine_driver import Connect, EngineDriver, ReducedEngine
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import StepTiming

@@ -13,8 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.base.classes import stock_class
-from ds_topo.base.differences import DualPipeVEngine
 from ds_topo.base.marks import inner_optimizer, is_element_by_element
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.pipelines import activation_shapes
 from ds_topo.engine.pipelines.batches import Starts, run_with_enough

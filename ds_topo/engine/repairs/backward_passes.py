@@ -40,7 +40,7 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.base.classes import Mixin
-from ds_topo.base.differences import is_functorch_transforming
+from ds_topo.base.patches import is_functorch_transforming
 from ds_topo.base.torch_names import current_backward, is_whole_backward
 from ds_topo.engine.current_mpu import current
 from ds_topo.engine.on_grid import EngineOnGrid

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_topo.base.classes import Mixin
-from ds_topo.base.differences import BF16_DISCARDS_INFINITIES
+from ds_topo.base.patches import BF16_DISCARDS_INFINITIES
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.optimizer_norms import bf16_gradient_norm
 from ds_topo.mpu import MpuGrid

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.differences import DualPipeVEngine
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.on_grid import EngineOnGrid
 
 

@@ -1,4 +1,7 @@
-"""Tell which rows the installed releases need, keep the fingerprints of releases, and warn of new releases.
+"""Print what ds_topo patches, overrides or relies on in DeepSpeed and torch, and its changes in another release.
+
+``python -m tests.names`` prints the page, ``--against FOLDER`` the lines that differ from copies of the libraries in a
+folder, and ``--update`` records the fingerprints of the installed releases.
 
 A fingerprint is a hash of the syntax tree of a function or class that a row names, without comments, docstrings, blank
 lines and line breaks. It is equal on every version of Python that ds_topo supports, because the tree is written out
@@ -9,25 +12,30 @@ changed.
 
 from __future__ import annotations
 
+import argparse
 import ast
+import difflib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable
-from functools import cache
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill, indent
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_topo.base.ledger import Row, exists, find, name_of
-from ds_topo.base.supported import DEEPSPEED, TORCH, number
-from ds_topo.errors import listed, warn
+from ds_topo.base import patches
+from ds_topo.base.ledger import ONE_CALL, Patch, Reliance, Row, find
+from ds_topo.base.overrides import Override
+from ds_topo.base.supported import is_due, is_missing
+from ds_topo.engine.grid import rows as all_rows
 
 FILE = Path(__file__).with_name("fingerprints.json")
 INSTALLED = {
@@ -35,23 +43,18 @@ INSTALLED = {
     for library in (deepspeed, torch)
 }
 """The installed release of each library."""
+ROWS = all_rows()
+_OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
+_OF_CALLS = "Patches during one call"
+_OF_PROCESS = "Process-wide patches"
+_OF_USE = "Process-wide patches of ds_topo.use(grid)"
+_SOURCES = """
+import json
+from tests.names import INSTALLED, ROWS, sources
+print(json.dumps([INSTALLED, sources(ROWS)]))
+"""
 _OF_ONE_VERSION = {"ctx", "kind", "type_comment", "type_params"}
 """Fields of syntax trees that some versions of Python lack, or that say nothing about the code."""
-
-
-def is_missing(row: Row) -> bool:
-    """Tell whether the installed release lacks a name that it should have."""
-    return is_due(row) and not exists(row)
-
-
-def is_due(row: Row) -> bool:
-    """Tell whether the row is for the installed release."""
-    if row.releases == "all":
-        return True
-    if row.releases == "builds with NCCL":
-        return dist.is_nccl_available()
-    release = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}[name_of(row.owner).split(".")[0]]
-    return number(release) in SpecifierSet(row.releases)
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
@@ -138,13 +141,13 @@ def record(rows: Iterable[Row], file: Path = FILE) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def release_to_compare(library: str, releases: Iterable[str]) -> str | None:
+def release_to_compare(library: str, known: Iterable[str]) -> str | None:
     """Return the newest recorded release of a library up to the installed one, else the oldest one, if any.
 
     >>> release_to_compare("torch", ["torch 1.9", "torch 1.10", "deepspeed 1.11"])
     'torch 1.10'
     """
-    known = sorted((name for name in releases if name.startswith(f"{library} ")), key=_version_of)
+    known = sorted((name for name in known if name.startswith(f"{library} ")), key=_version_of)
     older = [name for name in known if _version_of(name) <= Version(INSTALLED[library])]
     return older[-1] if older else next(iter(known), None)
 
@@ -172,26 +175,113 @@ def no_longer_there(rows: Iterable[Row]) -> list[str]:
     return sorted(before.keys() - ours - {str(row) for row in rows})
 
 
-@cache
-def warn_of_newer_releases(rows: Callable[[], Iterable[Row]]) -> None:
-    """Warn once about each installed release that is newer than all tested ones, and name the functions it changed.
-
-    Args:
-        rows: return the patches, overrides and reliances.
-    """
-    for name, _, newest in (DEEPSPEED, TORCH):
-        release = INSTALLED[library := name.lower()]
-        if number(release) > newest:
-            names, _, other = changed(all_rows := tuple(rows()), library)
-            gone = [str(row) for row in all_rows if is_missing(row) and name_of(row.owner).startswith(library)]
-            gone += no_longer_there(all_rows) if library == "deepspeed" else []
-            names += [f"{name} (missing)" for name in gone]
-            warn(
-                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with. Functions that it "
-                f"replaces or relies on and that differ from {other}: {listed(names)}. Compare losses and norms of the "
-                "first steps; python -m ds_topo.engine lists all of them"
-            )
-
-
 def _version_of(release: str) -> Version:
     return Version(release.partition(" ")[2])
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page(rows: Sequence[Row] = ROWS) -> str:
+    """Return all patches, in sections by scope, then all overrides and reliances. Missing names are marked."""
+    parts = [", ".join(f"{library} {release}" for library, release in INSTALLED.items())]
+    for section in (_OF_PROCESS, _OF_USE, _OF_CALLS, _OF_OBJECTS):
+        found = [row for row in rows if isinstance(row, Patch) and _section_of(row) == section]
+        parts += ["", f"{section}: {len(found)}"]
+        for patch in found:
+            parts += ["", _title(patch), _line("becomes", patch.instead), _line("why", patch.why)]
+            parts += [_line("while", patch.during)]
+            parts += [_line("process-wide because", patch.process_wide)] if section == _OF_PROCESS else []
+    overridden = [row for row in rows if isinstance(row, Override)]
+    private = [row for row in overridden if row.name.startswith("_")]
+    parts += [
+        "",
+        f"Overridden by classes of ours: {len(overridden)}, of which {len(private)} are private",
+    ]
+    for override in overridden:
+        parts += ["", _title(override), _line("by", override.by), _line("why", override.why)]
+    relied_on = [row for row in rows if isinstance(row, Reliance)]
+    parts += ["", f"Private names that ds_topo relies on: {len(relied_on)}", ""]
+    for reliance in relied_on:
+        parts += [_title(reliance), _line("use", reliance.use)]
+    missing = [str(row) for row in rows if is_missing(row)] + no_longer_there(rows)
+    return "\n".join([*parts, "", f"missing here: {', '.join(missing) or 'none'}"])
+
+
+def _section_of(patch: Patch) -> str:
+    if patch.process_wide:
+        return _OF_USE if patch.during == patches.USE else _OF_PROCESS
+    return _OF_CALLS if patch.during.startswith(ONE_CALL) else _OF_OBJECTS
+
+
+def _title(row: Row) -> str:
+    limits = "" if row.releases == "all" else f"  ({row.releases})"
+    return f"{row}{limits}{'  MISSING' if is_missing(row) else ''}"
+
+
+def _line(label: str, text: str) -> str:
+    return fill(f"{label}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+
+
+def comparison(rows: Sequence[Row] = ROWS) -> str:
+    """List the functions that differ from the recorded release that is nearest to the installed one."""
+    parts = []
+    for library, release in INSTALLED.items():
+        names, count, other = changed(rows, library)
+        parts += [f"\n{len(names)} of {count} functions and classes of {library} {release} differ from {other}"]
+        parts += [f"    {name}" for name in names]
+        if names and other:
+            install = f"pip install --no-deps --target FOLDER {other.replace(' ', '==')}"
+            parts += [f"    To see the differences: {install}; python -m tests.names --against FOLDER"]
+    skipped = without_source(rows)
+    parts += [f"\n{len(skipped)} names are values, or functions written in C, and have no fingerprint"]
+    return "\n".join([*parts, *(f"    {name}" for name in skipped)])
+
+
+def differences(folder: str, rows: Sequence[Row] = ROWS) -> Iterator[str]:
+    """Yield the lines that differ between the copies of DeepSpeed or torch in a folder and the installed ones.
+
+    Raises:
+        RuntimeError: ds_topo cannot be imported with these copies.
+    """
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    result = subprocess.run([sys.executable, "-c", _SOURCES], env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(
+            f"--against {folder}: ds_topo cannot be imported with the libraries of this folder. Give a folder that "
+            f"pip install --no-deps --target FOLDER has filled with a supported release.\n{result.stderr}"
+        )
+    versions, before = json.loads(result.stdout.splitlines()[-1])
+    for name, source in sources(rows).items():
+        library = name.partition(".")[0]
+        old = before.get(name, "")
+        if not old or fingerprint(old) != fingerprint(source):
+            labels = f"{name} ({library} {versions[library]})", f"{name} ({library} {INSTALLED[library]})"
+            yield from difflib.unified_diff(old.splitlines(), source.splitlines(), *labels, lineterm="")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``python -m tests.names``."""
+    parser = argparse.ArgumentParser(prog="python -m tests.names", description=str(__doc__).partition("\n")[0])
+    parser.add_argument(
+        "--against",
+        metavar="FOLDER",
+        help="print the lines that differ from the copies of DeepSpeed or torch in this folder, and nothing else",
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="record the fingerprints of the installed releases in fingerprints.json"
+    )
+    options = parser.parse_args(arguments)
+    if options.against is not None:
+        print("\n".join(differences(options.against)))
+        return
+    if options.update:
+        record(ROWS)
+    print(page())
+    print(comparison())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    main()

@@ -12,11 +12,21 @@ import deepspeed
 import pytest
 from packaging.version import Version
 
-from ds_topo.base import releases
 from ds_topo.base.ledger import Reliance
-from ds_topo.base.releases import fingerprint, recorded, release_to_compare, sources, without_source
 from ds_topo.base.supported import DEEPSPEED, TORCH
-from ds_topo.engine.__main__ import ROWS, comparison, differences
+from tests import names
+from tests.names import (
+    ROWS,
+    comparison,
+    differences,
+    fingerprint,
+    fingerprints,
+    record,
+    recorded,
+    release_to_compare,
+    sources,
+    without_source,
+)
 
 SOURCE = '''
 @decorated
@@ -58,7 +68,7 @@ def test_fingerprints_of_the_newest_release_are_recorded() -> None:
     for library in (DEEPSPEED, TORCH):
         releases_of = [Version(one.partition(" ")[2]) for one in known if one.startswith(f"{library.name.lower()} ")]
         assert max(releases_of) == library.newest
-    for release, found in releases.fingerprints(ROWS).items():
+    for release, found in fingerprints(ROWS).items():
         if release in known:
             assert known[release] == found
 
@@ -75,7 +85,7 @@ def test_every_row_has_a_fingerprint_or_is_listed_as_a_value() -> None:
 def test_a_release_without_record_is_compared_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     known = ["deepspeed 0.19.8", "deepspeed 0.19.10", "deepspeed 0.21", "torch 2.8"]
     for installed, nearest in (("0.20", "0.19.10"), ("0.19.9", "0.19.8"), ("0.18", "0.19.8"), ("0.21", "0.21")):
-        monkeypatch.setitem(releases.INSTALLED, "deepspeed", installed)
+        monkeypatch.setitem(names.INSTALLED, "deepspeed", installed)
         assert release_to_compare("deepspeed", known) == f"deepspeed {nearest}"
     assert release_to_compare("accelerate", known) is None
 
@@ -107,15 +117,15 @@ def test_another_release_shows_what_it_changes(tmp_path: Path) -> None:
 
 def _run(folder: Path, *arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "ds_topo.engine", *arguments]
+    command = [sys.executable, "-m", "tests.names", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 def test_update_records_the_installed_release_beside_others(tmp_path: Path) -> None:
     file = tmp_path / "fingerprints.json"
     file.write_text('{"deepspeed 0.1": {"a": "b"}}')
-    releases.record(ROWS, file)
-    assert recorded(file) == {"deepspeed 0.1": {"a": "b"}, **releases.fingerprints(ROWS)}
+    record(ROWS, file)
+    assert recorded(file) == {"deepspeed 0.1": {"a": "b"}, **fingerprints(ROWS)}
 
 
 def test_folder_without_a_usable_library_is_refused(tmp_path: Path) -> None:
