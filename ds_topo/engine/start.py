@@ -210,7 +210,8 @@ def initialize(
         LaunchError: the config has a topology, and the job cannot be joined.
     """
     given = dict(locals())  # the arguments by name
-    refuse_others("initialize():", given.pop("others"), _INSTEAD_IN_INITIALIZE)
+    if given.pop("others"):
+        refuse_others("initialize():", others, _INSTEAD_IN_INITIALIZE)
     if isinstance(args, nn.Module):
         raise TypeError("initialize(model, ...): the first argument is args, as in DeepSpeed; write model=")
     check_is_module(model)

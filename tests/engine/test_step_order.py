@@ -22,7 +22,7 @@ from ds_topo.base.classes import mixins_of, stock_class
 from ds_topo.base.overrides import mixins
 from ds_topo.engine import on_grid
 from ds_topo.engine.config import Case
-from ds_topo.engine.parts import PARTS, parts_of
+from ds_topo.engine.parts import load_all, parts_of
 from ds_topo.health import job_watch
 from tests.step_order import mixins_for_optimizers, optimizer_of
 from tests.support.small_engines import settings, start
@@ -65,8 +65,7 @@ AS_READ = [
 def _traced_step() -> tuple[list[str], list[list[str]], list[list[str]]]:
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
-    for part in PARTS:
-        part.load()
+    load_all()
     codes = {
         inspect.unwrap(method).__code__: f"{kind.__name__}.{name}"
         for kind in mixins()
