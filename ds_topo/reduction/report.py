@@ -16,7 +16,7 @@ from ds_topo.reduction.buckets import StepTiming, union
 class GradientReport:
     """The last steps of a :class:`~ds_topo.GradientReducer` on one rank.
 
-    >>> from ds_topo.reduction.report import *
+    >>> from ds_topo.reduction.buckets import BucketTiming
     >>> timing = BucketTiming(0, 4 << 20, 12, "data", launched_ns=0, done_ns=8_000_000, wait_started_ns=6_000_000,
     ...                       wait_ended_ns=8_000_000)
     >>> report = GradientReport(0, (StepTiming(0, 0, 6_000_000, 8_000_000, [timing]),))
