@@ -103,22 +103,27 @@ class PipelineParallelGrid(MpuGrid):
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes, **others)
         if torch.distributed.get_rank(process_group) == 0:
             warn_of_newer_releases(rows)
-        with ExitStack() as undo:
-            undo.callback(self.destroy)
-            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
-            if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
-                self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
-            if self.get_axis_size(MODEL) > 1:
-                self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
-            self.on_destroy(partial(current.forget, self))
-            self.on_destroy(guard.hold())
-            checks.grids.add(self)
+        try:
+            self._bind_hooks()
             if topology is None and self.get_axis_size(PIPE) > 1 and self.grid_rank == 0:
                 warn(
                     f"PipelineParallelGrid() without a topology is {self.topology().spec!r}, as in DeepSpeed: name the "
                     "axes, such as PipelineParallelGrid('data=-1'), or give this spec if it is intended"
                 )
-            undo.pop_all()
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _bind_hooks(self) -> None:
+        """Let DeepSpeed's constructors know grids, until this one is destroyed."""
+        self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
+        if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
+            self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
+        if self.get_axis_size(MODEL) > 1:
+            self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
+        self.on_destroy(partial(current.forget, self))
+        self.on_destroy(guard.hold())
+        checks.grids.add(self)
 
     @cached_property
     def offers_sequence_queries(self) -> bool:
@@ -196,39 +201,48 @@ def reading_configs(construct: Any, config: DeepSpeedConfig, *args: Any, **optio
 def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
     """Replace ``DeepSpeedEngine.__init__``: an engine whose mpu is a grid gets the class of engines on a grid."""
     call = inspect.signature(construct).bind(engine, *args, **options)
-    given = call.arguments
-    model, mpu = given["model"], given.get("mpu")
-    with guard.over("initialize", mpu.members) if isinstance(mpu, MpuGrid) else nullcontext(), ExitStack() as undo:
+    model, mpu = call.arguments["model"], call.arguments.get("mpu")
+    with guard.over("initialize", mpu.members) if isinstance(mpu, MpuGrid) else nullcontext():
         checks.check_is_module(model)
         _check_names_of_experts(model, mpu)
         before = current.set(mpu)
-        undo.callback(current.restore, before)
-        if not isinstance(mpu, MpuGrid):
-            checks.check_engine_without_grid(model, mpu, given.get("config_class"))
-            construct(engine, *args, **options)
-            undo.pop_all()
-            _tell_of(engine)
-            return
-        config = given.get("config_class")
-        check_release(config)
-        if given.get("mesh_device"):  # as the constructor does first
-            deepspeed_groups.mesh_device = given["mesh_device"]
-        given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
-        case = _case_of(engine, config, mpu, given)
-        mixins = {part.name: part.load() for part in parts_of(case)}
-        checks.check_with_all_ranks(engine, case, mixins, given)
-        release = put_on_grid(engine, [*mixins.values()])
-        undo.callback(release)
+        try:
+            if isinstance(mpu, MpuGrid):
+                _build_on_grid(construct, engine, call)
+            else:
+                checks.check_engine_without_grid(model, mpu, call.arguments.get("config_class"))
+                construct(engine, *args, **options)
+        except BaseException:
+            current.restore(before)
+            raise
+        if isinstance(mpu, MpuGrid) and current.is_needed_by_others(before):
+            current.restore(before)
+        for tell in when_built:
+            tell(engine)
+
+
+def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundArguments) -> None:
+    """Call the constructor of an engine with the class that is made of its parts."""
+    given = call.arguments
+    mpu, config = given["mpu"], given.get("config_class")
+    check_release(config)
+    if given.get("mesh_device"):  # as the constructor does first
+        deepspeed_groups.mesh_device = given["mesh_device"]
+    given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
+    case = _case_of(engine, config, mpu, given)
+    mixins = {part.name: part.load() for part in parts_of(case)}
+    checks.check_with_all_ranks(engine, case, mixins, given)
+    release = put_on_grid(engine, [*mixins.values()])
+    try:
         vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
         with ExitStack() as contexts:
             engine.built_inside(contexts, case)
             construct(*call.args, **call.kwargs)
         engine.complete()
-        mpu.on_destroy(release)
-        undo.pop_all()
-        if current.is_needed_by_others(before):
-            current.restore(before)
-        _tell_of(engine)
+    except BaseException:
+        release()
+        raise
+    mpu.on_destroy(release)
 
 
 def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, given: Mapping[str, Any]) -> Case:
@@ -249,11 +263,6 @@ def rows() -> tuple[Row, ...]:
 
     load_all()  # their classes override names, too
     return (*patches.ROWS, *torch_names.ROWS, *overrides())
-
-
-def _tell_of(engine: DeepSpeedEngine) -> None:
-    for call in when_built:
-        call(engine)
 
 
 def _check_names_of_experts(model: Any, mpu: Any) -> None:
