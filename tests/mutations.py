@@ -110,9 +110,18 @@ TESTS = {
     "checkpoint/torch_format": "checkpoint/test_torch.py checkpoint/test_converting_values.py",
     "checkpoint/without_manifest": "checkpoint/test_loading_stock_checkpoints.py",
     "engine/pipelines/activation_shapes": "engine/test_activation_shapes.py engine/test_pipeline.py",
-    "engine/loss_scales": "engine/test_loss_scales.py engine/test_idle_stages.py engine/test_norms.py",
+    "engine/repairs/loss_scales": "engine/test_repairs.py engine/test_loss_scales.py engine/test_idle_stages.py "
+    "engine/test_norms.py",
     "engine/autoparallel": "engine/test_autotp.py engine/test_autosp.py engine/test_autoep.py",
-    "engine/backward_passes": "engine/test_accumulation.py",
+    "engine/repairs/adagrad_groups": "engine/test_repairs.py engine/test_zero_partitions.py",
+    "engine/repairs/backward_passes": "engine/test_repairs.py engine/test_accumulation.py",
+    "engine/repairs/bf16_infinities": "engine/test_repairs.py engine/test_half_precision_norms.py",
+    "engine/repairs/kept_modules": "engine/test_repairs.py",
+    "engine/repairs/linked_states": "engine/test_repairs.py engine/test_zero_partitions.py",
+    "engine/repairs/micro_batches": "engine/test_repairs.py engine/test_accumulation.py",
+    "engine/repairs/pipeline_timers": "engine/test_repairs.py engine/test_idle_stages.py",
+    "engine/repairs/step_of_zeros": "engine/test_repairs.py engine/test_loss_scales.py",
+    "engine/repairs/unused_parameters": "engine/test_repairs.py engine/test_accumulation.py",
     "engine/pipelines/batches": "engine/test_batches.py engine/test_shares.py mistakes/test_wrong_kinds.py "
     "mistakes/test_silent_mistakes.py",
     "engine/checks": "engine/test_options.py engine/test_use.py mistakes",
@@ -124,7 +133,6 @@ TESTS = {
     "engine/norms": "engine/test_norms.py engine/test_half_precision_norms.py",
     "engine/one_layout": "engine/test_one_layout.py engine/test_use.py mistakes",
     "engine/optimizer_gradients": "engine/test_zero_partitions.py engine/test_irregular_steps.py",
-    "engine/optimizers_on_grid": "engine/test_norms.py engine/test_half_precision_norms.py engine/test_accumulation.py",
     "engine/on_grid": "engine/test_step_order.py engine/test_engine_patches.py engine/test_golden_trace.py "
     "engine/test_pipeline.py::test_pipeline_logs_and_returns_the_norm_of_all_stages",
     "engine/parameter_gathers": "engine/test_zero_partitions.py engine/test_arriving_parameters.py",
