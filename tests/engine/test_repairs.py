@@ -146,7 +146,14 @@ def backward_passes(grid: Grid) -> dict[str, bool]:
         for seed in (0, 1):
             yield net(sample(seed))[1].square().mean()
 
+    def with_penalty(net: Any) -> Iterator[torch.Tensor]:
+        data = sample(0).requires_grad_()
+        hidden, logits = net(data)
+        (gradient,) = torch.autograd.grad(hidden.sum(), data, create_graph=True)
+        yield gradient.square().mean() + logits.square().mean()
+
     return {
+        "gradients by torch.autograd.grad() are divided": differs(grid, [[with_penalty] * 2], 1),
         "loss.backward() divides at each output": differs(grid, [[of_two_outputs] * 2], 1, own=False),
         "a second loss.backward() fails": differs(grid, [[one_by_one, of_two_outputs]], 1, own=False),
         "the last micro-batch keeps one pass": differs(grid, [[of_two_passes] * 2], 1),

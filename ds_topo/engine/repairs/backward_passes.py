@@ -11,10 +11,11 @@ gradients. Here it prepares and resets once for each backward pass that brings g
 ``torch.autograd.grad``, it leaves alone.
 
 *Dividing.* With ``loss.backward()`` DeepSpeed divides a gradient at each output that it passes: twice if it passes two
-outputs, such as logits and the hidden states from which they are computed, or two engines. On a grid, several outputs
-are replaced by tensors of the same memory, through which a gradient enters the engine once. It is multiplied again
-where it leaves through an input to an earlier engine. None of these tensors is a view that a program may change in
-place, because torch then drops its hooks.
+outputs, such as logits and the hidden states from which they are computed, or two engines. It also divides gradients by
+``torch.autograd.grad``, such as those of a penalty, and without ZeRO it refuses them. On a grid, several outputs are
+replaced by tensors of the same memory, through which a gradient enters the engine once. It is multiplied again where it
+leaves through an input to an earlier engine. None of these tensors is a view that a program may change in place,
+because torch then drops its hooks.
 
 *Reducing.* In the last micro-batch, ZeRO 1 and 2 keep the gradients of one backward pass, and ZeRO 3 adds those of a
 second one even if the program has discarded the first. So a second one before the step is refused, except after a
