@@ -1,9 +1,10 @@
 """Keep the groups of an Adagrad in ZeRO, whose constructor builds another one, of one group.
 
-With several groups DeepSpeed's step fails. With one, the group's own settings, a scheduler of the program and a
-subclass have no effect.
+A program with several groups sees an IndexError in its first backward pass or step. With one, the group's own settings,
+a scheduler of the program and a subclass have no effect, and nothing says so.
 
 Releases: all.
+Reports: no public report found; deepspeedai/DeepSpeed#3401 has added the second Adagrad.
 """
 
 from __future__ import annotations
@@ -27,11 +28,7 @@ class GroupsOfAdagrad(EngineOnGrid):
 
 
 def _keep_groups(engine: EngineOnGrid) -> None:
-    """Put the Adagrad of an engine back into ZeRO, whose constructor builds another one, of one group.
-
-    With several groups DeepSpeed's step fails. With one, the group's own settings, a scheduler of the program and a
-    subclass have no effect.
-    """
+    """Put the Adagrad of an engine back into ZeRO, with the states of the one that ZeRO's constructor has built."""
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     kinds = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
     if not isinstance(basic, torch.optim.Adagrad) or not isinstance(optimizer, kinds) or optimizer.optimizer is basic:

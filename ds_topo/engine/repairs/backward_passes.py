@@ -6,20 +6,24 @@ micro-batches. DeepSpeed's hooks do this wrongly if a program does more than one
 
 *Preparing.* DeepSpeed prepares once for each forward pass, and resets its counts in ``forward``. So it never prepares
 for a second loss of one forward pass, prepares twice for a loss of two forward passes, and resets too late between two
-losses. It then omits or overwrites gradients, or fails later without naming the cause. Here it prepares and resets once
-for each backward pass that brings gradients to parameters; others, by ``torch.autograd.grad``, it leaves alone.
+losses. A program that calls ``loss.backward()`` sees ``KeyError: 0`` or a mismatch of sizes, or steps without some
+gradients. Here it prepares and resets once for each backward pass that brings gradients to parameters; others, by
+``torch.autograd.grad``, it leaves alone.
 
-*Dividing.* DeepSpeed divides a gradient at each output that it passes: twice if it passes two outputs, such as logits
-and the hidden states from which they are computed, or two engines. On a grid, several outputs are replaced by tensors
-of the same memory, through which a gradient enters the engine once. It is multiplied again where it leaves through an
-input to an earlier engine. None of these tensors is a view that a program may change in place, because torch then drops
-its hooks.
+*Dividing.* With ``loss.backward()`` DeepSpeed divides a gradient at each output that it passes: twice if it passes two
+outputs, such as logits and the hidden states from which they are computed, or two engines. It also divides gradients by
+``torch.autograd.grad``, such as those of a penalty, and without ZeRO it refuses them. On a grid, several outputs are
+replaced by tensors of the same memory, through which a gradient enters the engine once. It is multiplied again where it
+leaves through an input to an earlier engine. None of these tensors is a view that a program may change in place,
+because torch then drops its hooks.
 
 *Reducing.* In the last micro-batch, ZeRO 1 and 2 keep the gradients of one backward pass, and ZeRO 3 adds those of a
 second one even if the program has discarded the first. So a second one before the step is refused, except after a
 ``zero_grad`` that discards all gradients of the step.
 
 Releases: all.
+Reports: deepspeedai/DeepSpeed#8135, an open pull request, describes two backward passes through one forward pass, and
+deepspeedai/DeepSpeed#7665 has added ``loss.backward()``. No public report found of dividing twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""Discard gradients of bf16 that are not finite: ``BF16_Optimizer`` steps with them.
+"""Discard gradients of bf16 that are not finite, as DeepSpeed 0.19.8 does.
+
+A program with ``BF16_Optimizer`` sees an AssertionError without a message in ``engine.step()``, because the norm of
+such gradients is -1 there, and under ``python -O`` parameters that are not finite.
 
 Releases: before 0.19.8.
+Reports: deepspeedai/DeepSpeed#8614, an open pull request, describes the norm of -1 and the assertion.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Link states to the parameters of all groups of ZeRO 1 and 2.
 
 After its first step ZeRO links the states of the inner optimizer to parameters, for ``safe_get_full_optimizer_state``
-and universal checkpoints. It does so after the step of the first group, when other groups have no states yet.
+and universal checkpoints. It does so after the step of the first group, when other groups have no states yet. A program
+sees ``ValueError: exp_avg not found in optimizer state fragment`` for their parameters.
 
 Releases: all.
+Reports: no public report found; deepspeedai/DeepSpeed#5104 has added the links after the first step.
 """
 
 from __future__ import annotations

@@ -11,7 +11,12 @@ autocast. An engine without ZeRO gets a scaler that decides with all ranks, and 
 does. DeepSpeed also keeps for the whole process that an engine has used ``torch_autocast``, so that later engines get a
 loss scale, and communicate in other data types: ``_of_its_own`` hides that from them.
 
+But for that stage, a program sees no error: a loss that hardly falls, a norm that is too large by the loss scale, or a
+loss scale of an engine in fp32.
+
 Releases: all.
+Reports: deepspeedai/DeepSpeed#8393, an open pull request, is about fp16 without ZeRO, and deepspeedai/DeepSpeed#7946
+about what ``torch_autocast`` keeps for the process. No public report found of the norm that is clipped.
 """
 
 from __future__ import annotations

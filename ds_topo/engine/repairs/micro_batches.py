@@ -1,10 +1,12 @@
 """Count the micro-batches of a step anew if their number changes.
 
 DeepSpeed ends a step where its count of all micro-batches is a multiple of ``gradient_accumulation_steps``. If that
-number changes, by ``set_train_batch_size`` or by an assignment, the next step would be too short or too long. So the
-count moves to a multiple of the new number. A change within a step is refused.
+number changes, by ``set_train_batch_size`` or by an assignment, the next step would be too short or too long. A program
+sees no error, but a step of fewer samples than it has asked for. So the count moves to a multiple of the new number. A
+change within a step is refused.
 
 Releases: all.
+Reports: no public report found; deepspeedai/DeepSpeed#2798 names ``set_train_batch_size`` for this.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Start the timers of the backward pass once on the stages of a pipeline.
 
 DeepSpeed's hooks on outputs start them, too, where the pipeline has started them itself: on all stages but the last,
-whose engine has the loss.
+whose engine has the loss. A program with ``wall_clock_breakdown`` sees ``AssertionError: bwd_microstep timer has
+already been started`` there, and the last stage waits.
 
 Releases: all.
+Reports: no public report found; deepspeedai/DeepSpeed#7665 has added the hooks.
 """
 
 from __future__ import annotations

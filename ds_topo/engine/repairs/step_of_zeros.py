@@ -1,9 +1,10 @@
 """Undo the first step of an optimizer of fp16 or bf16 without ZeRO, which DeepSpeed takes with gradients of zero.
 
 DeepSpeed allocates the optimizer's states by this step. Adam counts it, so that its first updates of training are a
-quarter too small, and weight decay changes the master weights.
+quarter too small, and weight decay changes the master weights. A program sees other losses than at ZeRO 1.
 
 Releases: all.
+Reports: deepspeedai/DeepSpeed#5104, which has removed this step from ZeRO's optimizers.
 """
 
 from __future__ import annotations

@@ -2,16 +2,19 @@
 
 ZeRO 3, and every stage with an offloaded optimizer, keep each gradient in memory that is never cleared. The first
 micro-batch overwrites it, later ones add to it, and the last one hands it to an offloaded optimizer. A parameter that a
-micro-batch does not use takes no part in that:
+micro-batch does not use takes no part in that, and a program sees no error, but other parameters:
 
     unused in the first    its gradient is added to that of an earlier step
     unused in the last     an offloaded optimizer does not get its gradient
     unused in all          the optimizer gets its gradient of an earlier step again
 
+ZeRO 1 has the last of these alone, because it reduces gradients once in a step.
+
 Here its memory is cleared before its first gradient of a step, and what the last micro-batch left out is done before
 the step. Only parameters that a micro-batch did not use cost time.
 
 Releases: all.
+Reports: no public report found; deepspeedai/DeepSpeed#7981 has mended several backward passes with an offloaded one.
 """
 
 from __future__ import annotations
