@@ -23,6 +23,7 @@ from ds_topo.base.overrides import mixins
 from ds_topo.engine import on_grid
 from ds_topo.engine.config import Case
 from ds_topo.engine.parts import load_all, parts_of
+from ds_topo.errors import DisagreementError
 from ds_topo.health import job_watch
 from tests.step_order import mixins_for_optimizers, optimizer_of
 from tests.support.small_engines import settings, start
@@ -161,6 +162,21 @@ def _shown_and_found(spec: str, zero: int, more: dict[str, Any]) -> tuple[list[l
         assert {optimizer_of(case) or kind} == {kind} or zero == 0  # a fused one in fp16
         engine.destroy()
     return shown, found
+
+
+def _experts_on_one_rank() -> str:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        model = Experts() if grid.grid_rank else nn.Linear(8, 8)
+        with pytest.raises(DisagreementError) as raised:
+            initialize(model=model, mpu=grid, config=settings())
+    return str(raised.value)
+
+
+def test_ranks_compare_their_parts(world: Worlds) -> None:
+    for message in world(2).run(_experts_on_one_rank):
+        assert "parts=" in message
+        assert "experts" in message
 
 
 def test_steps_are_compared_now_and_then_unless_a_reducer_does_it(world: Worlds) -> None:
