@@ -50,7 +50,6 @@ ROOMS = {
     "ds_topo.engine.replica_comparison": (),
     "ds_topo.engine.autoparallel": ("AutoTP",),
     "ds_topo.engine.shard": ("shard",),
-    "ds_topo.engine.hybrid_sharding": ("shard",),
     "ds_topo.engine.data_efficiency": (),
     "ds_topo.engine.experts": ("experts", "pipeline"),
     "ds_topo.engine.one_layout": ("pipeline", "Trainer"),

@@ -1,21 +1,62 @@
-"""Give an engine and its optimizer what :mod:`ds_topo.engine.hybrid_sharding` does over the axis ``shard``."""
+"""Partition DeepSpeed's ZeRO over the axis ``shard`` alone, and keep the copies of each partition equal.
+
+With ``data=4,shard=8``, ZeRO 1, 2 and 3 partition over 8 ranks, and 4 ranks hold each partition. DeepSpeed's optimizers
+get the group along ``shard`` as theirs, so they gather parameters and count norms inside it. Gradients are also summed
+over the copies, once per step:
+
+    with a GradientReducer     the reduction of a region goes on over the copies (:mod:`ds_topo.reduction.exchange`),
+                               during the last backward pass
+    ZeRO 1 and 2 without one   the partition is summed after the last backward pass; with Muon, whole matrices are,
+                               before updates are made of them
+    BF16_Optimizer             the engine sums whole gradients over all replicas before the step, so nothing is missing
+    ZeRO 3                     each bucket of the last micro-batch is summed over the copies while backward goes on
+
+Experts stay partitioned over all of their own replicas, with and without ``shard``.
+
+Bytes of a rank with ``N`` parameters and a degree ``s`` of ``shard``, in bf16 with Adam, besides buckets and buffers::
+
+    ZeRO 1    2 N + 12 N / s, and 2 N of gradients until they are reduced
+    ZeRO 2    2 N + 14 N / s
+    ZeRO 3    16 N / s
+
+With ``P`` bytes of gradients and copies on ``h`` hosts, one on each, a host sends ``2 P (h - 1) / h`` per step.
+
+Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    OPTIMIZER_STATE_DICT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
+from torch import nn
 
 from ds_topo.base.classes import Mixin
-from ds_topo.engine import hybrid_sharding
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.reduction.exchange import PartitionHolders
+from ds_topo.errors import listed
+from ds_topo.mpu import MpuGrid, has_shard
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
+from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:
     from ds_topo.reduction.parameters import WiderSums
@@ -31,19 +72,19 @@ class ShardedEngine(EngineOnGrid):
     def complete(self) -> None:
         """Sum gradients over the copies, too, and save each partition once."""
         super().complete()
-        hybrid_sharding.save_each_partition_once(self)
-        self.partition_copies = hybrid_sharding.copies_of(self.mpu)
+        save_each_partition_once(self)
+        self.partition_copies = copies_of(self.mpu)
         if self.partition_copies is not None and self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions):
             self.optimizer.copies = CopiesOfPartition(self.partition_copies, set())
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Partition over the axis ``shard``; DeepSpeed partitions over all replicas."""
-        with hybrid_sharding.partitioned_over_shard(self):
+        with partitioned_over_shard(self):
             super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""
-        with hybrid_sharding.partitioned_over_shard(self) if optimizer is None else nullcontext():
+        with partitioned_over_shard(self) if optimizer is None else nullcontext():
             return super()._configure_zero_optimizer(optimizer)
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
@@ -59,13 +100,13 @@ class ShardedEngine(EngineOnGrid):
     def _in_own_file(self) -> Any:
         if self.partition_copies is None or not self.has_moe_layers:
             return nullcontext()
-        return hybrid_sharding.file_of_replica(self, self.partition_copies)
+        return file_of_replica(self, self.partition_copies)
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
         states = super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
-        if self.partition_copies is not None and hybrid_sharding.is_later_copy(self, self.partition_copies):
-            hybrid_sharding.add_states_of_dense(self, self.partition_copies, states, zero_ckpt_names)
+        if self.partition_copies is not None and is_later_copy(self, self.partition_copies):
+            add_states_of_dense(self, self.partition_copies, states, zero_ckpt_names)
         return states
 
 
@@ -90,18 +131,18 @@ class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         make = partial(super().get_flat_partition, *arguments, **options)
         group = options["param_group_idx"]
         self.copies.summed.add(group)
-        return hybrid_sharding.partition_over_copies(self.copies.holders, self, group, make)
+        return partition_over_copies(self.copies.holders, self, group, make)
 
     def step(self, closure: object = None) -> Any:
         """Sum over the ranks that hold the same partition what is not summed yet."""
-        hybrid_sharding.sum_over_copies(self.copies.holders, self, self.copies.summed)
+        sum_over_copies(self.copies.holders, self, self.copies.summed)
         self.copies.summed.clear()
         return super().step(closure)
 
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
         """Look for overflows on all replicas, because experts may overflow on any of them."""
         found = bool(super().has_overflow(*arguments, **options))
-        return hybrid_sharding.overflows_anywhere(self.copies.holders, self, found)
+        return overflows_anywhere(self.copies.holders, self, found)
 
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
@@ -130,17 +171,333 @@ class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mi
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
         """Start the sums of partitions over their copies and over replicas."""
         partition, holders = super().partition_grads, None if self.copies is None else self.copies.holders
-        return hybrid_sharding.partition_and_sum(
-            holders, self.replicas, partition, self, params_to_release, grad_partitions
-        )
+        return partition_and_sum(holders, self.replicas, partition, self, params_to_release, grad_partitions)
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Wait for these sums."""
         super().independent_gradient_partition_epilogue()
-        hybrid_sharding.wait_for_sums(None if self.copies is None else self.copies.holders, self.replicas, self)
+        wait_for_sums(None if self.copies is None else self.copies.holders, self.replicas, self)
 
 
 def _states_of_replica(optimizer: ShardedZero | ShardedBF16, states: dict[str, Any]) -> dict[str, Any]:
-    if not hybrid_sharding.is_later_copy(optimizer, optimizer.copies.holders):
+    if not is_later_copy(optimizer, optimizer.copies.holders):
         return states
-    return hybrid_sharding.states_of_experts(optimizer, states)
+    return states_of_experts(optimizer, states)
+
+
+def copies_of(grid: object) -> PartitionHolders | None:
+    """Return the ranks with copies of this rank's partition; None if there are no others."""
+    if not has_shard(grid):
+        return None
+    group = grid.get_copy_group()
+    return PartitionHolders(group, grid.get_data_parallel_group()) if dist.get_world_size(group) > 1 else None
+
+
+# -- construction -----------------------------------------------------------------------------------------------------
+
+
+class _OverPartitions(MpuGrid):
+    """The view of a grid whose data parallel group is the one that ZeRO 3 partitions over."""
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self.get_partition_group()
+
+
+@contextmanager
+def partitioned_over_shard(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Use the group along ``shard`` while an engine builds an optimizer that partitions."""
+    grid = engine.mpu
+    if not has_shard(grid):
+        yield
+        return
+    _tell_of_links(grid)
+    whole = engine.seq_data_parallel_group
+    partitions_parameters = engine.zero_optimization_partition_weights()
+    if partitions_parameters:
+        _make_copies_equal(engine.module.parameters(), grid)
+    engine.seq_data_parallel_group = grid.get_partition_group()
+    try:
+        if partitions_parameters:
+            engine.mpu = _OverPartitions.over(grid)
+        yield
+    finally:
+        engine.seq_data_parallel_group, engine.mpu = whole, grid
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_each_partition_once(engine: DeepSpeedEngine) -> None:
+    """Let the first of the ranks that hold a partition write it, so that the bytes do not grow with the copies."""
+    if has_shard(engine.mpu) and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer)):
+        is_first = engine.mpu.get_copy_rank() == 0
+        engine.save_zero_checkpoint = is_first or engine.has_moe_layers
+        if engine.zero_optimization_partition_weights():
+            engine.save_non_zero_checkpoint = is_first
+
+
+@contextmanager
+def file_of_replica(engine: DeepSpeedEngine, copies: PartitionHolders) -> Iterator[None]:
+    """Name the file of this rank's partitions by its number among all replicas.
+
+    Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
+    partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
+    """
+    optimizer = engine.optimizer
+    partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
+    _in_own_file.update((engine, optimizer))
+    try:
+        yield
+    finally:
+        optimizer.dp_process_group = partitions
+        _in_own_file.difference_update((engine, optimizer))
+
+
+_in_own_file: WeakSet[Any] = WeakSet()
+"""The engines of which each replica is saving or loading a file of its own, and their optimizers."""
+
+
+def is_later_copy(saved: object, copies: PartitionHolders) -> bool:
+    """Tell whether this rank saves or loads the partitions of experts alone, of an engine or its optimizer."""
+    return saved in _in_own_file and dist.get_rank(copies.group) > 0
+
+
+def states_of_experts(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of an optimizer without its partitions of dense parameters."""
+    masters = list(states[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
+    for group in _dense_groups(optimizer):
+        masters[group] = torch.tensor([])
+        states[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
+    return {**states, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
+
+
+def add_states_of_dense(
+    engine: DeepSpeedEngine, copies: PartitionHolders, states: list[dict[str, Any]], names: list[str]
+) -> None:
+    """Add the partitions of dense parameters to this rank's states, from the file of their first copy.
+
+    Args:
+        engine: the engine that loads.
+        copies: the ranks with copies of this rank's partition.
+        states: the states in the files of all replicas.
+        names: the paths of these files.
+    """
+    own = states[dist.get_rank(copies.whole)]
+    first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
+    content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
+    of_dense = content[BASE_OPTIMIZER_STATE]["state"]
+    for group in _dense_groups(engine.optimizer):
+        own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+        own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
+
+
+def _dense_groups(optimizer: Any) -> list[int]:
+    """Return the numbers of the groups of parameters that are not experts."""
+    groups = optimizer.optimizer.param_groups
+    return [number for number, group in enumerate(groups) if not is_moe_param_group(group)]
+
+
+def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> None:
+    """Give all copies of a partition the values of the first: ``zero.Init`` makes those of one partition equal."""
+    copies = grid.get_copy_group()
+    if dist.get_world_size(copies) == 1:
+        return
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):
+            dist.broadcast(parameter.ds_tensor.data, dist.get_global_rank(copies, 0), group=copies)
+
+
+def _tell_of_links(grid: MpuGrid) -> None:
+    hosts = list(dict.fromkeys(hosts_in_order(grid.get_partition_group())))
+    if len(hosts) > 1 and grid.grid_rank == 0:
+        log_dist(
+            f"ds_topo: {SHARD} spans {len(hosts)} hosts ({listed(hosts)}) in {grid.topology().spec!r}, so parameters "
+            f"and gradients cross them in every step. To keep ZeRO inside a host, name {SHARD!r} as the last axis, "
+            "with at most as many ranks as a host has",
+            ranks=[dist.get_rank()],
+            level=logging.WARNING,
+        )
+
+
+# -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
+
+
+def partition_over_copies(
+    copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int, make: Callable[[], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return this rank's partition of the averaged gradients of ZeRO 1 or 2, summed over its copies.
+
+    DeepSpeed has summed gradients over ``shard``, and divided by the degree of that axis instead of the number of
+    replicas. The tensors that ``make`` reads stay as they are, because a checkpointed module that runs again adds to
+    them.
+
+    Args:
+        copies: the ranks with copies of this rank's partition.
+        optimizer: the optimizer.
+        group: the number of the parameter group.
+        make: DeepSpeed's function, which cuts the partition from whole gradients.
+    """
+    if hasattr(optimizer, "reduction"):  # a reducer has summed over the copies
+        return make()
+    if _become_updates(optimizer, optimizer.bit16_groups[group]):  # a sum of updates is no update of the sum
+        if gradients := optimizer.all_grad_tensors[group]:
+            optimizer.all_grad_tensors[group] = _sum_of(copies, optimizer, group, gradients).take()
+        return make()
+    parts = make()
+    sums = _sum_of(copies, optimizer, group, parts).take()
+    for part, total in zip(parts, sums, strict=True):
+        if getattr(part, "_zero_padding", False):
+            total._zero_padding = True  # type: ignore[attr-defined]
+    return sums
+
+
+def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, summed: Collection[int]) -> None:
+    """Sum the gradients of this rank's partition over its copies, before the step of ZeRO 1 or 2.
+
+    These are gradients in host memory, and those of another type than the parameters, which DeepSpeed collects in
+    memory of the partition. ``summed`` has the groups that :func:`partition_over_copies` has summed.
+    """
+    if hasattr(optimizer, "reduction"):  # a reducer has summed over the copies
+        return
+    for group in set(range(len(optimizer.bit16_groups))).difference(summed):
+        if optimizer.cpu_offload:
+            _sum_offloaded(copies, optimizer, group)
+        elif gradients := optimizer.averaged_gradients.get(group):
+            _sum_of(copies, optimizer, group, gradients).wait()
+
+
+def _sum_of(
+    copies: PartitionHolders,
+    optimizer: DeepSpeedZeroOptimizer,
+    group: int,
+    tensors: list[torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> _Sum:
+    """Start the sum of tensors of a parameter group over the copies of ZeRO 1 or 2."""
+    among = None if any(map(is_moe_param, optimizer.bit16_groups[group])) else copies.group
+    return _Sum(tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype)
+
+
+def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Parameter]) -> bool:
+    """Tell whether ZeRO 1 and 2 turn the gradients of a group into Muon's updates before the step."""
+    uses_muon = "muon" in type(optimizer.optimizer).__name__.lower()  # DeepSpeed's own criterion
+    return uses_muon and any(getattr(parameter, "use_muon", False) for parameter in parameters)
+
+
+def _sum_offloaded(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int) -> None:
+    """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
+    get_accelerator().synchronize()  # gradients may still be on their way to host memory
+    (master,) = optimizer.param_groups[group]["params"]
+    gradients = master.grad.view(-1)
+    for piece in gradients.split(int(optimizer.reduce_bucket_size)):
+        _sum_of(copies, optimizer, group, [piece], optimizer.bit16_groups_flat[group].dtype).wait()
+    optimizer.local_overflow |= not bool(gradients.isfinite().all())
+    for parameter in optimizer.params_in_partition[group]:
+        number = optimizer.get_param_id(parameter)
+        _, _, start, numel = optimizer.grad_position[number]
+        optimizer.norm_for_param_grads[number] = gradients[start : start + numel].norm()
+
+
+def overflows_anywhere(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, found: bool) -> bool:
+    """Return whether gradients overflow on any replica. Those of experts may overflow on another replica only."""
+    if not optimizer.has_moe_layers:
+        return found
+    flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
+    return bool(flag.item())
+
+
+class _Sum:
+    """A sum of tensors over the copies of a partition, in flight.
+
+    Args:
+        tensors: the tensors, which get the sums in :meth:`wait`.
+        group: the ranks that hold copies; None if there is nothing to sum, only to scale.
+        scale: a factor.
+        dtype: the type in which they travel.
+        replicas: continues the sum over replicas of this job; None if there are none.
+    """
+
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        group: ProcessGroup | None,
+        scale: float,
+        dtype: torch.dtype,
+        replicas: WiderSums | None = None,
+    ) -> None:
+        self._tensors = tensors
+        device = get_accelerator().current_device_name()
+        self._payload = torch.cat([tensor.reshape(-1).to(device, dtype) for tensor in tensors]).mul_(scale)
+        work = None if group is None else dist.all_reduce(self._payload, group=group, async_op=True)
+        wait: Callable[[], object] = (lambda: None) if work is None else work.wait
+        self._wait = wait if replicas is None else replicas.start(wait, self._payload).wait
+
+    def wait(self) -> None:
+        """Wait, and write the sums to the tensors."""
+        for tensor, total in zip(self._tensors, self.take(), strict=True):
+            tensor.copy_(total)
+
+    def take(self) -> list[torch.Tensor]:
+        """Wait, and return the sums."""
+        self._wait()
+        parts = self._payload.split([tensor.numel() for tensor in self._tensors])
+        return [part.view(tensor.shape) for tensor, part in zip(self._tensors, parts, strict=True)]
+
+
+# -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
+
+
+_steps: WeakKeyDictionary[Any, tuple[dict[int, torch.Tensor], list[_Sum]]] = WeakKeyDictionary()
+"""The gradients of a step that are not summed over the copies yet, by optimizer: those of earlier micro-batches, by the
+identity of their parameter, and sums in flight."""
+
+
+def partition_and_sum(
+    copies: PartitionHolders | None,
+    replicas: WiderSums | None,
+    partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
+    optimizer: DeepSpeedZeroOptimizer_Stage3,
+    parameters: list[Any],
+    partitions: list[torch.Tensor],
+) -> Any:
+    """Call ``partition_grads`` of ZeRO 3; in the last micro-batch, also start the sum of a bucket over the copies.
+
+    An offloaded optimizer gets the gradients after that.
+    """
+    ends_step = optimizer.is_gradient_accumulation_boundary()
+    optimizer.set_gradient_accumulation_boundary(ends_step and not optimizer.offload_optimizer)
+    try:
+        buffers = partition_gradients(parameters, partitions)
+    finally:
+        optimizer.set_gradient_accumulation_boundary(ends_step)
+    kept, in_flight = _steps.setdefault(optimizer, ({}, []))
+    rank = dist.get_rank(optimizer.dp_process_group)
+    filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
+    kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
+    if ends_step and buffers:
+        for parameter in filled:
+            del kept[id(parameter)]
+        group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
+        in_flight.append(_Sum(buffers, group, scale, optimizer.get_param_comm_dtype(filled[0]), replicas))
+    return buffers
+
+
+def wait_for_sums(
+    copies: PartitionHolders | None, replicas: WiderSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
+) -> None:
+    """Wait for the sums of all buckets over copies and replicas, at the end of ZeRO 3's reduction."""
+    if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
+        return
+    kept, in_flight = _steps.pop(optimizer)
+    stream = optimizer.reduce_and_partition_stream
+    with get_accelerator().stream(stream):
+        if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
+            group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
+            in_flight.append(_Sum(unused, group, scale, unused[0].dtype, replicas))
+        for sum_over_copies in in_flight:
+            sum_over_copies.wait()
+    if not get_accelerator().resolves_data_dependency():
+        stream.synchronize()
+    if optimizer.offload_optimizer:
+        optimizer._finalize_offload_gradient_accumulation()

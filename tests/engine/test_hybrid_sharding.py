@@ -23,7 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, use
-from ds_topo.engine import hybrid_sharding
+from ds_topo.engine import shard
 from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
 from ds_topo.reduction.exchange import _PIECES_UNDER_WAY, PartitionHolders, _Worker
@@ -80,9 +80,9 @@ def compare(world: Worlds, rows: tuple[Row, ...], sides: tuple[str, ...] = ("gri
 )
 def test_copies_are_the_ranks_that_hold_the_same_partition(spec: str, copies: int) -> None:
     with fake_world(0, 4), PipelineParallelGrid(spec) as grid:
-        found = hybrid_sharding.copies_of(grid)
+        found = shard.copies_of(grid)
         assert (found.number if found else 0) == copies
-    assert hybrid_sharding.copies_of(None) is None
+    assert shard.copies_of(None) is None
 
 
 class _Zero3:
@@ -128,16 +128,16 @@ def test_gradients_of_zero_3_are_summed_over_the_copies_once_in_a_step(rank: int
                 tensor += part
             return kept
 
-        hybrid_sharding.wait_for_sums(copies, None, optimizer)
+        shard.wait_for_sums(copies, None, optimizer)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             for step in (1, 2):
                 for micro_batch in range(3):
                     optimizer.ends_step = micro_batch == 2
                     ones = [torch.ones_like(each) for each in kept]
-                    assert hybrid_sharding.partition_and_sum(copies, None, add, optimizer, parameters, ones) is kept
+                    assert shard.partition_and_sum(copies, None, add, optimizer, parameters, ones) is kept
                     assert optimizer.ends_step is (micro_batch == 2)
                     assert all_reduce.call_count == step - 1 + (micro_batch == 2), "in the last micro-batch alone"
-                    hybrid_sharding.wait_for_sums(copies, None, optimizer)
+                    shard.wait_for_sums(copies, None, optimizer)
                 assert all(set(each.tolist()) == {1.5} for each in kept), "half of 3, as the other copy adds nothing"
                 for each in kept:
                     each.zero_()
@@ -334,7 +334,7 @@ def test_options_with_groups_or_reductions_of_their_own_are_refused(world: World
     }
     ignoring = [option for option in OPTIONS if option.ignores_shard]
     assert {*table} == {option.title for option in ignoring}
-    guide = (Path(__file__).parents[2] / "examples/guides/hybrid_sharding.md").read_text()
+    guide = (Path(__file__).parents[2] / "examples/guides/shard.md").read_text()
     assert all((option.mechanism or option.key.rpartition(".")[2].partition(":")[0]) in guide for option in ignoring)
     rest = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     settings = [{**rest, **({"zero_optimization": each} if "stage" in each else each)} for each in table.values()]
@@ -360,8 +360,8 @@ def _build_across_hosts() -> str:
         zero_optimization={"stage": 1},
     )
     with (
-        mock.patch.object(hybrid_sharding, "hosts_in_order", return_value=["first", "second"]),
-        mock.patch.object(hybrid_sharding, "log_dist") as log,
+        mock.patch.object(shard, "hosts_in_order", return_value=["first", "second"]),
+        mock.patch.object(shard, "log_dist") as log,
     ):
         engine, *_ = initialize(model=nn.Linear(4, 4), config=config)
     engine.destroy()
