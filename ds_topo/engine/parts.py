@@ -232,7 +232,7 @@ PARTS: tuple[EnginePart, ...] = (
         "ds_topo.engine.repairs.bf16_infinities",
         "WithoutInfinities",
         lambda case: case.is_bf16,
-        "BF16_Optimizer steps with gradients that are not finite.",
+        "BF16_Optimizer fails on gradients that are not finite before DeepSpeed 0.19.8.",
     ),
     EnginePart(
         "loss scales",
