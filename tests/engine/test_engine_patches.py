@@ -7,9 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
@@ -26,17 +23,11 @@ from ds_topo.base import patches
 from ds_topo.base.classes import mixins_of
 from ds_topo.base.ledger import Patch, ledger
 from ds_topo.base.overrides import overridden_by
-from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine import parts
-from ds_topo.engine.repairs import loss_scales, pipeline_timers
 from ds_topo.errors import EngineOptionError
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
-
-NEEDS_DUALPIPE = pytest.mark.skipif(
-    not issubclass(DualPipeVEngine, DeepSpeedEngine), reason="this DeepSpeed has no DualPipeV"
-)
 
 METHODS = {row.name for row in patches.ROWS if isinstance(row, Patch) and callable(getattr(row.owner, row.name, None))}
 STAGE_1 = {"zero_optimization": {"stage": 1}}
@@ -52,42 +43,6 @@ class Recording(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen.append(deepspeed_groups.mpu)
         return super().forward(inputs)
-
-
-def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
-    engine: Any = type("Engine", (), {})()
-    engine.torch_autocast_z0_gradscaler = loss_scales.LossScaler(mock.Mock())
-    for scaler in ("first", "second"):
-        loss_scales._restore_scaler(weakref.ref(engine), scaler)
-        assert engine.torch_autocast_z0_gradscaler == "first"
-    kept = weakref.ref(engine)
-    del engine
-    loss_scales._restore_scaler(kept, "third")
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_last", "are_cleared"),
-    [
-        (PipelineEngine, False, True),
-        (PipelineEngine, True, False),
-        pytest.param(DualPipeVEngine, False, False, marks=NEEDS_DUALPIPE),
-    ],
-)
-def test_stages_without_the_loss_leave_timers_of_backward_to_the_pipeline(
-    kind: type, is_last: bool, are_cleared: bool
-) -> None:
-    class Stage(pipeline_timers.TimedOnce, kind):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            self.engine_timers = SimpleNamespace(backward_timers=["a"], backward_inner_timers=["b"])
-
-        def is_last_stage(self) -> bool:
-            return is_last
-
-    engine = Stage.__new__(Stage)
-    nn.Module.__init__(engine)
-    Stage.__init__(engine)
-    engine.complete()
-    assert [*map(bool, vars(engine.engine_timers).values())] == [not are_cleared] * 2
 
 
 def engine_of(mpu: Any = None, **more: Any) -> Any:

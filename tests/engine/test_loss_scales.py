@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
@@ -90,6 +94,29 @@ def test_first_step_without_zero_is_that_of_zero_1(world: Worlds, optimizer: str
 def test_grid_without_corrections_keeps_the_step_of_zeros(world: Worlds) -> None:
     kept, undone = (world(1).run(_losses, "AdamW", "bf16", 0, each)[0] for each in (False, True))
     assert kept[1] != pytest.approx(undone[1], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overflows", "expected"),
+    [(FP16_UnfusedOptimizer, False, 2.0), (FP16_UnfusedOptimizer, True, 16.0), (FP16_Optimizer, False, 16.0)],
+)
+def test_norm_of_scaled_gradients_is_divided_after_a_step(kind: type, overflows: bool, expected: float) -> None:
+    optimizer = mock.Mock(spec=kind, overflow=overflows, _global_grad_norm=16.0)
+    state: Any = SimpleNamespace(cur_scale=8.0)
+    optimizer.step.side_effect = lambda: setattr(state, "cur_scale", 4.0)
+    loss_scales.LossScaler(state).step(optimizer)
+    assert optimizer._global_grad_norm == expected, "by the scale before the step"
+
+
+def test_scaler_is_restored_unless_the_engine_was_destroyed() -> None:
+    engine: Any = type("Engine", (), {})()
+    engine.torch_autocast_z0_gradscaler = loss_scales.LossScaler(mock.Mock())
+    for scaler in ("first", "second"):
+        loss_scales._restore_scaler(weakref.ref(engine), scaler)
+        assert engine.torch_autocast_z0_gradscaler == "first"
+    kept = weakref.ref(engine)
+    del engine
+    loss_scales._restore_scaler(kept, "third")
 
 
 # -- torch_autocast ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from ds_topo import (
 from ds_topo.base.patches import BF16_DISCARDS_INFINITIES
 from ds_topo.engine import norms, optimizer_norms
 from ds_topo.engine.optimizer_norms import CorrectedNorm, NormsOfBF16
-from ds_topo.engine.repairs import loss_scales
 from ds_topo.errors import EngineOptionError, ExpertGroupError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
@@ -539,18 +538,6 @@ def test_bf16_optimizer_is_checked_without_corrected_norms(corrects: bool) -> No
     engine = _engine(optimizer=mock.Mock(spec=BF16_Optimizer))
     engine.mpu.correct_norms = corrects
     assert (_check(engine, *EQUAL) is None) == corrects
-
-
-@pytest.mark.parametrize(
-    ("kind", "overflows", "expected"),
-    [(FP16_UnfusedOptimizer, False, 2.0), (FP16_UnfusedOptimizer, True, 16.0), (FP16_Optimizer, False, 16.0)],
-)
-def test_norm_of_scaled_gradients_is_divided_after_a_step(kind: type, overflows: bool, expected: float) -> None:
-    optimizer = mock.Mock(spec=kind, overflow=overflows, _global_grad_norm=16.0)
-    state: Any = SimpleNamespace(cur_scale=8.0)
-    optimizer.step.side_effect = lambda: setattr(state, "cur_scale", 4.0)
-    loss_scales.LossScaler(state).step(optimizer)
-    assert optimizer._global_grad_norm == expected, "by the scale before the step"
 
 
 def test_stages_with_experts_of_other_sizes_are_refused() -> None:

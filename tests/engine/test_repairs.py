@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -20,12 +21,15 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule as StockPipelineModule
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from packaging.version import Version
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.base.supported import ENGINES, number
 from ds_topo.engine import parts, repairs
 from tests.support.small_engines import settings, start
@@ -327,3 +331,35 @@ def test_stock_deepspeed_has_the_defect(world: Worlds, file: str) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_engine_on_a_grid_does_not_have_it(world: Worlds, file: str) -> None:
     assert not any(_run(world, file, on_grid=True).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_last", "are_cleared"),
+    [
+        (PipelineEngine, False, True),
+        (PipelineEngine, True, False),
+        pytest.param(
+            DualPipeVEngine,
+            False,
+            False,
+            marks=pytest.mark.skipif(not issubclass(DualPipeVEngine, DeepSpeedEngine), reason="it has no DualPipeV"),
+        ),
+    ],
+)
+def test_stages_without_the_loss_leave_timers_of_backward_to_the_pipeline(
+    kind: type, is_last: bool, are_cleared: bool
+) -> None:
+    from ds_topo.engine.repairs import pipeline_timers  # deleting it leaves the other tests
+
+    class Stage(pipeline_timers.TimedOnce, kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.engine_timers = SimpleNamespace(backward_timers=["a"], backward_inner_timers=["b"])
+
+        def is_last_stage(self) -> bool:
+            return is_last
+
+    engine = Stage.__new__(Stage)
+    nn.Module.__init__(engine)
+    Stage.__init__(engine)
+    engine.complete()
+    assert [*map(bool, vars(engine.engine_timers).values())] == [not are_cleared] * 2
