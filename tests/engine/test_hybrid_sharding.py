@@ -334,7 +334,7 @@ def test_options_with_groups_or_reductions_of_their_own_are_refused(world: World
     }
     ignoring = [option for option in OPTIONS if option.ignores_shard]
     assert {*table} == {option.title for option in ignoring}
-    guide = (Path(__file__).parents[2] / "examples/guides/shard.md").read_text()
+    guide = (Path(__file__).parents[2] / "examples/guides/hybrid_sharding.md").read_text()
     assert all((option.mechanism or option.key.rpartition(".")[2].partition(":")[0]) in guide for option in ignoring)
     rest = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     settings = [{**rest, **({"zero_optimization": each} if "stage" in each else each)} for each in table.values()]
