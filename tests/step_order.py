@@ -1,7 +1,8 @@
 """Print the parts of an engine on a grid, and the order of its methods: ``python -m tests.step_order data=2,model=2``.
 
-``--config`` takes sections of a config as JSON, ``--pipeline`` asks for a pipeline engine, ``--experts`` for a model
-with experts. The table of the parts decides (``ds_topo/engine/parts.py``); no engine is built.
+``--config`` takes the config of a job as JSON, ``--pipeline`` asks for a pipeline engine, ``--experts`` for a model
+with experts. The table of the parts decides (``ds_topo/engine/parts.py``); no engine is built. A part may leave its mixin for an
+optimizer out where the installed release, the backend or the number of ranks makes it needless.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.base.classes import Mixin
-from ds_topo.base.overrides import overridden_by
-from ds_topo.engine.config import Case
+from ds_topo.engine.config import Case, check_top_level
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.parts import EnginePart, parts_of
 from ds_topo.topology.process_topology import ProcessTopology
@@ -57,41 +57,73 @@ def mixins_for_optimizers(part: EnginePart) -> list[type[Mixin]]:
     return [each for each in own if issubclass(each, Mixin) and not issubclass(each, EngineOnGrid)]
 
 
+OF_A_STEP = ("train_batch", "forward", "backward", "step", "_take_model_step")
+"""The methods of engines in a step, in the order in which they run; ``_take_model_step`` runs where a step ends."""
+
+
 def page(spec: str, config: dict[str, Any], *, is_pipeline: bool = False, has_experts: bool = False) -> Iterator[str]:
-    """Yield the lines of the page for a layout and a config."""
+    """Yield the lines of the page for a layout and the whole config of a job.
+
+    Raises:
+        EngineOptionError: a key of the config is misspelt.
+    """
+    check_top_level(config)
     topology = ProcessTopology.from_spec(spec)
+    if topology.get_dim("pipe") > 1 and not is_pipeline:
+        yield "without --pipeline: an engine of one stage of the program's own pipeline\n"
     with fake_world(0, topology.world_size()), PipelineParallelGrid(topology) as grid:
-        whole = {"train_micro_batch_size_per_gpu": 1, **config}
-        case = Case(DeepSpeedConfig(whole, grid), grid, is_pipeline=is_pipeline, has_experts=has_experts)
-        parts = parts_of(case)
-        yield f"{len(parts)} parts, outermost first:"
-        for part in reversed(parts):
-            yield f"  {part.name:26} {part.where.removeprefix('ds_topo.engine.')}.{part.mixin}: {part.why}"
+        parsed = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config}, grid)
+        has_experts = has_experts or parsed.expert_parallel_config.enabled
+        case = Case(parsed, grid, is_pipeline, optimizer=parsed.optimizer_name, has_experts=has_experts)
+        parts = parts_of(case)[::-1]
+        yield f"{len(parts)} parts; the calls of a method go down this list, and end in DeepSpeed's own method:"
+        for part in parts:
+            yield f"  {part.name:26} {part.where.removeprefix('ds_topo.engine.')}: {part.why}"
+        yield "Not shown: the classes of a reducer, replicas, check_replicas and verify, which run outside of these."
         engine = PipelineEngine if is_pipeline else DeepSpeedEngine
-        yield from _methods(engine.__name__, [part.load() for part in reversed(parts)], engine)
+        names = {kind: part.name for part in parts[::-1] for kind in part.load().__mro__}
+        of_engine = {kind: names[kind] for part in parts for kind in part.load().__mro__ if issubclass(kind, Mixin)}
         optimizer = optimizer_of(case)
+        of_optimizer = {mixin: part.name for part in parts for mixin in mixins_for_optimizers(part)}
+        of_optimizer = {
+            mixin: name for mixin, name in of_optimizer.items() if issubclass(optimizer or object, mixin.__bases__[-1])
+        }
+        in_step = [name for name in OF_A_STEP if hasattr(engine, name) and (is_pipeline or name != "train_batch")]
+        for method in [name for name in in_step if not is_pipeline or name in ("train_batch", "_take_model_step")]:
+            yield from _method(engine, method, of_engine)
+        if optimizer is None:
+            yield "\noptimizer.step: that of the program or of torch, unchanged"
+        else:
+            yield from _method(optimizer, "step", of_optimizer)
+        yield "\n-- other methods"
+        yield from _others(engine, of_engine, {*in_step})
         if optimizer is not None:
-            given = [mixin for part in reversed(parts) for mixin in mixins_for_optimizers(part)]
-            given = [mixin for mixin in given if issubclass(optimizer, mixin.__bases__[-1])]
-            yield from _methods(optimizer.__name__, given, optimizer)
+            yield from _others(optimizer, of_optimizer, {"step"})
 
 
-def _methods(name: str, mixins: list[type[Mixin]], stock: type) -> Iterator[str]:
-    """Yield for each method the overrides, outermost first; then DeepSpeed's own runs."""
-    overridden = {each for mixin in mixins for each in overridden_by(mixin)}
-    for method in sorted(overridden, key=lambda each: (each.startswith("_"), each)):
-        yield f"\n{name}.{method}"
-        seen = dict.fromkeys(kind for mixin in mixins for kind in mixin.__mro__ if issubclass(kind, Mixin))
-        for kind in (kind for kind in seen if method in vars(kind)):
+def _others(stock: type, mixins: dict[type, str], but: set[str]) -> Iterator[str]:
+    found = {name for mixin in mixins for name in vars(mixin) if hasattr(stock, name) and not name.startswith("__")}
+    for method in sorted(found - but, key=lambda each: (each.startswith("_"), each)):
+        yield from _method(stock, method, mixins)
+
+
+def _method(stock: type, method: str, mixins: dict[type, str]) -> Iterator[str]:
+    """Yield the overrides of a method, outermost first."""
+    yield f"\n{stock.__name__}.{method}"
+    for kind, part in mixins.items():
+        if method in vars(kind):
             text = (inspect.getdoc(vars(kind)[method]) or "").partition("\n")[0]
-            yield f"  {kind.__name__}: {text}"
+            yield f"  {kind.__name__} ({part}): {text}"
+    yield "  then DeepSpeed's own"
 
 
 def main() -> None:
     """Print the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", help="a layout, such as data=2,model=2")
-    parser.add_argument("--config", default="{}", help='sections, such as \'{"zero_optimization": {"stage": 1}}\'')
+    parser.add_argument(
+        "--config", default="{}", help='the config of the job, such as \'{"zero_optimization": {"stage": 1}}\''
+    )
     parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--experts", action="store_true")
     given = parser.parse_args()

@@ -169,7 +169,7 @@ PARTS: tuple[EnginePart, ...] = (
         "ds_topo.engine.repairs.linked_states",
         "LinkedStates",
         _partitions_optimizer,
-        "ZeRO 1 and 2 link the states of the first group alone.",
+        "ZeRO 1 and 2 link the states of the first group alone; all are linked.",
     ),
     EnginePart(
         "kept modules",
@@ -211,14 +211,14 @@ PARTS: tuple[EnginePart, ...] = (
         "ds_topo.engine.repairs.step_of_zeros",
         "WithoutStepOfZeros",
         _has_fp16_without_zero,
-        "Optimizers of fp16 and bf16 without ZeRO take a step before the first one.",
+        "Optimizers of fp16 and bf16 without ZeRO take a step of zeros before the first one, which is undone.",
     ),
     EnginePart(
         "norms",
         "ds_topo.engine.norms",
         "ClippedByGrid",
         _clips_in_fp32,
-        "DeepSpeed's norm in fp32 counts the first stage alone.",
+        "DeepSpeed's norm in fp32 counts the first stage alone; clipping (by default at 1.0) uses that of the grid.",
     ),
     EnginePart(
         "norms of optimizers",
@@ -282,7 +282,7 @@ PARTS: tuple[EnginePart, ...] = (
         "ds_topo.engine.samples",
         "ComparedSamplesOfPipeline",
         _is_pipeline,
-        "The same for stages. Outside of the pipeline, which reads samples.",
+        "Stages that train on different samples raise no error. Outside of the pipeline, which reads samples.",
     ),
     EnginePart(
         "direct steps",
@@ -303,7 +303,7 @@ PARTS: tuple[EnginePart, ...] = (
         "ds_topo.engine.repairs.micro_batches",
         "CountedMicroBatchesOfPipeline",
         _is_pipeline,
-        "The same. Before samples are read.",
+        "DeepSpeed does not notice that the number of micro-batches changes. Before samples are read.",
     ),
     EnginePart(
         "backward passes",
