@@ -1,8 +1,8 @@
 """Print the parts of an engine on a grid, and the order of its methods: ``python -m tests.step_order data=2,model=2``.
 
 ``--config`` takes the config of a job as JSON, ``--pipeline`` asks for a pipeline engine, ``--experts`` for a model
-with experts. The table of the parts decides (``ds_topo/engine/parts.py``); no engine is built. A part may leave its mixin for an
-optimizer out where the installed release, the backend or the number of ranks makes it needless.
+with experts. The table of the parts decides (``ds_topo/engine/parts.py``); no engine is built. A part may leave its
+mixin for an optimizer out where the installed release, the backend or the number of ranks makes it needless.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ def main() -> None:
     """Print the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", help="a layout, such as data=2,model=2")
-    parser.add_argument(
-        "--config", default="{}", help='the config of the job, such as \'{"zero_optimization": {"stage": 1}}\''
-    )
+    parser.add_argument("--config", default="{}", help='its config, such as \'{"zero_optimization": {"stage": 1}}\'')
     parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--experts", action="store_true")
     given = parser.parse_args()
