@@ -105,6 +105,7 @@ def _check_output(wanted: str, by_rank: list[str]) -> None:
             assert any(CHECKER.check_output(line, found, FLAGS) for found in printed), f"not printed: {line}{by_rank}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("snippet", [one for one in snippets() if not one.is_restarted], ids=str)
 def test_snippet_prints_its_output(snippet: Snippet) -> None:
     _check_output(snippet.output, run_ranks(snippet.ranks, _run, snippet.source, str(snippet)))
@@ -159,6 +160,7 @@ RESTARTED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("snippet", "how"),
     mark_exhaustive(RESTARTED, lambda number, case: (case[0].guide, case[1]) != ("elastic.md", "killed")),
@@ -190,6 +192,7 @@ def test_program_goes_on_where_it_was_stopped(snippet: Snippet, how: str, tmp_pa
     assert not any(again), "the job was complete"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", commands())
 def test_command_trains(command: str, tmp_path: Path) -> None:
     short = ["--continuation", "12"] if "examples/train_gpt.py" in command else []

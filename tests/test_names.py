@@ -28,6 +28,8 @@ from tests.names import (
     without_source,
 )
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 SOURCE = '''
 @decorated
 def f(x, *, y=None):

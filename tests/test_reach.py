@@ -70,6 +70,7 @@ def test_every_part_is_named_once() -> None:
     assert all(issubclass(part.load(), EngineOnGrid) for part in parts.PARTS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", mark_exhaustive(KINDS, lambda _, kind: kind in ("plain", "ZeRO 1 with reducer")))
 def test_a_job_loads_what_it_asks_for_and_works_without_everything_else(kind: str, ranks: int) -> None:

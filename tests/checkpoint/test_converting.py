@@ -107,6 +107,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chain", mark_exhaustive(map(list, CHAINS), lambda number, _: number in (1, 3)))
 def test_hops_that_return_keep_every_bit(world: Worlds, saved: Saved, tmp_path: Path, chain: Any) -> None:
     found, _ = saved(chain[0])

@@ -18,6 +18,7 @@ FEW = (12, 20, 21, 28, 46, 64, 84, 91, *FAULTS)
 offload, and another optimizer."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "numbers",
     [

@@ -66,6 +66,7 @@ def _sides(numbers: range) -> list[Side]:
     return [side for number, side in enumerate(drawn) if side not in drawn[:number]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "numbers",
     [

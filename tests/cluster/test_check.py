@@ -86,6 +86,7 @@ def test_check_of_healthy_hosts_reports_no_fault(
     record_property("share of tc's rate", content["across"]["bandwidth"] * 8 / 200e6)
 
 
+@pytest.mark.thorough
 def test_check_finds_a_slow_link(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=3, rate="200mbit", tools=())
     cluster.set_rate_of(2, "20mbit")

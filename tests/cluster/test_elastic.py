@@ -171,6 +171,7 @@ def _run(*options: str) -> None:
     elastic_rank.main()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", mark_exhaustive(CASES, default=lambda number, _: number == 0), ids=str)
 def test_job_ends_with_the_losses_of_an_undisturbed_one(
     case: Case, start_cluster: StartCluster, tmp_path: Path

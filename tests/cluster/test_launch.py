@@ -58,6 +58,7 @@ def start_hosts(start_cluster: StartCluster, tmp_path: Path) -> Callable[[str], 
     return start
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", mark_exhaustive(LAUNCHERS, lambda _, launcher: launcher == "pdsh"))
 def test_two_hosts_train_as_one_host(
     launcher: str, start_hosts: Callable[..., Any], losses_on_one_host: list[float], tmp_path: Path

@@ -149,6 +149,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", mark_exhaustive(CASES, default=lambda number, _: number == 0), ids=str)
 def test_replicas_end_equal_and_as_one_process_with_the_same_samples(
     case: Case, start_cluster: StartCluster, tmp_path: Path

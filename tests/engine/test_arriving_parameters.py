@@ -480,6 +480,7 @@ def _reads(reader: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.thorough
 @in_flight_after_the_step
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.backends("strict", exhaustive=("gloo",))

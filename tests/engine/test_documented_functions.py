@@ -320,6 +320,7 @@ _OTHERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("spec", "stage", "ranks"), mark_exhaustive(_OTHERS, default=lambda _, case: case[:2] == ("data=2,shard=2", 2))
 )

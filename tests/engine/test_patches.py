@@ -44,6 +44,8 @@ from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import data_efficiency
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 PACKAGE = Path(ds_topo.__file__).parent
 
 

@@ -35,6 +35,8 @@ from ds_topo.engine import parts, repairs
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 Grid: TypeAlias = PipelineParallelGrid | None
 Losses: TypeAlias = Callable[[Any], Iterator[torch.Tensor]]
 FOLDER = Path(str(repairs.__file__)).parent

@@ -295,6 +295,7 @@ def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
         _trains_alike(zero, more)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "more"),
     mark_exhaustive([(2, {"gradient_accumulation_steps": 2}), (1, WIDE), (1, {})], lambda number, _: number < 2),
@@ -469,6 +470,7 @@ def _after_something_goes_wrong(zero: int, what: str, overlaps: bool) -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     ("zero", "what"),

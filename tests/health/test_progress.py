@@ -88,6 +88,7 @@ def test_saves_are_ended_only_if_nothing_is_written() -> None:
 SPARED = {"loop of calls", "loop", "compile", "hold"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "does",
     mark_exhaustive(

@@ -280,6 +280,7 @@ def _assert_names_the_server(error: BaseException | None, port: int) -> None:
     assert "look there, and start the job again" in str(error)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", ["connecting", "waiting for all ranks", "creating the world"])
 def test_store_that_has_stopped_is_named_in_time_on_every_rank(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher serves the store, as with torchrun."""

@@ -20,6 +20,8 @@ from ds_topo.process_groups import creation
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.served_store import serve_a_store
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 LIMIT = 2.0
 
 

@@ -178,6 +178,7 @@ def _warnings_of_a_split_model(folder: str, more: dict[str, Any]) -> list[str]:
     return [*said, f"written: {is_written}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_trainer_warns_that_it_will_not_save_a_split_model(is_gathered: bool, tmp_path: Path) -> None:
     more = {"stage3_gather_16bit_weights_on_model_save": is_gathered}
@@ -507,6 +508,7 @@ def _learning_rates_of_both(spec: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.thorough
 def test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas() -> None:
     stock = run_ranks(2, _learning_rates_of_both, "stock")[0]
     assert all(rates[0] != rates[-1] for rates in stock)
