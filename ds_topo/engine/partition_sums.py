@@ -53,7 +53,7 @@ class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mi
         wait_for_sums(None if self.copies is None else self.copies.holders, self.replicas, self)
 
 
-class Sum:
+class PartitionSum:
     """A sum of tensors over the copies of a partition, in flight.
 
     Args:
@@ -91,7 +91,7 @@ class Sum:
         return [part.view(tensor.shape) for tensor, part in zip(self._tensors, parts, strict=True)]
 
 
-_steps: WeakKeyDictionary[Any, tuple[dict[int, torch.Tensor], list[Sum]]] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[Any, tuple[dict[int, torch.Tensor], list[PartitionSum]]] = WeakKeyDictionary()
 """The gradients of a step that are not summed over the copies yet, by optimizer: those of earlier micro-batches, by the
 identity of their parameter, and sums in flight."""
 
@@ -122,7 +122,7 @@ def partition_and_sum(
         for parameter in filled:
             del kept[id(parameter)]
         group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
-        in_flight.append(Sum(buffers, group, scale, optimizer.get_param_comm_dtype(filled[0]), replicas))
+        in_flight.append(PartitionSum(buffers, group, scale, optimizer.get_param_comm_dtype(filled[0]), replicas))
     return buffers
 
 
@@ -137,7 +137,7 @@ def wait_for_sums(
     with get_accelerator().stream(stream):
         if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
             group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
-            in_flight.append(Sum(unused, group, scale, unused[0].dtype, replicas))
+            in_flight.append(PartitionSum(unused, group, scale, unused[0].dtype, replicas))
         for sum_over_copies in in_flight:
             sum_over_copies.wait()
     if not get_accelerator().resolves_data_dependency():

@@ -50,7 +50,7 @@ from torch import nn
 
 from ds_topo.base.classes import Mixin
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.engine.partition_sums import CopiesOfPartition, Sum, SummedPartitions
+from ds_topo.engine.partition_sums import CopiesOfPartition, PartitionSum, SummedPartitions
 from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
@@ -339,10 +339,12 @@ def _sum_of(
     group: int,
     tensors: list[torch.Tensor],
     dtype: torch.dtype | None = None,
-) -> Sum:
+) -> PartitionSum:
     """Start the sum of tensors of a parameter group over the copies of ZeRO 1 or 2."""
     among = None if any(map(is_moe_param, optimizer.bit16_groups[group])) else copies.group
-    return Sum(tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype)
+    return PartitionSum(
+        tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype
+    )
 
 
 def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Parameter]) -> bool:
