@@ -129,6 +129,7 @@ TESTS = {
     "engine/current_mpu": "engine/test_engine_patches.py engine/test_experts_of_several_engines.py",
     "engine/grid": "engine/test_grid.py engine/test_experts_of_several_engines.py",
     "engine/shard": "engine/test_hybrid_sharding.py checkpoint/test_converting_experts.py",
+    "engine/partition_sums": "engine/test_hybrid_sharding.py engine/test_quorum.py",
     "engine/experts": "engine/test_moe_checkpoints.py engine/test_experts_of_several_engines.py engine/test_moe.py",
     "engine/norms": "engine/test_norms.py engine/test_half_precision_norms.py",
     "engine/one_layout": "engine/test_one_layout.py engine/test_use.py mistakes",

@@ -51,10 +51,11 @@ def optimizer_of(case: Case) -> type | None:
 
 
 def mixins_for_optimizers(part: EnginePart) -> list[type[Mixin]]:
-    """Return the mixins for optimizers that the module of a part defines."""
-    module = importlib.import_module(part.where)
-    own = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == part.where]
-    return [each for each in own if issubclass(each, Mixin) and not issubclass(each, EngineOnGrid)]
+    """Return the mixins for optimizers that the module of a part defines or imports."""
+    found = [each for each in vars(importlib.import_module(part.where)).values() if inspect.isclass(each)]
+    return [
+        each for each in found if issubclass(each, Mixin) and each is not Mixin and not issubclass(each, EngineOnGrid)
+    ]
 
 
 OF_A_STEP = ("train_batch", "forward", "backward", "step", "_take_model_step")

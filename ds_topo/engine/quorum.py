@@ -49,8 +49,8 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
 )
 from ds_topo.engine.gradient_reducer import GradientReducer
+from ds_topo.engine.partition_sums import SummedPartitions
 from ds_topo.engine.replica_comparison import digest
-from ds_topo.engine.shard import SummedPartitions
 from ds_topo.errors import (
     CheckpointLayoutError,
     EngineOptionError,

@@ -29,10 +29,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -45,21 +44,18 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.base.classes import Mixin
 from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.engine.partition_sums import CopiesOfPartition, PartitionSum, SummedPartitions
 from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
 from ds_topo.topology.axes import SHARD
-
-if TYPE_CHECKING:
-    from ds_topo.reduction.parameters import WiderSums
 
 
 class ShardedEngine(EngineOnGrid):
@@ -110,16 +106,6 @@ class ShardedEngine(EngineOnGrid):
         return states
 
 
-@dataclass
-class CopiesOfPartition:
-    """The copies of an optimizer's partition."""
-
-    holders: PartitionHolders
-    """The ranks with copies."""
-    summed: set[int]
-    """The parameter groups whose gradients are summed over the copies, until the step."""
-
-
 class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
@@ -158,25 +144,6 @@ class ShardedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
         return _states_of_replica(self, super().state_dict())
-
-
-class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """``DeepSpeedZeroOptimizer_Stage3``, whose partitions have copies, on other ranks or in replicas of the job."""
-
-    mixin_suffix, mixin_state = "OnGrid", "copies"
-    copies: CopiesOfPartition | None
-    replicas: WiderSums | None = None
-    """The averages over the replicas of a ``Manager``; without one, None."""
-
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """Start the sums of partitions over their copies and over replicas."""
-        partition, holders = super().partition_grads, None if self.copies is None else self.copies.holders
-        return partition_and_sum(holders, self.replicas, partition, self, params_to_release, grad_partitions)
-
-    def independent_gradient_partition_epilogue(self) -> None:
-        """Wait for these sums."""
-        super().independent_gradient_partition_epilogue()
-        wait_for_sums(None if self.copies is None else self.copies.holders, self.replicas, self)
 
 
 def _states_of_replica(optimizer: ShardedZero | ShardedBF16, states: dict[str, Any]) -> dict[str, Any]:
@@ -372,10 +339,12 @@ def _sum_of(
     group: int,
     tensors: list[torch.Tensor],
     dtype: torch.dtype | None = None,
-) -> _Sum:
+) -> PartitionSum:
     """Start the sum of tensors of a parameter group over the copies of ZeRO 1 or 2."""
     among = None if any(map(is_moe_param, optimizer.bit16_groups[group])) else copies.group
-    return _Sum(tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype)
+    return PartitionSum(
+        tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype
+    )
 
 
 def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Parameter]) -> bool:
@@ -405,99 +374,3 @@ def overflows_anywhere(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimiz
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
     return bool(flag.item())
-
-
-class _Sum:
-    """A sum of tensors over the copies of a partition, in flight.
-
-    Args:
-        tensors: the tensors, which get the sums in :meth:`wait`.
-        group: the ranks that hold copies; None if there is nothing to sum, only to scale.
-        scale: a factor.
-        dtype: the type in which they travel.
-        replicas: continues the sum over replicas of this job; None if there are none.
-    """
-
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        group: ProcessGroup | None,
-        scale: float,
-        dtype: torch.dtype,
-        replicas: WiderSums | None = None,
-    ) -> None:
-        self._tensors = tensors
-        device = get_accelerator().current_device_name()
-        self._payload = torch.cat([tensor.reshape(-1).to(device, dtype) for tensor in tensors]).mul_(scale)
-        work = None if group is None else dist.all_reduce(self._payload, group=group, async_op=True)
-        wait: Callable[[], object] = (lambda: None) if work is None else work.wait
-        self._wait = wait if replicas is None else replicas.start(wait, self._payload).wait
-
-    def wait(self) -> None:
-        """Wait, and write the sums to the tensors."""
-        for tensor, total in zip(self._tensors, self.take(), strict=True):
-            tensor.copy_(total)
-
-    def take(self) -> list[torch.Tensor]:
-        """Wait, and return the sums."""
-        self._wait()
-        parts = self._payload.split([tensor.numel() for tensor in self._tensors])
-        return [part.view(tensor.shape) for tensor, part in zip(self._tensors, parts, strict=True)]
-
-
-# -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
-
-
-_steps: WeakKeyDictionary[Any, tuple[dict[int, torch.Tensor], list[_Sum]]] = WeakKeyDictionary()
-"""The gradients of a step that are not summed over the copies yet, by optimizer: those of earlier micro-batches, by the
-identity of their parameter, and sums in flight."""
-
-
-def partition_and_sum(
-    copies: PartitionHolders | None,
-    replicas: WiderSums | None,
-    partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
-    optimizer: DeepSpeedZeroOptimizer_Stage3,
-    parameters: list[Any],
-    partitions: list[torch.Tensor],
-) -> Any:
-    """Call ``partition_grads`` of ZeRO 3; in the last micro-batch, also start the sum of a bucket over the copies.
-
-    An offloaded optimizer gets the gradients after that.
-    """
-    ends_step = optimizer.is_gradient_accumulation_boundary()
-    optimizer.set_gradient_accumulation_boundary(ends_step and not optimizer.offload_optimizer)
-    try:
-        buffers = partition_gradients(parameters, partitions)
-    finally:
-        optimizer.set_gradient_accumulation_boundary(ends_step)
-    kept, in_flight = _steps.setdefault(optimizer, ({}, []))
-    rank = dist.get_rank(optimizer.dp_process_group)
-    filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
-    kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
-    if ends_step and buffers:
-        for parameter in filled:
-            del kept[id(parameter)]
-        group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
-        in_flight.append(_Sum(buffers, group, scale, optimizer.get_param_comm_dtype(filled[0]), replicas))
-    return buffers
-
-
-def wait_for_sums(
-    copies: PartitionHolders | None, replicas: WiderSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
-) -> None:
-    """Wait for the sums of all buckets over copies and replicas, at the end of ZeRO 3's reduction."""
-    if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
-        return
-    kept, in_flight = _steps.pop(optimizer)
-    stream = optimizer.reduce_and_partition_stream
-    with get_accelerator().stream(stream):
-        if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
-            group, scale = (None, 1.0) if copies is None else (copies.group, 1 / copies.number)
-            in_flight.append(_Sum(unused, group, scale, unused[0].dtype, replicas))
-        for sum_over_copies in in_flight:
-            sum_over_copies.wait()
-    if not get_accelerator().resolves_data_dependency():
-        stream.synchronize()
-    if optimizer.offload_optimizer:
-        optimizer._finalize_offload_gradient_accumulation()

@@ -23,7 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, use
-from ds_topo.engine import shard
+from ds_topo.engine import partition_sums, shard
 from ds_topo.engine.config_options import OPTIONS
 from ds_topo.errors import EngineOptionError
 from ds_topo.reduction.exchange import _PIECES_UNDER_WAY, PartitionHolders, _Worker
@@ -128,16 +128,16 @@ def test_gradients_of_zero_3_are_summed_over_the_copies_once_in_a_step(rank: int
                 tensor += part
             return kept
 
-        shard.wait_for_sums(copies, None, optimizer)
+        partition_sums.wait_for_sums(copies, None, optimizer)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             for step in (1, 2):
                 for micro_batch in range(3):
                     optimizer.ends_step = micro_batch == 2
                     ones = [torch.ones_like(each) for each in kept]
-                    assert shard.partition_and_sum(copies, None, add, optimizer, parameters, ones) is kept
+                    assert partition_sums.partition_and_sum(copies, None, add, optimizer, parameters, ones) is kept
                     assert optimizer.ends_step is (micro_batch == 2)
                     assert all_reduce.call_count == step - 1 + (micro_batch == 2), "in the last micro-batch alone"
-                    shard.wait_for_sums(copies, None, optimizer)
+                    partition_sums.wait_for_sums(copies, None, optimizer)
                 assert all(set(each.tolist()) == {1.5} for each in kept), "half of 3, as the other copy adds nothing"
                 for each in kept:
                     each.zero_()
