@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutError
+from ds_topo.launch import council
 from ds_topo.launch.council import within
 from ds_topo.process_groups import creation
 from tests.support.ranks import RankFailure, run_ranks
@@ -74,8 +75,9 @@ def test_a_stopped_store_server_is_named_during_agreement() -> None:
 def _ends_at_once(folder: str) -> None:
     serve_a_store()
     rank = dist.get_rank()
+    council.MOMENT = timedelta(seconds=30)  # other tests may delay the readers
     with pytest.raises(DisagreementError) as caught:
-        PipelineParallelGrid("pipe=2,data=2" if rank else "data=4", timeout=timedelta(seconds=10))
+        PipelineParallelGrid("pipe=2,data=2" if rank else "data=4", timeout=timedelta(seconds=120))
     Path(folder, str(rank)).write_text(str(caught.value))
     if rank == 0:
         os._exit(0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -50,6 +51,12 @@ class ServedStore:
     def stop(self) -> None:
         """Stop the process: it answers no more, and its connections stay open."""
         os.kill(self._server.pid, signal.SIGSTOP)
+        while not all(map(_is_stopped, Path(f"/proc/{self._server.pid}/task").iterdir())):
+            time.sleep(0.001)  # the signal reaches one thread, which stops the others once it runs
+
+
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @contextmanager
