@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -102,13 +103,30 @@ LONGEST = [
 """The files whose default tests take half a minute or more, the longest first."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest then deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start with the longest files, so that no worker of pytest-xdist is left with one of them at the end."""
+    """Mark cases that README's tests leave out, and start with the longest files.
+
+    So no worker of pytest-xdist is left with one of them at the end.
+    """
+    _mark_cases_beyond_samples(items)
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     repeated = {item for item in items if _is_repeated_on_gloo(item)}
     config.hook.pytest_deselected(items=[*repeated])
     items[:] = [item for item in items if item not in repeated]
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def _mark_cases_beyond_samples(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or item.get_closest_marker("exhaustive"):
+            continue
+        name = item.nodeid.partition("[")[0]
+        if cases[name] % sampled.args[0]:
+            item.add_marker(pytest.mark.thorough)
+        cases[name] += 1
 
 
 def _is_repeated_on_gloo(item: pytest.Item) -> bool:

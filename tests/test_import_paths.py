@@ -14,6 +14,8 @@ import pytest
 
 import ds_topo
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 ROOT = Path(ds_topo.__file__).parents[1]
 CLASSES = sorted(name for name in ds_topo.__all__ if inspect.isclass(getattr(ds_topo, name)))
 FUNCTIONS = sorted(name for name in ds_topo.__all__ if inspect.isfunction(getattr(ds_topo, name)))

@@ -12,6 +12,8 @@ from ds_topo.engine.on_grid import EngineOnGrid
 from tests.reach import KINDS, reach_of
 from tests.support.exhaustive import mark_exhaustive
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 _ZERO_1 = ("ZeRO 1 with reducer", "shard", "Trainer")
 _KINDS_OF_REPAIRS = {
     "micro_batches": tuple(KINDS),

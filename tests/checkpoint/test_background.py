@@ -56,6 +56,7 @@ def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
         return here.state(), here.train(range(2, 4))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [*KINDS.values(), Kind("data=2", zero=2, reduced=True)], ids=str)
 def test_background_save_has_state_at_its_start(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
     assert world(2).run(_save, kind, tmp_path) == other_world(2).run(_load, kind, tmp_path)

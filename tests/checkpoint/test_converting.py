@@ -165,6 +165,7 @@ def test_pipeline_with_a_shard_axis_continues_with_the_same_losses(world: Worlds
         assert greatest_difference(losses, expected) < (1e-3 if settings else TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_each_partition_is_saved_once(saved: Saved) -> None:
     def bytes_of(spec: str) -> dict[str, int]:
         found, _ = saved(Layout(spec, 3, is_pipeline=False))

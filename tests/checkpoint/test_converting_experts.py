@@ -60,6 +60,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "now"), mark_exhaustive(PAIRS, lambda number, _: number in (2, 5)), ids=str)
 def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
     world(case.world_size).run(save_experts, case, tmp_path)
@@ -80,6 +81,7 @@ IN_PIPELINES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "now"), mark_exhaustive(IN_PIPELINES, lambda number, _: number == 0), ids=str)
 def test_experts_in_a_pipeline_continue_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
     world(case.world_size).run(save_experts, case, tmp_path)

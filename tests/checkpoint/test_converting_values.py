@@ -130,6 +130,7 @@ def _load_groups(folder: Path) -> None:
             assert _train(engine, range(3, 6)) == pytest.approx(expected, rel=1e-5), form
 
 
+@pytest.mark.thorough
 def test_entries_that_an_optimizer_adds_to_its_groups_are_restored_in_place(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_load_groups, tmp_path)
 
@@ -184,6 +185,7 @@ def _change_options(folder: Path) -> list[tuple[str, list[float], list[float]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_changed_options_of_zero_are_refused_and_converted(world: Worlds, tmp_path: Path) -> None:
     for found in world(2).run(_change_options, tmp_path):
         for (said, expected, losses), (*_, refusal) in zip(found, OPTIONS, strict=True):
@@ -238,6 +240,7 @@ def _load_sliced(folder: Path, topology: str, width: int, to: Path | None = None
     return ""
 
 
+@pytest.mark.thorough
 def test_slices_are_joined_only_if_they_are_equal_or_declared(world: Worlds, sliced: Path, tmp_path: Path) -> None:
     for case, said in (
         ("parameter", r"slices 0 and 1 of model=2 .* parameter 'own'.*set tensor_model_parallel and partition_dim"),
@@ -308,6 +311,7 @@ def _load_kind(folder: Path, topology: str, zero: int, kind: str, to: Path) -> s
     return ""
 
 
+@pytest.mark.thorough
 def test_states_keep_their_type_and_none(world: Worlds, tmp_path: Path) -> None:
     for before, zero in ((1, 0), (0, 1), (1, 1)):
         path = tmp_path / f"{before}{zero}"
@@ -362,6 +366,7 @@ def _load_by_torch(folder: Path, topology: str, zero: int) -> list[str]:
         return [_said_by(way) for way in ways]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("topology", "zero", "is_refused"),
     [("data=1", 1, False), ("data=2", 1, True), ("data=1", 0, True), ("data=2", 2, True)],
@@ -388,6 +393,7 @@ def test_optimizers_that_look_at_several_elements_are_known_by_their_class(kind:
     assert is_element_by_element(kind.__new__(kind)) == is_known
 
 
+@pytest.mark.thorough
 def test_muon_of_deepspeed_looks_at_several_elements() -> None:
     from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam  # imports dynamo, which takes seconds
 
@@ -410,6 +416,7 @@ def _load_module_only(topology: str, folder: Path) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", ["data=2", "data=1,model=2"])
 def test_zero_3_loads_weights_alone(world: Worlds, tmp_path: Path, topology: str) -> None:
     for saved, *loaded in world(2).run(_load_module_only, topology, tmp_path):

@@ -297,6 +297,7 @@ def _keys_after(kind: Kind, folder: Path) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_saves_and_loads_leave_no_keys_in_the_store(world: Worlds, ranks: int, tmp_path: Path) -> None:
     for found in world(ranks).run(_keys_after, Kind(f"data={ranks}", zero=1), tmp_path):
@@ -393,6 +394,7 @@ class _Failing:
         return self.real(*arguments, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mark_exhaustive(CALLS, default=lambda _, name: name in ("replace", "write_text")))
 def test_every_failing_call_leaves_a_complete_checkpoint(world: Worlds, tmp_path: Path, name: str) -> None:
     assert min(world(1).run(_failing_disk, tmp_path, name)) > 0, "a call has failed"

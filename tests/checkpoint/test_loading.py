@@ -93,6 +93,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", KINDS)
 def test_load_falls_back_to_newest_complete(
@@ -223,6 +224,7 @@ def _place(here: Any) -> tuple[int, ...]:
     return tuple(coordinate[axis] for axis in sorted(coordinate))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize(("before", "after"), [*permutations(ORDERS), *permutations(SLICED)], ids=str)
 def test_other_order_of_axes_continues_bit_for_bit(

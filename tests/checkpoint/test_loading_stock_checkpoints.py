@@ -290,6 +290,7 @@ def _load_pipelines(folder: Path, topology: str, method: str) -> dict[str, tuple
     return found
 
 
+@pytest.mark.thorough
 def test_stock_pipelines_load_with_other_stages(world: Worlds, tmp_path: Path) -> None:
     expected = world(2).run(_save_pipelines, tmp_path)[0]
     for topology, method in (("pipe=2", "uniform"), ("pipe=2", "parameters"), ("pipe=1", "uniform")):

@@ -102,6 +102,7 @@ CASES = [(0, "fp32", 1, 4), (1, "bf16", 1, 2), (0, "fp32", 2, 1), (2, "fp32", 2,
 """The stage, the precision, and the degrees of ``model`` before and after; ``data`` is 1."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("zero", "precision", "old", "new"), mark_exhaustive(CASES, lambda number, _: number < 3))
 @pytest.mark.parametrize("is_torch", [False, True], ids=["files", "torch"])
 def test_padding_follows_the_degree_of_model(

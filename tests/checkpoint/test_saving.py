@@ -73,6 +73,7 @@ def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[s
         return loaded, here.train(range(2, 4)), here.state()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CASES, ids=str)
 def test_loaded_job_continues_bit_for_bit(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
     without_stop = world(2).run(_save, kind, tmp_path)
@@ -181,6 +182,7 @@ def _refused_write(kind: Kind, folder: Path, where: str) -> tuple[str, str, list
         return type(raised.value).__name__, str(raised.value), left_behind
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("where", ["save", "flush"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
 def test_full_disk_raises_same_error_on_every_rank(world: Worlds, kind: Kind, where: str, tmp_path: Path) -> None:
@@ -294,6 +296,7 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
         return str(raised.value)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
 def test_too_little_space_is_refused_before_writing(world: Worlds, kind: Kind, tmp_path: Path) -> None:
     errors = world(2).run(_too_little_space, kind, tmp_path)
@@ -415,6 +418,7 @@ def _interrupted(folder: Path) -> str:
         return str(raised.value)
 
 
+@pytest.mark.thorough
 def test_rank_that_fails_early_is_named_in_time(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         first, second = ranks.call(_interrupted, (tmp_path,), deadline=60, timeout=6)

@@ -124,6 +124,7 @@ def test_tables_of_experts_equal_their_files(world: Worlds, tmp_path: Path, case
     _require_equal(tmp_path / TAG)
 
 
+@pytest.mark.thorough
 def test_rank_opens_only_tables_at_zero_3_that_hold_its_elements(
     world: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def assert_same_content(one: Path, other: Path, without: Sequence[str] = (".deep
 # -- other layouts ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -249,6 +250,7 @@ def fsdp2(world: Worlds) -> None:
         pytest.skip(f"FSDP2 of torch {torch.__version__} does not average gradients on gloo")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize(
     ("layout", "form"),
@@ -305,6 +307,7 @@ def _program(ranks: int, *arguments: object) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_program_without_deepspeed_and_ds_topo_continues(saved: Saved, ranks: int) -> None:
     folder, expected = saved(SLICED)
@@ -358,6 +361,7 @@ def _load_experts(case: Case, folder: Path, again: Path) -> list[float]:
         return rank.train(range(2, 4)).losses
 
 
+@pytest.mark.thorough
 def test_experts_continue_on_other_ranks(world: Worlds, tmp_path: Path) -> None:
     source = Case("data=2,model=2", (2, 0, 1), 1, tensor_parallel=True, pipeline=False)
     target = Case("data=2", (1, 0, 2), 2, pipeline=False, reduced=True)
@@ -402,6 +406,7 @@ def _train_during_async_save(layout: Layout, folder: Path) -> None:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [Layout("data=2", 1, reduced=True), Layout("model=2", 0)], ids=str)
 def test_async_save_has_state_at_its_start(world: Worlds, tmp_path: Path, layout: Layout) -> None:
     world(2).run(_train_during_async_save, layout, tmp_path)
@@ -435,6 +440,7 @@ def _known(engine: Any) -> dict[str, str]:
     return {"step": found["step"]} if engine.zero_optimization_stage() == 3 else found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layout", "is_flat"),
     [(Layout("data=2", 0), True), (Layout("data=2", 2, settings=BF16), False), (Layout("data=2", 3), True)],
@@ -500,6 +506,7 @@ def _uneven(settings: dict[str, Any], source: Path | None, folder: Path) -> floa
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
+@pytest.mark.thorough
 def test_frozen_and_single_and_strided_parameters_are_restored(world: Worlds, tmp_path: Path) -> None:
     source = tmp_path / "0"
     loss = world(2).run(_uneven, {}, None, source)

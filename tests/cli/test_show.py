@@ -285,6 +285,7 @@ def test_colours_are_used_in_terminals_unless_disabled(capsys: pytest.CaptureFix
     assert without_codes == [piped.replace("pipe,data.", "pipe,data; a colour for each pipe."), piped]
 
 
+@pytest.mark.thorough
 def test_a_closed_pipe_causes_no_error(tmp_path: Path) -> None:
     picture = tmp_path / "layout.png"
     command = f"{sys.executable} -m ds_topo show data=64,pipe=2 --groups --png {picture} | head -1"

@@ -196,6 +196,7 @@ def _ranks_of(folder: Path) -> list[str]:
 # -- joining -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
 def test_ranks_of_two_hosts_join(launcher: str, start_hosts: Callable[..., Any], tmp_path: Path) -> None:
     cluster, variables = start_hosts(launcher)

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from tests.cluster import Cluster, requirements
 from tests.support.ranks import RankFailure
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 StartCluster = Callable[..., Cluster]
 MEGABYTES = 4
 

@@ -95,6 +95,7 @@ def _compare(
     assert torch.equal(x.detach(), inputs[me])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(("world_size", "topology"), GRIDS)
 def test_forward_and_backward_equal_one_process(

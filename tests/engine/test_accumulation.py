@@ -215,6 +215,7 @@ PASSES = (two_losses, one_by_one, two_forwards, recurrent, penalty)
 STAGES = ("zero0", "zero1", "zero2", "zero3", "wide-zero1")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("losses", PASSES)
 @pytest.mark.parametrize(
     ("name", "own", "reduced"),

@@ -101,6 +101,7 @@ def _losses(spec: str, kind: str, calls: list[Call], schedule: str = "1F1B", **o
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "kind", "case"),
     mark_exhaustive(
@@ -162,6 +163,7 @@ def _another_shape_on_one_slice(spec: str, reader: str) -> list[str]:
     return errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reader", ["inputs", "labels"])
 def test_another_shape_on_one_slice_raises_on_all_ranks(world: Worlds, reader: str) -> None:
     stage = 0 if reader == "inputs" else 1

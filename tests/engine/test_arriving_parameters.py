@@ -45,6 +45,7 @@ pytestmark = pytest.mark.backends("strict", exhaustive=("gloo",))
 OVERLAPPED = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300, "overlap_parameters": True}
 
 
+@pytest.mark.thorough
 def test_what_would_not_wait_for_parameters_is_named() -> None:
     class Optimized(nn.Linear):
         pass
@@ -395,6 +396,7 @@ def _trains_alike(program: type[Layers], stage: int) -> None:
     assert expected is None or expected in told[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="zero{}".format)
 @pytest.mark.parametrize("program", mark_exhaustive(PROGRAMS, lambda number, _: number < DEFAULT))
 @pytest.mark.backends("strict", exhaustive=("gloo",))
@@ -630,6 +632,7 @@ def _read_without_waiting() -> dict[str, str]:
     return found
 
 
+@pytest.mark.thorough
 @in_flight_after_the_step
 @pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_readers_that_do_not_wait_get_no_old_values(world: Worlds) -> None:
@@ -721,6 +724,7 @@ def _after_an_error() -> None:
         assert _is_hidden(weight), "half of its values may be new"
 
 
+@pytest.mark.thorough
 @in_flight_after_the_step
 def test_every_reader_gets_the_error_of_a_failed_gather() -> None:
     run_ranks(2, _after_an_error, deadline=60)

@@ -258,6 +258,7 @@ def test_checkpoints_load_with_other_numbers_of_ranks_per_expert(tmp_path: Path,
     run_ranks(4, _save_and_load, str(tmp_path), saver, ELSEWHERE, {}, deadline=400)
 
 
+@pytest.mark.thorough
 def test_checkpoints_in_bf16_load_with_other_numbers_of_ranks_per_expert(tmp_path: Path) -> None:
     targets = [("data=4", 2, 4), ("data=2,model=2", 1, 2)]
     run_ranks(4, _save_and_load, str(tmp_path), ("data=4", 1, 2), targets, BF16, deadline=200)

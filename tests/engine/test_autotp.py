@@ -336,6 +336,7 @@ def _resume(folder: str, make: Callable[[], nn.Module], section: dict[str, Any],
                     destroy_engine(engine)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stages", mark_exhaustive(([1], [0, 2, 3]), lambda number, _: not number))
 def test_checkpoints_load_in_other_orders_degrees_and_stages(world: Worlds, tmp_path: Path, stages: list[int]) -> None:
     world(4).run(_resume, str(tmp_path), gated, CUSTOM["tensor_parallel"], stages)

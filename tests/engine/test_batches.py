@@ -668,6 +668,7 @@ def _start_in_each_step() -> dict[str, tuple[list[str], list[float]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_new_iterator_in_each_step_is_named_if_later_samples_are_never_read(world: Worlds) -> None:
     first, last = world(2).run(_start_in_each_step)
     assert {kind: len(said) for kind, (said, _) in first.items()} == {

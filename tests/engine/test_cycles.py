@@ -31,7 +31,7 @@ from tests.support.process_groups import number_of_groups
 from tests.support.small_engines import settings
 from tests.support.world import Worlds
 
-pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+pytestmark = [pytest.mark.thorough, pytest.mark.backends("gloo", exhaustive=("strict",))]
 
 FAKE_CYCLES = 1000
 GLOO_CYCLES = 12

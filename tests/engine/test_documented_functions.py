@@ -308,6 +308,7 @@ def _compare(world: Worlds, case: tuple[int, str], spec: str, tolerance: float, 
     return known
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("stage", "precision"), mark_exhaustive(_CASES, default=lambda _, case: case in _DEFAULT))
 def test_documented_functions_do_what_they_do_in_stock(world: Worlds, stage: int, precision: str) -> None:
     assert "sets_gradients" not in _compare(world, (stage, precision), "data=2", 0.0) or "sums" in precision

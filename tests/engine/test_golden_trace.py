@@ -222,9 +222,12 @@ def traced(world: Worlds, request: pytest.FixtureRequest) -> dict[str, str]:
     return traces_of(world(4).run(record_all, [name for name in SCENES if name in names]))
 
 
-pytestmark = pytest.mark.skipif(
-    deepspeed.__version__ != RELEASE, reason=f"golden_trace.txt has the calls of DeepSpeed {RELEASE}"
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        deepspeed.__version__ != RELEASE, reason=f"golden_trace.txt has the calls of DeepSpeed {RELEASE}"
+    ),
+]
 
 
 DEFAULT = (

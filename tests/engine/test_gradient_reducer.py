@@ -137,6 +137,7 @@ def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:
     return ours
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("topology", "options"),
     mark_exhaustive(
@@ -167,6 +168,7 @@ def _overlapped(topology: str, options: dict[str, Any]) -> None:
         assert torch.equal(on_their_way.parameters[name], value), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("topology", ["pipe=2,data=2", pytest.param("data=2,pipe=2", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "options",
@@ -229,6 +231,7 @@ def _two_outputs_both_ways(overlap: bool | None) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", [None, True, False], ids="overlap_{}".format)
 def test_several_backward_calls_per_micro_batch_and_detach(world: Worlds, overlap: bool | None) -> None:
     world(4).run(_two_outputs_both_ways, overlap)

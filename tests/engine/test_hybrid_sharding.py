@@ -155,6 +155,7 @@ def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> Non
     compare(world, (Row(3, accumulation=3),), ("grid",))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("side", "options"),
     mark_exhaustive(
@@ -244,6 +245,7 @@ def test_experts_go_on_from_a_checkpoint_with_a_shard_axis(world: Worlds, precis
     compare(world, _rows_of_resumed_experts((1, 2), precision, size))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_offloaded_engine_that_accumulates_trains_alike_with_a_shard_axis(world: Worlds, stage: int) -> None:
     compare(world, (Row(stage, accumulation=3, offload=True),), ("grid",))

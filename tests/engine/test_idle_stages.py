@@ -168,6 +168,7 @@ FURTHER = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layers", "options", "config"), mark_exhaustive([*DEFAULT, *FURTHER], lambda number, _: number < len(DEFAULT))
 )

@@ -106,12 +106,14 @@ def _as_without(script: str, torch_style: bool, more: dict[str, Any]) -> None:
         assert torch.equal(*everyone), "replicas are bit-equal"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("more", [{}, ZERO_1, BF16], ids=["ZeRO 0", "ZeRO 1", "bf16"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_plain_engines_train_as_without_the_reducer(world: Worlds, script: str, more: dict[str, Any]) -> None:
     world(2).run(_as_without, script, False, more)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if "exception" not in name])
 def test_loss_backward_trains_as_without_the_reducer(world: Worlds, script: str) -> None:
     """DeepSpeed accepts ``loss.backward()`` under ZeRO, but cannot continue after an exception in it."""

@@ -135,11 +135,13 @@ def _check(world: Worlds, case: Case) -> None:
     world(case.world_size).run(assert_trains_as_one_process, case, case.reference(STEPS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines_with_experts_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", PLAIN_ENGINES)
 def test_plain_engines_with_experts_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
@@ -160,16 +162,19 @@ def test_plain_engines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: 
     _check(world, case)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PIPELINES, lambda number, _: number in (5, 9, 13)))
 def test_pipelines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PLAIN_ENGINES, lambda number, _: number in (0, 5, 8)))
 def test_plain_engines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", mark_exhaustive(BIASED, lambda number, case: number in (0, 1) or case in BIASED[-2:]))
 def test_norm_counts_what_slices_of_experts_replicate_once(world: Worlds, case: Case) -> None:
     _check(world, case)

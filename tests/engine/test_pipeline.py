@@ -46,6 +46,7 @@ def _train_and_compare(topology: str, zero: int, expected: Run) -> None:
     assert_trained_alike(run, expected, losses=1e-4, norms=1e-4, elements=(1e-4, 1e-5))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("topology", "zero"),
     mark_exhaustive(product(TOPOLOGIES, (0, 1)), default=lambda number, _: number % 4 in (0, 3)),  # each topology once

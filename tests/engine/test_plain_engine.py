@@ -55,6 +55,7 @@ def _train_and_compare(topology: str, case: str, engine_alone: Run, by_hand: Run
     assert_trained_alike(run, by_hand, losses=2e-2 if is_bf16 else 1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("topology", "case"),
     mark_exhaustive(product(["data=4", "model=2,data=2"], CASES), default=lambda number, _: number % 3 == 0),
@@ -90,6 +91,7 @@ def _load_and_train(topology: str, case: str, folder: Path) -> list[float]:
         return train(engine, grid, range(2, STEPS)).losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", mark_exhaustive(CASES, lambda number, _: number in (3, 7)))
 def test_new_processes_continue_bit_for_bit(world: Worlds, other_world: Worlds, case: str, tmp_path: Path) -> None:
     saved = world(4).run(_train_and_save, "data=2,model=2", case, tmp_path)
@@ -140,6 +142,7 @@ def _calls_of_a_step(stage: int, layers: int) -> int:
     return called
 
 
+@pytest.mark.thorough
 @pytest.mark.backends("gloo")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_step_calls_at_most_two_functions_for_each_parameter(world: Worlds, stage: int) -> None:
@@ -172,6 +175,7 @@ def _kernels_of_a_step(config: dict[str, Any], layers: int, has_grid: bool) -> i
     return kernels.number
 
 
+@pytest.mark.thorough
 @pytest.mark.backends("gloo")
 @pytest.mark.parametrize("ours", [{}, {"gradient_reducer": {}}], ids=["", "reducer"])
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
@@ -252,6 +256,7 @@ def _whole(model: torch.nn.Module, stage: int) -> list[torch.nn.Parameter]:
         return [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "precision"),
     mark_exhaustive(product(range(4), PRECISIONS), default=lambda _, case: case in ((1, "fp32"), (3, "fp32"))),

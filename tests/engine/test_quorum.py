@@ -400,6 +400,7 @@ def _leaving(zero: int, replica: int, address: str) -> tuple[list[Any], set[int]
     return weights, sizes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", mark_exhaustive([1, 3], default=lambda number, _: number == 0))
 def test_communicator_over_replicas_is_made_anew_without_touching_the_others(zero: int) -> None:
     """With the stand-in for NCCL inside replicas and over them."""

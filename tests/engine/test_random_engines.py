@@ -31,7 +31,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
-pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+pytestmark = [pytest.mark.thorough, pytest.mark.backends("gloo", exhaustive=("strict",))]
 
 WIDTH = 8
 STEPS = 5

@@ -198,6 +198,7 @@ except ImportError as error:
     ), done.stderr
 
 
+@pytest.mark.thorough
 def test_older_torch_is_refused_by_modules_that_need_no_deepspeed() -> None:
     code = """
 import importlib, torch

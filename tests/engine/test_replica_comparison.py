@@ -78,6 +78,7 @@ def _agrees(kind: str) -> None:
         assert {name: vars(engine).get(name) for name in before} == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", mark_exhaustive(KINDS, lambda number, _: number in (1, 2, 4, 6, 7, 10)))
 def test_replicas_of_correct_engines_are_equal(world: Worlds, kind: str) -> None:
     world(4).run(_agrees, kind)
@@ -168,6 +169,7 @@ def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[
         return name, str(caught.value)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "changed_rank", "change", "alike"),
     [

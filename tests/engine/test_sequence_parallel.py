@@ -141,6 +141,7 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run, is_sp
     assert_trained_alike(run, alone, losses=1e-5, tensors=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     "topology",

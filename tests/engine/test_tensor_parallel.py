@@ -36,6 +36,7 @@ CASES = mark_exhaustive(
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("topology", "way"), CASES)
 def test_training_equals_one_process(
     world: Worlds, layers_alone: Reference, topology: str, way: dict[str, Any]

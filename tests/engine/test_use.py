@@ -94,6 +94,7 @@ def _stock_pipeline(order: str) -> tuple[list[float], list[float]]:
     return found, expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", mark_exhaustive(ORDERS, lambda number, _: number in (0, 3)))
 def test_deepspeeds_pipeline_class_trains_on_the_grid(world: Worlds, order: str) -> None:
     for found, expected in world(8).run(_stock_pipeline, order):

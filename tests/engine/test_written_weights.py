@@ -110,6 +110,7 @@ _CHANGES: list[tuple[Callable[[Any], None], str, list[str]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("zero", "more"), mark_exhaustive(_ENGINES, lambda number, _: number < 5))
 def test_changed_parameters_are_named_once(world: Worlds, zero: int, more: dict[str, Any]) -> None:
     for change, what, names in _CHANGES:

@@ -123,6 +123,7 @@ def _trains_alike(zero: int, more: dict[str, Any]) -> None:
             ours.destroy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)], ids="data{}".format)
 @pytest.mark.parametrize(("zero", "more"), mark_exhaustive(CASES, lambda number, _: number in (0, 3, 5, 6, 8, 9)))
 @pytest.mark.backends("strict", exhaustive=("gloo",))
@@ -161,6 +162,7 @@ def _in_fp16(zero: int) -> None:
     torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-3, atol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_trains_fp16_with_overflows(world: Worlds, zero: int) -> None:
     world(2).run(_in_fp16, zero)
@@ -325,6 +327,7 @@ KEEPS_BF16 = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), pytest.param(1, WIDE, marks=KEEPS_BF16)])
 @pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_deepspeeds_functions_find_single_gradients(world: Worlds, zero: int, more: dict[str, Any]) -> None:
@@ -360,6 +363,7 @@ def _resumed(folder: str, zero: int, more: dict[str, Any], wanted: list[torch.Te
             engine.destroy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16), (1, WIDE)])
 @pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_checkpoints_are_in_deepspeeds_layout(world: Worlds, tmp_path: Path, zero: int, more: dict[str, Any]) -> None:
@@ -414,6 +418,7 @@ def _attached_and_detached(zero: int, more: dict[str, Any]) -> None:
         engine.destroy()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16), (1, WIDE)])
 @pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_attach_and_detach_between_steps(world: Worlds, zero: int, more: dict[str, Any]) -> None:
@@ -506,6 +511,7 @@ def _freezes(zero: int) -> None:
     assert all(map(torch.equal, state, theirs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_parameter_frozen_before_attach_gets_a_zero_gradient(world: Worlds, zero: int) -> None:
     """The gradients of its neighbors are not affected."""
@@ -705,6 +711,7 @@ def _train_groups(kind: type[torch.optim.Optimizer], stage: int, reducer: bool) 
         engine.destroy()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "stage", "reducer"),
     mark_exhaustive(
@@ -740,6 +747,7 @@ def _with_a_hook(zero: int) -> None:
         theirs.destroy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_accepts_communication_hooks_of_ddp(world: Worlds, zero: int) -> None:
     world(2).run(_with_a_hook, zero)

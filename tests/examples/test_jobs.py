@@ -60,6 +60,7 @@ def test_main_job_resumes_with_equal_losses(through: tuple[Path, dict[str, Any]]
     assert resumed["validation_loss"] == whole["validation_loss"]
 
 
+@pytest.mark.thorough
 def test_main_job_resumes_on_fewer_ranks_with_the_same_samples(
     through: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

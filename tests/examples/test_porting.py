@@ -74,6 +74,7 @@ def test_guide_has_a_change_for_every_layout() -> None:
     assert len(FORMS) == len(LAYOUTS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", mark_exhaustive(range(1, 5), lambda _, form: form == 4))
 def test_every_form_trains_alike(form: int, plain: tuple[Path, list[list[float]]], tmp_path: Path) -> None:
     _, losses = plain
@@ -81,6 +82,7 @@ def test_every_form_trains_alike(form: int, plain: tuple[Path, list[list[float]]
     assert_same_losses(train(form, LAYOUTS[form], tmp_path), losses[:2])
 
 
+@pytest.mark.thorough
 def test_pipeline_continues_the_files_of_the_script_and_the_script_those_of_the_pipeline(
     plain: tuple[Path, list[list[float]]], tmp_path: Path
 ) -> None:

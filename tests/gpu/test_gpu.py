@@ -14,6 +14,8 @@ import torch
 
 from tests.gpu.__main__ import CHECKS, ROOT, Check, Outcome, Place, places, run, table
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 HERE = Place("two", 2, "gloo", "cpu")
 
 

@@ -256,6 +256,7 @@ def _waits_in_all_ways() -> dict[str, str]:
     return found
 
 
+@pytest.mark.thorough
 def test_every_way_to_wait_for_other_ranks_is_observed(world: Worlds) -> None:
     found = world(2).run(_waits_in_all_ways)[0]
     of_program = {"with_timeout", "of_a_list", "of_process_group", "of_store", "of_pairs"}

@@ -123,6 +123,7 @@ def _is_blocked(port: int, is_lazy: bool) -> float | None:
     return ended
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="connections are found on Linux only")
 @names_threads
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["connected", "lazy"])

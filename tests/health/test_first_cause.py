@@ -75,6 +75,7 @@ def _break(engine: Any, name: str) -> None:
         engine.module.register_forward_pre_hook(fail)
 
 
+@pytest.mark.sampled(3)
 @names_threads
 @pytest.mark.parametrize(
     ("kind", "name", "backend"),
@@ -118,6 +119,7 @@ def _train_on_after(errors_of: int) -> list[str]:
     return caught
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("errors_of", [1, 4])
 def test_error_that_a_program_handles_ends_nothing(world: Worlds, errors_of: int) -> None:
     found = world(4).run(_train_on_after, errors_of)

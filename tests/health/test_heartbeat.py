@@ -119,6 +119,7 @@ def finding(kind: int, rank: int, what: str) -> RankFault:
     return RankFault(kind, rank, f"rank {rank} on node{rank} {what}.")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -147,6 +147,7 @@ def _progress() -> Progress:
     return Progress(lambda: None)
 
 
+@pytest.mark.thorough
 def test_one_call_is_told_from_a_loop_of_calls() -> None:
     assert _seconds_while(lambda: time.sleep(1.5), _progress(), Activity()) > 1
     assert _seconds_while(lambda: [time.sleep(0.1) for _ in range(15)], _progress(), Activity()) < 0.6
@@ -157,6 +158,7 @@ def test_a_passed_thread_is_asked_again() -> None:
     assert [thread.has_passed() for _ in range(100)].count(True) > 50  # the answer may come before the question returns
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reaches_lines", [True, False])
 def test_lines_of_autograds_threads_are_progress_of_backward(reaches_lines: bool) -> None:
     ended = _thread.allocate_lock()
@@ -199,6 +201,7 @@ def test_the_patience_depends_on_the_activity(doing: Activity, limit: float) -> 
     assert progress.is_stuck(doing) is (limit < float("inf"))
 
 
+@pytest.mark.thorough
 def test_a_traced_process_is_spared() -> None:
     code = """
 import ctypes, os, sys, time

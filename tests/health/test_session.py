@@ -76,6 +76,7 @@ def test_clocks_of_one_machine_agree() -> None:
     assert 0.0 <= offsets[1] < 0.5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", ["a step", "clocks"])
 def test_store_that_has_stopped_is_named_in_time_on_every_rank(step: str) -> None:
     with served_store() as store:

@@ -55,6 +55,7 @@ def _twice() -> list[str]:
     return before[1]
 
 
+@pytest.mark.thorough
 def test_a_stopped_watch_leaves_nothing_behind_and_can_be_started_again(world: Worlds) -> None:
     assert world(2).run(_twice) == [[], []]
 
@@ -76,6 +77,7 @@ def _holds_the_interpreter(loses_its_witness: bool) -> str | None:
         return watch.verdict
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loses_its_witness", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_holds_the_interpreter_is_no_fault(world: Worlds, loses_its_witness: bool) -> None:
     assert world(3).run(_holds_the_interpreter, loses_its_witness) == [None] * 3
@@ -92,6 +94,7 @@ def _fails_and_goes_on() -> str:
     return str(watch.verdict)
 
 
+@pytest.mark.thorough
 @names_threads
 def test_a_program_that_handles_the_error_continues(world: Worlds) -> None:
     for text in world(3).run(_fails_and_goes_on):
@@ -106,6 +109,7 @@ def _computes() -> str | None:
         return watch.verdict
 
 
+@pytest.mark.thorough
 def test_a_long_computation_is_no_fault(world: Worlds) -> None:
     assert world(3).run(_computes) == [None] * 3
 

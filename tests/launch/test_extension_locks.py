@@ -36,6 +36,7 @@ def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path) -> None:
     baton.release()
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.parametrize("namespaces", [[], OTHER_PROCESSES])
 def test_held_lock_is_kept(namespaces: list[str], tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def run_rank(program: str, **variables: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.thorough
 def test_all_groups_have_one_timeout_also_deepspeeds() -> None:
     result = run_rank(
         "import torch, torch.distributed as dist, ds_topo\n"
@@ -126,6 +127,7 @@ def test_a_grid_exports_coordinates() -> None:
     assert said == ["DS_TOPO_COORDINATE DS_TOPO_DATA DS_TOPO_PIPE", ""], result.stderr[-3000:]
 
 
+@pytest.mark.thorough
 def test_error_names_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -246,6 +248,7 @@ def test_separate_counts_of_restarts_warn(
     assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(warning.message) for warning in caught] == [True] * warns
 
 
+@pytest.mark.thorough
 def test_ranks_join_if_their_hosts_count_restarts_differently() -> None:
     """Join on two hosts with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: rank 0 serves a new store after each restart."""
     port = str(free_port())
@@ -300,6 +303,7 @@ def test_store_that_has_stopped_is_named_in_time_on_every_rank(step: str, monkey
             _assert_names_the_server(error, store.port)
 
 
+@pytest.mark.thorough
 def test_store_that_stops_while_ranks_wait_for_another_is_named_in_time() -> None:
     with served_store() as store:
         launches = [Launch("environment", rank, 3, 0, "127.0.0.1", store.port) for rank in (0, 2)]

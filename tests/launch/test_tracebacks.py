@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ds_topo.launch.tracebacks import digest_of
 from tests.support.ports import free_port
 
@@ -48,6 +50,7 @@ def test_each_different_error_is_printed_once(tmp_path: Path) -> None:
     assert "which has printed it in full: ValueError: of the others" in short
 
 
+@pytest.mark.thorough
 def test_former_hook_is_back_after_the_job(tmp_path: Path) -> None:
     assert not any("Traceback" in output for output in _outputs("restored", tmp_path))
 

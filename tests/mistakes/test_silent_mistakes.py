@@ -133,6 +133,7 @@ def _clear(stage: int, reduced: bool, config: dict[str, Any]) -> dict[str, tuple
 _BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "reduced", "config"),
     mark_exhaustive(

@@ -88,6 +88,7 @@ def _train(layers: Any, grid: PipelineParallelGrid, zero: int) -> Trained:
     return run, norm
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spec", "name"),
     mark_exhaustive(

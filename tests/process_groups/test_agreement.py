@@ -74,6 +74,7 @@ def test_a_wrong_world_size_on_every_rank_raises_on_every_rank(world: Worlds) ->
     assert errors[0].startswith("WorldSizeError: ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("absent", [0, 3], ids="rank{}".format)
 def test_an_absent_rank_is_named(world: Worlds, absent: int) -> None:
     specs = ["data=4" if rank != absent else None for rank in range(4)]
@@ -87,6 +88,7 @@ def _come_in_turn() -> str:
     return _build(["pipe=3"] * 3, timeout)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_came_in_time_raises_if_another_rank_timed_out(world: Worlds) -> None:
     """Rank 1 has timed out before rank 2 comes, so ranks 0 and 2 must not create groups with it."""
     for rank, error in enumerate(world(3).run(_come_in_turn)):

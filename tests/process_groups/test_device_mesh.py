@@ -170,6 +170,7 @@ def _train_both(way: str) -> None:
         assert number_of_groups() == groups_before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_torchs_parallelism_gives_the_same_losses_and_norms(world: Worlds, way: str) -> None:
     if "tensor_parallelism" in way and not way.startswith("our") and hasattr(api, "_validate_tp_mesh_dim"):

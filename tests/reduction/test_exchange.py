@@ -108,6 +108,7 @@ def _exchange_by(way: str) -> None:
     _exchanges(WAYS[way], DTYPES if way != "collectives" or gloo_sums_all else DTYPES[:1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", mark_exhaustive(WAYS, lambda _, way: way != "peers_on_two_hosts"))
 def test_reduce_scatter_sums_owned_slice_and_gather_fills_all_slices(world: Worlds, way: str) -> None:
     world(4).run(_exchange_by, way)

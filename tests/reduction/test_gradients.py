@@ -55,6 +55,7 @@ def _against_ddp(micro_batches: int, set_to_none: bool) -> list[list[str]]:
     return layouts[-1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("micro_batches", "set_to_none"), [(1, True), (3, False), (3, True)])
 def test_gradients_equal_those_of_ddp_and_of_one_process(world: Worlds, micro_batches: int, set_to_none: bool) -> None:
     layouts = world(2).run(_against_ddp, micro_batches, set_to_none)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankFailure, run_ranks
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 
 def _sum_of_ranks(offset: int) -> float:
     value = torch.tensor([float(dist.get_rank() + offset)])

@@ -23,7 +23,7 @@ from tests.support.strict_calls import StrictError, StrictWork, spinning_waits
 from tests.support.world import Worlds
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
-pytestmark = pytest.mark.backends("strict")
+pytestmark = [pytest.mark.thorough, pytest.mark.backends("strict")]
 
 
 def _caught(program: Callable[[], Any]) -> str:

@@ -27,6 +27,8 @@ from ds_topo.errors import DisagreementError
 from tests.support.ranks import RankFailure
 from tests.support.world import World, Worlds
 
+pytestmark = pytest.mark.thorough  # for those who change ds_topo
+
 
 @pytest.fixture(scope="module")
 def own_world() -> Iterator[World]:

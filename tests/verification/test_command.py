@@ -106,6 +106,7 @@ def test_program_without_an_engine_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "the program ended without a step of an engine, which verify compares" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_failure_of_a_program_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "train.py"
     program.write_text("raise ValueError('no data')\n")
