@@ -7,8 +7,8 @@
 
 A change turns a comparison, exchanges an operator, negates a condition, or adds one to a number. Each is made in a copy
 of the working tree, in which the tests of that file run (``TESTS``, or those of the same name): first those of one
-process, then those of several ranks. Tests that fail run again without a change, the first one at once and the others
-at the end. If one fails then, too, the program stops: there every change would seem to be noticed. Changes of messages,
+process, then those of several ranks. If README's tests do not notice it, those of the default set run. Tests that fail
+run again without a change, the first one at once and the others at the end. If one fails then, too, the program stops: there every change would seem to be noticed. Changes of messages,
 of annotations and of constants of a module are left out, because no test should depend on them.
 
 ``--reaching`` runs the default set once more, with a probe at each change that these tests did not notice, and then for
@@ -451,11 +451,15 @@ def main() -> int:
         chosen = [change for change in possible if change.line == options.line]
     else:
         chosen = random.Random(options.seed).sample(possible, min(options.number, len(possible)))
-    missed, numbers = [], Counter[tuple[str, str]]()
+    missed, numbers, beyond = [], Counter[tuple[str, str]](), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Tree(Path(folder))
         for change in chosen:
-            outcome = tree.outcome_of(change, options.tests or tests_of(change.file), options.deadline)
+            tests = options.tests or tests_of(change.file)
+            outcome = tree.outcome_of(change, tests, options.deadline)
+            if outcome == "passed":
+                outcome = tree.outcome_of(change, ["-m", "not exhaustive", *tests], options.deadline * 2)
+                beyond[change.package] += outcome not in ("passed", "timeout")
             missed += [change] if outcome == "passed" else []
             numbers[change.package, outcome if outcome in ("passed", "timeout") else "caught"] += 1
         tree.confirm(options.deadline * 3)
@@ -472,7 +476,7 @@ def main() -> int:
         caught, late, passed = (numbers[package, outcome] for outcome in ("caught", "timeout", "passed"))
         others = numbers[package, "caught by others"]
         of = sum(change.package == package for change in possible)
-        caught_ = f"{caught} caught by the tests of their files, {others} by others"
+        caught_ = f"{caught} caught by the tests of their files ({beyond[package]} not by README's), {others} by others"
         print(f"{package}: {caught_}, {late} timed out, {passed} not caught, of {of} possible changes")
     for change in missed:
         print(f"NOT CAUGHT: {change}\n{change.difference()}")
