@@ -5,11 +5,12 @@
     python tests/mutations.py ds_topo/reduction/partitions.py ds_topo/reduction --number 20 --seed 1
     python tests/mutations.py ds_topo/reduction/partitions.py --line 376      # every change of one line
 
-A change turns a comparison, exchanges an operator, negates a condition, or adds one to a number. Each is made in a copy
-of the working tree, in which the tests of that file run (``TESTS``, or those of the same name): first those of one
-process, then those of several ranks. If README's tests do not notice it, those of the default set run. Tests that fail
-run again without a change, the first one at once and the others at the end. If one fails then, too, the program stops: there every change would seem to be noticed. Changes of messages,
-of annotations and of constants of a module are left out, because no test should depend on them.
+A change turns a comparison, exchanges an operator, negates a condition, or adds one to a number. Each is made in a
+copy of the working tree, in which the tests of that file run (``TESTS``, or those of the same name): first those of
+one process, then those of several ranks. If README's tests do not notice it, those of the default set run. Tests that
+fail run again without a change, the first one at once and the others at the end. If one fails then, too, the program
+stops: there every change would seem to be noticed. Changes of messages, of annotations and of constants of a module
+are left out, because no test should depend on them.
 
 ``--reaching`` runs the default set once more, with a probe at each change that these tests did not notice, and then for
 each of those changes the other tests that reached its probe.
