@@ -85,22 +85,28 @@ class _Core:
         return self.places[axis]
 
 
-class Epochs:
-    """Notice that an engine is trained a second time on samples that were shuffled for the same epoch."""
+class FollowedSampler(DistributedSampler[Any]):
+    """A sampler that notices forgotten calls of ``set_epoch``, and may begin inside of an epoch."""
 
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._progress = progress
-        self._last: int | None = None
-        """The last epoch in which all samples were read while an engine took steps."""
+    progress: TrainingProgress
+    left_out = 0
+    """The number of samples of this share that the next iteration leaves out."""
+    _last: int | None = None
+    """The last epoch in which all samples were read while an engine took steps; -1 once a warning was given."""
 
-    def of(self, sampler: DistributedSampler[Any], indices: Iterator[Any]) -> Iterator[Any]:
-        """Return the indices of an iteration of a sampler."""
-        is_looked_at = self._progress.is_first_rank and sampler.shuffle
-        return self._followed(sampler, indices) if is_looked_at else indices
+    def __iter__(self) -> Iterator[Any]:
+        left_out, self.left_out = self.left_out, 0
+        indices = super().__iter__()
+        if self.progress.is_first_rank and self.shuffle:
+            indices = self._followed(indices)
+        return islice(indices, left_out, None)
 
-    def _followed(self, sampler: DistributedSampler[Any], indices: Iterator[Any]) -> Iterator[Any]:
-        steps, epoch, taken = self._progress.steps, sampler.epoch, 0
-        if epoch == self._last and self._progress.check_samples:
+    def __len__(self) -> int:
+        return super().__len__() - self.left_out
+
+    def _followed(self, indices: Iterator[Any]) -> Iterator[Any]:
+        steps, epoch, taken = self.progress.steps, self.epoch, 0
+        if epoch == self._last and self.progress.check_samples:
             self._last = -1  # a warning is enough
             warn(
                 f"a shuffled sampler begins another epoch in the order of the last one, because its epoch is {epoch} "
@@ -111,34 +117,8 @@ class Epochs:
             for taken, index in enumerate(indices, start=1):  # noqa: B007
                 yield index
         finally:
-            if taken >= len(sampler) and self._progress.steps > steps and self._last != -1:
+            if taken >= len(self) and self.progress.steps > steps and self._last != -1:
                 self._last = epoch
-
-
-class FollowedSampler(DistributedSampler[Any]):
-    """A sampler that notices forgotten calls of ``set_epoch``."""
-
-    epochs: Epochs
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.epochs.of(self, super().__iter__())
-
-
-class _ContinuedSampler(FollowedSampler):
-    """A sampler whose first iteration leaves out the first samples of its share."""
-
-    def __init__(self, left_out: int, epochs: Epochs, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.left_out = left_out
-        """The number of samples of this share that the next iteration leaves out."""
-        self.epochs = epochs
-
-    def __iter__(self) -> Iterator[Any]:
-        left_out, self.left_out = self.left_out, 0
-        return islice(super().__iter__(), left_out, None)
-
-    def __len__(self) -> int:
-        return super().__len__() - self.left_out
 
 
 def _single(value: float | torch.Tensor) -> float:
@@ -489,16 +469,15 @@ class ProcessGrid:
                 f"start={abridged(start)}: give the number of samples that all {shares} shares have read together, a "
                 f"multiple of {shares} from 0 to {len(dataset)}"
             )
-        sampler = _ContinuedSampler(
-            start // shares,
-            Epochs(self._core.progress),
-            dataset,
+        sampler = FollowedSampler(
+            dataset,  # type: ignore[arg-type]
             num_replicas=shares,
             rank=self.get_sample_rank(),
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
         )
+        sampler.progress, sampler.left_out = self._core.progress, start // shares
         if not start and not len(sampler):
             self.warn_of_no_batch(dataset, f"{shares} shares")
         return sampler
