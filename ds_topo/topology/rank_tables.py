@@ -181,11 +181,7 @@ def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
     >>> p2p_pairs(ProcessTopology.from_spec("pipe=3,data=2"))
     [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
     """
-    pairs = [[rank, rank] for rank in range(topology.world_size())]
-    for line in topology.get_axis_comm_lists(PIPE):
-        for position, rank in enumerate(line):
-            pairs[rank][1] = line[(position + 1) % len(line)]
-    return pairs
+    return [[rank, neighbor(topology, PIPE, rank, step=1)] for rank in range(topology.world_size())]
 
 
 def has_two_levels(hosts: Mapping[int, str]) -> bool:
