@@ -240,7 +240,11 @@ class ProcessTopology:
         self._extra_axes = extra_axes
         self._layout = layout
         self._position = {name: position for position, name in enumerate(names)}
-        self.ProcessCoord = coordinate_type(names)
+
+    @property
+    def ProcessCoord(self) -> type[Any]:  # noqa: N802
+        """The type of the coordinates, a named tuple."""
+        return coordinate_type(self._axes)
 
     @classmethod
     def from_spec(cls, spec: Spec, world_size: int | None = None) -> ProcessTopology:
@@ -532,12 +536,6 @@ class ProcessTopology:
         if self._layout.size <= 64:
             return str(self.mapping)
         return f"{self!r} of {self._layout.size} ranks"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"axes": self._axes, "layout": self._layout, "extra_axes": self._extra_axes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(state["axes"], state["layout"], state["extra_axes"])
 
     # -- checks --------------------------------------------------------------------------------------------------
 
