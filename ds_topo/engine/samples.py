@@ -56,7 +56,7 @@ class DealtSamples(EngineOnGrid):
             self.mpu.warn_of_no_batch(loader.dataset, whose)
         if type(sampler) is DistributedSampler:
             sampler.__class__ = FollowedSampler  # the program may have given it, and kept it to call set_epoch
-            sampler.progress = self.mpu.progress
+            loader.data_sampler.progress = self.mpu.progress
         return loader
 
 
