@@ -707,24 +707,23 @@ class JobWatch:
     """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
 
     def __init__(self) -> None:
-        self._started: Callable[[], Watch | None] = lambda: None
-        """A weak reference to the watch that was started last, whose threads keep it until it stops."""
+        self._started: weakref.WeakSet[Watch] = weakref.WeakSet()
+        """The watches that were started here, which their threads keep until they stop."""
 
     @property
     def watch(self) -> Watch | None:
         """The watch, if it is running in the present ``torch.distributed`` world."""
-        started = self._started()
-        return started if started is not None and started.is_of_this_job else None
+        return next((each for each in self._started if each.is_of_this_job), None)
 
     def start(self, limit: float) -> Watch:
         """Return the watch of the job, and start it unless it is running."""
         from ds_topo.health.watch import Watch
 
         if (watch := self.watch) is None:
-            if (former := self._started()) is not None:
+            for former in list(self._started):
                 former.stop()
             watch = Watch(limit)
-            self._started = weakref.ref(watch)
+            self._started.add(watch)
         return watch
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:

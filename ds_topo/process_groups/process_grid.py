@@ -19,7 +19,7 @@ from typing_extensions import Never, Self
 
 from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
-from ds_topo.errors import UnknownAxisError, abridged, refuse_others, warn
+from ds_topo.errors import UnknownAxisError, abridged, refuse_others, require_switches, warn
 from ds_topo.launch.council import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
@@ -455,9 +455,7 @@ class ProcessGrid:
         ([1, 3, 5], [5])
         >>> dist.destroy_process_group()
         """
-        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}={abridged(value)}: give True or False")
+        require_switches(shuffle=shuffle, drop_last=drop_last)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(
                 f"dataset={abridged(dataset)} has no length, so its samples have no index: shard it yourself, every "
@@ -535,8 +533,7 @@ class ProcessGrid:
 
     @check_samples.setter
     def check_samples(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"check_samples={abridged(value)}: give True or False")
+        require_switches(check_samples=value)
         self._core.progress.check_samples = value
 
     @property
@@ -551,8 +548,7 @@ class ProcessGrid:
 
     @check_weights.setter
     def check_weights(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"check_weights={abridged(value)}: give True or False")
+        require_switches(check_weights=value)
         self._core.check_weights = value
 
     # -- more groups -------------------------------------------------------------------------------------------------

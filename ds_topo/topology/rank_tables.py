@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError
+from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError, require_switches
 from ds_topo.topology.axes import (
     DATA,
     DEEPSPEED_AXES,
@@ -285,9 +285,9 @@ class ExpertPlan:
     use_data_before_expert: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("expert_tensor_parallel", "use_data_before_expert"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r}: give True or False")
+        require_switches(
+            expert_tensor_parallel=self.expert_tensor_parallel, use_data_before_expert=self.use_data_before_expert
+        )
         size, pool = self.expert_parallel_size, len(self._pool_offsets)
         if isinstance(size, bool) or not isinstance(size, int):
             raise ExpertSizeError(f"expert_parallel_size {size!r} is not an integer; choose one of {divisors(pool)}")
