@@ -73,7 +73,7 @@ class _Core:
 
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes along which replicas of a parameter lie."""
+        """The axes along which replicas lie."""
         return rank_tables.gradient_axes(self.topology)
 
     def place_along(self, axis: str) -> tuple[int, int]:

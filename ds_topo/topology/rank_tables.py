@@ -67,7 +67,7 @@ def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, 
 
 
 def gradient_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """Return the axes along which replicas of a parameter lie: all but ``pipe`` and ``model``.
+    """Return the axes along which replicas lie, whose gradients are summed: all but ``pipe`` and ``model``.
 
     >>> gradient_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2"))
     ('seq', 'data')
@@ -138,7 +138,7 @@ def fold_extra_axes(topology: ProcessTopology) -> ProcessTopology:
 
 
 def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
-    """Return the groups of a grid that ``rank`` belongs to: each axis, gradient replicas, model parallel.
+    """Return the groups of a grid that ``rank`` belongs to: each axis, data parallel, model parallel.
 
     With an axis ``shard``, also the ranks with copies of one partition.
 
