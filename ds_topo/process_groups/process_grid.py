@@ -406,11 +406,8 @@ class ProcessGrid:
             unit = replicas * count
             sizes = [str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near]
             possible = divisors(size // count) if size % count == 0 else []
-            fewer, more = (
-                [one for one in possible if one < replicas][-1:],
-                [one for one in possible if one > replicas][:1],
-            )
-            choices = f", or start {' or '.join(map(str, fewer + more))} replicas" if fewer + more else ""
+            near = [one for one in possible if one < replicas][-1:] + [one for one in possible if one > replicas][:1]
+            choices = f", or start {' or '.join(map(str, near))} replicas" if near else ""
             raise ValueError(
                 f"{size} samples cannot be divided among {replicas} replicas ({self.topology().spec!r}) x {count} "
                 f"micro-batches: give {' or '.join(sizes)} samples{choices}"
