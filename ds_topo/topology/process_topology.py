@@ -393,13 +393,9 @@ class ProcessTopology:
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
         ('model_01', 'pipe_00-model_01')
         """
-        rank = self._checked(rank)
+        indices = self.get_coord(rank)._asdict()
         omitted = {canonical_axis(axis) for axis in omit_axes}
-        return outer_sep.join(
-            f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
-            for axis, position in self._position.items()
-            if axis not in omitted
-        )
+        return outer_sep.join(f"{axis}{inner_sep}{indices[axis]:02d}" for axis in indices if axis not in omitted)
 
     # -- sets of ranks -------------------------------------------------------------------------------------------
 
