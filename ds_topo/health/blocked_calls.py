@@ -34,7 +34,7 @@ class BlockedCall:
     Args:
         store_port: the port of the job's store.
         spared: this process's own ports of the connection on which it listens for failures.
-        tick: the seconds between two looks. Longer ones count twice as much at most: this process was stopped.
+        tick: the seconds between two looks. A longer time counts as two of these at most: this process was stopped.
     """
 
     def __init__(self, store_port: int, spared: Collection[int], tick: float) -> None:
