@@ -147,6 +147,13 @@ def refuse_others(call: str, others: Mapping[str, object], instead: Mapping[str,
         raise TypeError(f"{call} {said}")
 
 
+def require_switches(**switches: object) -> None:
+    """Raise ``TypeError`` unless all of these are true or false."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={abridged(value)}: give True or False")
+
+
 _LIBRARIES = ("ds_topo", "deepspeed", "torch", "contextlib")
 
 

@@ -79,12 +79,6 @@ def _get_expert_parallel_ranks(
     return plan.expert_tables(), plan.expert_data_tables()
 
 
-def _get_max_expert_size() -> int | None:
-    """Return the largest expert parallel size that has groups, or None."""
-    groups = deepspeed_groups._EXPERT_PARALLEL_GROUP.values()
-    return max((dist.get_world_size(group) for group in groups), default=None)
-
-
 def _get_expert_parallel_src_rank(group_name: str) -> int:
     """Return the first global rank of the expert parallel group."""
     return min(dist.get_process_group_ranks(deepspeed_groups._EXPERT_PARALLEL_GROUP[group_name]))

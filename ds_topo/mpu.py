@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.base.supported import refuse_older_releases
-from ds_topo.errors import ExpertGroupError, abridged
+from ds_topo.errors import ExpertGroupError, abridged, require_switches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid, TrainingProgress
 from ds_topo.topology import ProcessTopology, rank_tables
@@ -53,8 +53,7 @@ class MpuGrid(ProcessGrid):
 
     @correct_norms.setter
     def correct_norms(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"correct_norms={abridged(value)}: give True or False")
+        require_switches(correct_norms=value)
         if self._core.has_engines:
             raise RuntimeError(
                 f"correct_norms={value} would not change the engines that this grid has already: set it right after "

@@ -7,8 +7,8 @@ a program's call to it, as ``ds_topo.groups`` does. ``ds_topo.base.torch_names``
 ``ds_topo.base.patches`` those of DeepSpeed; ``python -m tests.names`` prints both.
 
 ``ledger.bind`` puts a patch in force and returns the function that takes it back. A patch binds to one object wherever
-that works. A patch of a class or module must state on its row why it is process-wide; its holders are counted, the
-first one binds and the last one restores.
+that works. A patch of a class or module must state on its row why it is process-wide. Holders of a patch are counted:
+the first one binds and the last one restores.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -164,48 +163,32 @@ def exists(row: Row) -> bool:
 
 
 @dataclass(eq=False)
-class _Layer:
-    """One patch of a name, on top of the value that it found there."""
+class _Binding:
+    """A patch in force."""
 
     patch: Patch
     make: Make
+    owner: Any
     found: Any
     """The owner's own value before, or ``_ABSENT`` if it had none."""
     replacement: Any
     holders: int = 1
 
 
-class _Site:
-    """One name of one owner, and the patches bound there, oldest first."""
-
-    def __init__(self, owner: Any) -> None:
-        lives_on = isinstance(owner, (type, ModuleType))
-        self.owner: Callable[[], Any] = (lambda: owner) if lives_on else weakref.ref(owner)
-        self.layers: list[_Layer] = []
-
-    def restore_released(self) -> None:
-        """Restore what released layers have found, from the top; a layer below one in force waits for that one."""
-        while self.layers and self.layers[-1].holders == 0:
-            _restore(self.owner(), self.layers.pop())
-
-
 class Ledger:
     """The one owner of what is patched in other libraries."""
 
     def __init__(self) -> None:
-        self._shared: dict[tuple[int, str], _Site] = {}
-        self._single: weakref.WeakValueDictionary[tuple[int, str], _Site] = weakref.WeakValueDictionary()
-        """Sites of single objects. Only their releases keep them, so that the ledger keeps no object alive."""
+        self._bindings: dict[tuple[int, str], _Binding] = {}
 
     def bind(self, patch: Patch, make: Make, owner: object = None) -> Release:
         """Put a patch in force; return the function that takes it back.
 
-        Several patches of one object may share a name. They may be released in any order.
-
         Args:
             patch: the row.
-            make: builds the replacement from the original. Other holders of a process-wide patch must pass the same.
-            owner: the object to patch. By default the row's class or module is patched, for the whole process.
+            make: builds the replacement from the original. Other holders of the same patch must pass the same.
+            owner: the object to patch, which lives until the release. By default the row's class or module is patched,
+                for the whole process.
 
         Raises:
             ValueError: the row does not say why the patch is process-wide.
@@ -220,31 +203,25 @@ class Ledger:
         """
         if owner is None and not patch.process_wide and not patch.during.startswith(ONE_CALL):
             raise ValueError(f"{patch} is patched for the whole process: say why in process_wide=, or pass owner=")
-        is_shared, target = owner is None, patch.owner if owner is None else owner
-        sites: MutableMapping[tuple[int, str], _Site] = self._shared if is_shared else self._single
+        target = patch.owner if owner is None else owner
         key = (id(target), patch.name)
-        site = sites.get(key)
-        if site is None or site.owner() is not target:
-            site = _Site(target)
-        if is_shared and site.layers:
-            layer = site.layers[0]
-            if layer.make is not make:
-                raise RuntimeError(
-                    f"{patch} has a replacement already ({layer.patch.instead}) and cannot have two at a time"
-                )
-            layer.holders += 1
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bindings[key] = _Binding(patch, make, target, *_replace(target, patch, make))
+        elif binding.make is make:
+            binding.holders += 1
         else:
-            layer = _Layer(patch, make, *_replace(target, patch, make))
-            site.layers.append(layer)
-            sites[key] = site
-        pending = [layer]
+            raise RuntimeError(
+                f"{patch} has a replacement already ({binding.patch.instead}) and cannot have two at a time"
+            )
+        pending = [binding]
 
         def release() -> None:
             if pending:
                 pending.pop().holders -= 1
-                if is_shared and not layer.holders:
-                    del self._shared[key]
-                site.restore_released()
+                if not binding.holders:
+                    del self._bindings[key]
+                    _restore(binding)
 
         return release
 
@@ -258,8 +235,8 @@ class Ledger:
             release()
 
     def in_force(self) -> list[Patch]:
-        """Return the patches of classes and modules that are in force now."""
-        return [site.layers[0].patch for site in self._shared.values()]
+        """Return the patches that are in force now."""
+        return [binding.patch for binding in self._bindings.values()]
 
 
 ledger = Ledger()
@@ -280,21 +257,20 @@ def _replace(owner: Any, patch: Patch, make: Make) -> tuple[Any, Any]:
     return found, replacement
 
 
-def _restore(owner: Any, layer: _Layer) -> None:
-    """Put back what a layer has found, unless the owner is gone or another library has replaced the name since."""
-    if owner is None:
-        return
-    name, current = layer.patch.name, vars(owner).get(layer.patch.name, _ABSENT)
-    if current is layer.replacement and layer.found is _ABSENT:
-        delattr(owner, name)
-    elif current is layer.replacement:
-        setattr(owner, name, layer.found)
-    elif current is not layer.found:
+def _restore(binding: _Binding) -> None:
+    """Put back what was found, unless another library has replaced the name since."""
+    owner, patch = binding.owner, binding.patch
+    current = vars(owner).get(patch.name, _ABSENT)
+    if current is binding.replacement and binding.found is _ABSENT:
+        delattr(owner, patch.name)
+    elif current is binding.replacement:
+        setattr(owner, patch.name, binding.found)
+    elif current is not binding.found:
         warnings.warn(
-            f"{layer.patch} was replaced by another library while ds_topo patched it ({layer.patch.during}), and stays "
-            "as it is: restore that replacement first",
+            f"{patch} was replaced by another library while ds_topo patched it ({patch.during}), and stays as it is: "
+            "restore that replacement first",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

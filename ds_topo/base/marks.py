@@ -34,10 +34,12 @@ def expert_group_name(parameter: torch.Tensor) -> str | None:
 
 def inner_optimizer(engine: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps, inside DeepSpeed's wrappers; None if the engine has none."""
+    from deepspeed.runtime.utils import DummyOptim  # the topology's own tools do without DeepSpeed
+
     optimizer: Any = engine.optimizer
     while getattr(optimizer, "optimizer", optimizer) is not optimizer:
         optimizer = optimizer.optimizer
-    return optimizer if hasattr(optimizer, "param_groups") and not isinstance(optimizer, _dummy()) else None
+    return optimizer if hasattr(optimizer, "param_groups") and not isinstance(optimizer, DummyOptim) else None
 
 
 def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
@@ -54,7 +56,7 @@ def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
 @cache
 def element_by_element() -> tuple[type[torch.optim.Optimizer], ...]:
     """Return the optimizers that update each element by its own gradient and states alone."""
-    from deepspeed.ops import adagrad, adam, lion  # the topology's own tools do without DeepSpeed
+    from deepspeed.ops import adagrad, adam, lion
 
     return (
         *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
@@ -74,10 +76,3 @@ def offsets_in_flat_groups(optimizer: Any) -> list[list[int]]:
         return stored
     sizes = [[parameter.numel() for parameter in parameters] for parameters in optimizer.round_robin_bit16_groups]
     return [list(accumulate(each, initial=0))[:-1] for each in sizes]
-
-
-@cache
-def _dummy() -> type:
-    from deepspeed.runtime.utils import DummyOptim
-
-    return DummyOptim  # type: ignore[no-any-return]

@@ -51,24 +51,12 @@ def overrides() -> tuple[Override, ...]:
         for name, owner in overridden_by(mixin).items():
             kind = next(kind for kind in mixin.__mro__ if name in vars(kind))
             by_name.setdefault((owner, name), {})[kind] = None
-    return tuple(
-        Override(
-            owner,
-            name,
-            by=", ".join(map(_file_and_name, kinds)),
-            why=_reason(next(iter(kinds)), name),
-        )
-        for (owner, name), kinds in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1]))
-    )
-
-
-def _file_and_name(kind: type) -> str:
-    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
-
-
-def _reason(mixin: type, name: str) -> str:
-    text = inspect.getdoc(vars(mixin)[name]) or ""
-    return " ".join(text.split("\n\nArgs:")[0].split())
+    found = []
+    for (owner, name), kinds in sorted(by_name.items(), key=lambda item: (name_of(item[0][0]), item[0][1])):
+        by = ", ".join(f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" for kind in kinds)
+        text = inspect.getdoc(vars(next(iter(kinds)))[name]) or ""
+        found.append(Override(owner, name, by=by, why=" ".join(text.split("\n\nArgs:")[0].split())))
+    return tuple(found)
 
 
 def mixins(kind: type[Mixin] = Mixin) -> Iterator[type[Mixin]]:

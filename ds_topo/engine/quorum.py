@@ -58,6 +58,7 @@ from ds_topo.errors import (
     ReplicaError,
     abridged,
     listed,
+    require_switches,
     warn,
 )
 from ds_topo.health import guard
@@ -487,8 +488,7 @@ class _Samples(Sampler[int]):
     """The samples of one rank, step by step, without end."""
 
     def __init__(self, replicas: Replicas, dataset: Sized, shuffle: bool, seed: int) -> None:
-        if not isinstance(shuffle, bool):
-            raise TypeError(f"shuffle={abridged(shuffle)}: give True or False")
+        require_switches(shuffle=shuffle)
         self._replicas, self._length, self._shuffle, self._seed = ref(replicas), len(dataset), shuffle, seed
         self._epoch, self._order = -1, list[int]()
         """The order of the last epoch that was asked for."""

@@ -32,7 +32,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
-from ds_topo.process_groups.process_grid import Epochs, FollowedSampler
+from ds_topo.process_groups.process_grid import FollowedSampler
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import sample_axes
 
@@ -56,7 +56,7 @@ class DealtSamples(EngineOnGrid):
             self.mpu.warn_of_no_batch(loader.dataset, whose)
         if type(sampler) is DistributedSampler:
             sampler.__class__ = FollowedSampler  # the program may have given it, and kept it to call set_epoch
-            loader.data_sampler.epochs = Epochs(self.mpu.progress)
+            loader.data_sampler.progress = self.mpu.progress
         return loader
 
 

@@ -34,33 +34,37 @@ class BlockedCall:
     Args:
         store_port: the port of the job's store.
         spared: this process's own ports of the connection on which it listens for failures.
+        tick: the seconds between two looks. A longer time counts as two of these at most: this process was stopped.
     """
 
-    def __init__(self, store_port: int, spared: Collection[int]) -> None:
-        self._store_port, self._spared = store_port, spared
+    def __init__(self, store_port: int, spared: Collection[int], tick: float) -> None:
+        self._store_port, self._spared, self._tick = store_port, spared, tick
         bytes_elsewhere = partial(bytes_moved, {store_port, *spared})
         self.observer, self._progress = Observer(bytes_elsewhere), Progress(bytes_elsewhere)
         self.doing = Activity()
         """The activity at the last look."""
-        self._ended_at = self._seconds_since_end = 0.0
+        self._looked_at = self._passed = self._ended_at = self._seconds_since_end = 0.0
 
     def begin(self) -> None:
         """Begin to judge another call."""
         self._ended_at = self._progress.seconds = 0.0
+        self._looked_at = time.monotonic() - self._tick
 
     @property
     def is_at_store(self) -> bool:
         """True if it waits for the job's store."""
         return self.doing.wait is not None and self.doing.wait.call in STORE_WAITS
 
-    def is_stuck(self, passed: float, *, was_ended: bool) -> bool:
-        """Look again after ``passed`` seconds; return whether the call cannot come back without the failed rank."""
+    def is_stuck(self, *, was_ended: bool) -> bool:
+        """Look again; return whether the call cannot come back without the failed rank."""
+        now = time.monotonic()
+        self._passed, self._looked_at = min(now - self._looked_at, 2 * self._tick), now
         self.doing = doing = self.observer.look()
-        self._progress.look(doing, passed)
+        self._progress.look(doing, self._passed)
         patience = STILL if was_ended else GRACE  # once ended, the call raises anyhow
         return doing.seconds >= patience if doing.wait is not None else self._progress.is_stuck(doing)
 
-    def end(self, passed: float, last_words: str | None) -> None:
+    def end(self, last_words: str | None) -> None:
         """End the connections that the call waits on, so that it raises.
 
         If it does not in time, print ``last_words`` and end the process; with None, it may go on to wait.
@@ -72,7 +76,7 @@ class BlockedCall:
             if not self.is_at_store:  # abort_nccl() may block
                 threading.Thread(target=abort_nccl, name="ds_topo abort", daemon=True).start()
         else:
-            self._seconds_since_end += passed
+            self._seconds_since_end += self._passed
         if last_words is not None and self._seconds_since_end > _RAISE_LIMIT:
             why = "It waits for that rank and cannot be made to raise, so it is ended."
             tell(f"{last_words}, {self.doing}. {why}")

@@ -216,7 +216,6 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
 
 
 def _best(rates: Mapping[tuple[str, str], float], end: int) -> dict[str, float]:
-    """Return the best rate of every host."""
     best: dict[str, float] = {}
     for pair, rate in rates.items():
         best[pair[end]] = max(rate, best.get(pair[end], 0.0))

@@ -36,7 +36,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -75,8 +74,6 @@ _RANKS_PER_TICK = 4096
 """Larger jobs look less often, to spare the store."""
 _STORE_LIMIT = timedelta(seconds=5)
 """The longest time for requests to the store by the main thread."""
-_SECONDS_BETWEEN_ATTEMPTS = 60.0
-"""The time before a store that did not answer is asked again, so that calls are not slow meanwhile."""
 _CAUSE_LIMIT = 2.0
 """The seconds for which a rank that could not reach another one waits for the first cause."""
 _INQUIRY_LIMIT = timedelta(seconds=3)
@@ -214,7 +211,7 @@ class FailureListener:
         """What the main thread waits in. The first failure imports it."""
         from ds_topo.health.blocked_calls import BlockedCall
 
-        return BlockedCall(self._place[1], self._ports)
+        return BlockedCall(self._place[1], self._ports, self._tick)
 
     @property
     def is_of_this_job(self) -> bool:
@@ -248,15 +245,15 @@ class FailureListener:
 
     # -- a failure of this rank ----------------------------------------------------------------------------------------
 
-    def post(self, error: BaseException, call: str, members: Sequence[int], *, has_left: bool) -> FirstCause | None:
-        """Post this rank's failure; return the first cause, which may be of another rank, or None without an answer."""
+    def post(self, error: BaseException, call: str, members: Sequence[int], *, has_left: bool) -> None:
+        """Post this rank's failure, unless another rank was first. No-op if the store does not answer."""
         self.reported, self._calls_at_post = id(error), self._guard.calls
         text = "".join(traceback.format_exception_only(error)).strip()
         own = FirstCause(
             self.rank, here(self.rank), call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left
         )
 
-        def write(store: Store) -> FirstCause:
+        def write(store: Store) -> None:
             written, number = json.dumps(own), self._number
             while True:
                 first = FirstCause(*json.loads(store.compare_set(self._key(number), "", written)))
@@ -273,11 +270,9 @@ class FailureListener:
             is_alike = (first.call, _kind(first)) == (own.call, _kind(own))
             if is_alike and store.add(self._key(number, "count"), 1) == len(members):
                 self._withdraw(store, number)
-            return first
 
         with suppress(RuntimeError):  # the store does not answer
-            return apart(self._job_store, _STORE_LIMIT, "the report of an error", write)
-        return None
+            apart(self._job_store, _STORE_LIMIT, "the report of an error", write)
 
     def _key(self, number: int, what: str = "post") -> str:
         return f"ds_topo/first_cause/{number}/{what}"
@@ -346,12 +341,10 @@ class FailureListener:
         except RuntimeError:  # the server of the store has ended
             if self.known is None and self._is_served_by_rank_0 and self._left is None:
                 self.known = FirstCause(0, "rank 0", "", _SERVER_ENDED.format(*self._place), is_inferred=True)
-            known, last = self.known, time.monotonic()
+            known = self.known
             self.has_news.set()
             while known is not None and not self._stopping.wait(self._tick):
-                now = time.monotonic()
-                self._consider(known, min(now - last, 2 * self._tick))
-                last = now
+                self._consider(known)
         except Exception:  # our own error must not end a training
             traceback.print_exc()
 
@@ -371,7 +364,7 @@ class FailureListener:
             self._connection.delete_key(_wake(self.rank))
         call = self._guard.call
         if left is not None and has_ended and call is not None and call.number > left.calls:
-            self._consider(left.as_cause(), self._tick, only_at_store=True)
+            self._consider(left.as_cause(), only_at_store=True)
 
     def _answer(self, *, is_asking: bool) -> None:
         """Report where this rank is; the rank that asked compares all, and posts what it finds."""
@@ -397,16 +390,13 @@ class FailureListener:
     def _await_end_of(self, cause: FirstCause) -> None:
         """Consider what to do about a failure again and again, until it is withdrawn."""
         withdrawn = self._key(self._number, "withdrawn")
-        last = time.monotonic()
         while not self._stopping.wait(self._tick) and not self._connection.check([withdrawn]):
             if cause.rank == self.rank and self._guard.calls > self._calls_at_post:  # the program goes on
                 self._withdraw(self._connection, self._number)
             else:
-                now = time.monotonic()
-                self._consider(cause, min(now - last, 2 * self._tick))  # a process that was stopped counts nothing
-                last = now
+                self._consider(cause)
 
-    def _consider(self, cause: FirstCause, passed: float, *, only_at_store: bool = False) -> None:
+    def _consider(self, cause: FirstCause, *, only_at_store: bool = False) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
         call = self._guard.call
         if call is None or cause.rank == self.rank or cause.rank not in call.members or watch_is_on():
@@ -416,13 +406,13 @@ class FailureListener:
         if self._judged is not call:
             self._judged = call
             blocked.begin()
-        is_stuck = blocked.is_stuck(passed, was_ended=call.cause is not None)
+        is_stuck = blocked.is_stuck(was_ended=call.cause is not None)
         if not is_stuck or (blocked.is_at_store and not cause.has_left) or self._guard.call is not call:
             return
         if (cause.is_inferred and blocked.doing.wait is None) or (only_at_store and not blocked.is_at_store):
             return  # it may go on, and raises in its next collective otherwise
         call.cause = cause
-        blocked.end(passed, f"{cause}\nHere: {here(self.rank)}" if cause.has_left else None)
+        blocked.end(f"{cause}\nHere: {here(self.rank)}" if cause.has_left else None)
 
 
 class Ending:
@@ -466,8 +456,6 @@ class Guard:
         """The number of guarded calls that the main thread has begun, since it last had neither grids nor calls."""
         self.ending: Ending | None = None
         self._listener: FailureListener | None = None
-        self._next_attempt_at = 0.0
-        """The time before which a store that did not answer is not asked again; 0 without grids and calls."""
         self._holders = 0
 
     @contextmanager
@@ -583,19 +571,16 @@ class Guard:
                 return
             self._listener.stop()
             self._listener = None
-        if not _can_listen() or time.monotonic() < self._next_attempt_at:
+        if not _can_listen():
             return
         store = default_store()
-        try:
+        with suppress(RuntimeError):  # the store does not answer: the call itself will say so
             self._listener = FailureListener(store, self)
             if self.ending is None:
                 self.ending = Ending(self, store, stays=False)
-        except RuntimeError:  # the store does not answer: the call itself will say so
-            self._next_attempt_at = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
 
     def _stop(self) -> None:
         """Stop the thread, which no grid and no call needs any more."""
-        self._next_attempt_at = 0.0
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
@@ -722,28 +707,24 @@ class JobWatch:
     """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
 
     def __init__(self) -> None:
-        self._started: Watch | None = None
-        """The watch that was started last, until it stops."""
+        self._started: weakref.WeakSet[Watch] = weakref.WeakSet()
+        """The watches that were started here, which their threads keep until they stop."""
 
     @property
     def watch(self) -> Watch | None:
         """The watch, if it is running in the present ``torch.distributed`` world."""
-        return self._started if self._started is not None and self._started.is_of_this_job else None
+        return next((each for each in self._started if each.is_of_this_job), None)
 
     def start(self, limit: float) -> Watch:
         """Return the watch of the job, and start it unless it is running."""
         from ds_topo.health.watch import Watch
 
-        if self.watch is None:
-            if self._started is not None:
-                self._started.stop()
-            self._started = Watch(limit)
-            self._started.on_stop = self._forget
-        assert self._started is not None
-        return self._started
-
-    def _forget(self) -> None:
-        self._started = None
+        if (watch := self.watch) is None:
+            for former in list(self._started):
+                former.stop()
+            watch = Watch(limit)
+            self._started.add(watch)
+        return watch
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
         """Let the watch, if it is running, compare the steps that the ranks of a group have taken."""

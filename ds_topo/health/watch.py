@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -101,8 +100,6 @@ class Watch:
         """The activity when the program's last exception was raised."""
         self._is_told = self._has_spoken = False
         self._stopped = threading.Event()
-        self.on_stop: Callable[[], None] = lambda: None
-        """Called at the end of :meth:`stop`, on behalf of who holds the watch."""
         self._witness = Witness(address_towards(*place) or socket.gethostname())
         self._next_witness_at = 0.0
         """The earliest time for another witness, by the monotonic clock."""
@@ -180,7 +177,6 @@ class Watch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
-        self.on_stop()
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
         """Compare the steps that the ranks of a group have taken.

@@ -122,7 +122,6 @@ def ask_all(addresses: Mapping[int, Address], seconds: float) -> dict[int, State
 
 
 def _answer_for(pid: int, host: str) -> None:
-    """Answer for a process until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     question, answer = map(bytes.fromhex, sys.stdin.readline().split())

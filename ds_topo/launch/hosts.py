@@ -241,8 +241,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
     >>> parse_hostfile("# two hosts\\nworker-0 slots=2\\n\\nworker-1 slots=1  # the small one\\n").counts
     (2, 1)
     """
-    hosts: dict[str, Host] = {}
-    lines: dict[str, int] = {}
+    hosts: dict[str, tuple[int, Host]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -251,14 +250,14 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
         host = _parse_entry(entry, where)
         key = host.name.lower()  # names of hosts do not distinguish capitals
         if key in hosts:
+            first, same = hosts[key]
             raise HostError(
-                f"{where}: host {hosts[key].name!r} is on line {lines[key]} already; give a host one line with all its "
-                "slots"
+                f"{where}: host {same.name!r} is on line {first} already; give a host one line with all its slots"
             )
-        hosts[key], lines[key] = host, number
+        hosts[key] = number, host
     if not hosts:
         raise HostError(f'{source} names no host: expected lines such as "worker-0 slots=4"')
-    return Hosts(tuple(hosts.values()))
+    return Hosts(tuple(host for _, host in hosts.values()))
 
 
 def _parse_entry(entry: str, where: str) -> Host:

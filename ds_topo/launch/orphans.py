@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 
 from ds_topo.errors import LaunchError, tell
@@ -87,17 +87,12 @@ def launcher_above(ancestors: Sequence[Ancestor]) -> list[int]:
     >>> launcher_above([Ancestor(8, "launch"), Ancestor(7, "runner"), Ancestor(6, "other"), Ancestor(5, "session")])
     [8, 7]
     """
-    position = next((index for index, ancestor in enumerate(ancestors) if ancestor.kind in _LAUNCHERS), len(ancestors))
-    found: list[int] = []
-    while position < len(ancestors) and ancestors[position].kind in _LAUNCHERS:
-        found.append(ancestors[position].pid)
-        position += 1
-    if found and ancestors[position - 1].kind == "launch":
-        while position < len(ancestors) and ancestors[position].kind == "shell":
-            position += 1
-        if position < len(ancestors) and ancestors[position].kind == "session":
-            found.append(ancestors[position].pid)
-    return found
+    from_first = list(dropwhile(lambda ancestor: ancestor.kind not in _LAUNCHERS, ancestors))
+    found = list(takewhile(lambda ancestor: ancestor.kind in _LAUNCHERS, from_first))
+    if found and found[-1].kind == "launch":
+        above = dropwhile(lambda ancestor: ancestor.kind == "shell", from_first[len(found) :])
+        found += [ancestor for ancestor in islice(above, 1) if ancestor.kind == "session"]
+    return [ancestor.pid for ancestor in found]
 
 
 def is_orphaned(ancestors: Sequence[Ancestor], launcher: str) -> bool:
@@ -139,7 +134,6 @@ def ancestors_of(pid: int) -> list[Ancestor]:
 
 
 def _end_with(pid: int, launch: Launch) -> None:
-    """Wait for the end of a process, then end this one."""
     _wait_for_the_end_of(pid)
     tell(f"ds_topo: rank {launch.rank}: its launcher ({launch.launcher}, process {pid}) has ended, so this rank ends")
     os.kill(os.getpid(), signal.SIGTERM)

@@ -109,7 +109,7 @@ def _most_sent(placement: Placement, axes: tuple[str, ...]) -> float:
 
 
 def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:
-    """Return the axes of each kind of group that a grid creates: every axis, gradient replicas, model parallel.
+    """Return the axes of each kind of group that a grid creates: every axis, data parallel, model parallel.
 
     Sets of axes of which only one has a degree above 1 have the same groups as that axis, and are left out.
 

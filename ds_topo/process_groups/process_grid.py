@@ -19,7 +19,7 @@ from typing_extensions import Never, Self
 
 from ds_topo.base.backends import accelerator, current_device
 from ds_topo.base.torch_names import devices_of, job_timeout, timeout_of
-from ds_topo.errors import UnknownAxisError, abridged, refuse_others, warn
+from ds_topo.errors import UnknownAxisError, abridged, refuse_others, require_switches, warn
 from ds_topo.launch.council import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
@@ -73,7 +73,7 @@ class _Core:
 
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes along which replicas of a parameter lie."""
+        """The axes along which replicas lie."""
         return rank_tables.gradient_axes(self.topology)
 
     def place_along(self, axis: str) -> tuple[int, int]:
@@ -85,22 +85,28 @@ class _Core:
         return self.places[axis]
 
 
-class Epochs:
-    """Notice that an engine is trained a second time on samples that were shuffled for the same epoch."""
+class FollowedSampler(DistributedSampler[Any]):
+    """A sampler that notices forgotten calls of ``set_epoch``, and may begin inside of an epoch."""
 
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._progress = progress
-        self._last: int | None = None
-        """The last epoch in which all samples were read while an engine took steps."""
+    progress: TrainingProgress
+    left_out = 0
+    """The number of samples of this share that the next iteration leaves out."""
+    _last: int | None = None
+    """The last epoch in which all samples were read while an engine took steps; -1 once a warning was given."""
 
-    def of(self, sampler: DistributedSampler[Any], indices: Iterator[Any]) -> Iterator[Any]:
-        """Return the indices of an iteration of a sampler."""
-        is_looked_at = self._progress.is_first_rank and sampler.shuffle
-        return self._followed(sampler, indices) if is_looked_at else indices
+    def __iter__(self) -> Iterator[Any]:
+        left_out, self.left_out = self.left_out, 0
+        indices = super().__iter__()
+        if self.progress.is_first_rank and self.shuffle:
+            indices = self._followed(indices)
+        return islice(indices, left_out, None)
 
-    def _followed(self, sampler: DistributedSampler[Any], indices: Iterator[Any]) -> Iterator[Any]:
-        steps, epoch, taken = self._progress.steps, sampler.epoch, 0
-        if epoch == self._last and self._progress.check_samples:
+    def __len__(self) -> int:
+        return super().__len__() - self.left_out
+
+    def _followed(self, indices: Iterator[Any]) -> Iterator[Any]:
+        steps, epoch, taken = self.progress.steps, self.epoch, 0
+        if epoch == self._last and self.progress.check_samples:
             self._last = -1  # a warning is enough
             warn(
                 f"a shuffled sampler begins another epoch in the order of the last one, because its epoch is {epoch} "
@@ -111,34 +117,8 @@ class Epochs:
             for taken, index in enumerate(indices, start=1):  # noqa: B007
                 yield index
         finally:
-            if taken >= len(sampler) and self._progress.steps > steps and self._last != -1:
+            if taken >= len(self) and self.progress.steps > steps and self._last != -1:
                 self._last = epoch
-
-
-class FollowedSampler(DistributedSampler[Any]):
-    """A sampler that notices forgotten calls of ``set_epoch``."""
-
-    epochs: Epochs
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.epochs.of(self, super().__iter__())
-
-
-class _ContinuedSampler(FollowedSampler):
-    """A sampler whose first iteration leaves out the first samples of its share."""
-
-    def __init__(self, left_out: int, epochs: Epochs, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.left_out = left_out
-        """The number of samples of this share that the next iteration leaves out."""
-        self.epochs = epochs
-
-    def __iter__(self) -> Iterator[Any]:
-        left_out, self.left_out = self.left_out, 0
-        return islice(super().__iter__(), left_out, None)
-
-    def __len__(self) -> int:
-        return super().__len__() - self.left_out
 
 
 def _single(value: float | torch.Tensor) -> float:
@@ -426,11 +406,8 @@ class ProcessGrid:
             unit = replicas * count
             sizes = [str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near]
             possible = divisors(size // count) if size % count == 0 else []
-            fewer, more = (
-                [one for one in possible if one < replicas][-1:],
-                [one for one in possible if one > replicas][:1],
-            )
-            choices = f", or start {' or '.join(map(str, fewer + more))} replicas" if fewer + more else ""
+            near = [one for one in possible if one < replicas][-1:] + [one for one in possible if one > replicas][:1]
+            choices = f", or start {' or '.join(map(str, near))} replicas" if near else ""
             raise ValueError(
                 f"{size} samples cannot be divided among {replicas} replicas ({self.topology().spec!r}) x {count} "
                 f"micro-batches: give {' or '.join(sizes)} samples{choices}"
@@ -475,9 +452,7 @@ class ProcessGrid:
         ([1, 3, 5], [5])
         >>> dist.destroy_process_group()
         """
-        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}={abridged(value)}: give True or False")
+        require_switches(shuffle=shuffle, drop_last=drop_last)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(
                 f"dataset={abridged(dataset)} has no length, so its samples have no index: shard it yourself, every "
@@ -489,16 +464,15 @@ class ProcessGrid:
                 f"start={abridged(start)}: give the number of samples that all {shares} shares have read together, a "
                 f"multiple of {shares} from 0 to {len(dataset)}"
             )
-        sampler = _ContinuedSampler(
-            start // shares,
-            Epochs(self._core.progress),
-            dataset,
+        sampler = FollowedSampler(
+            dataset,  # type: ignore[arg-type]
             num_replicas=shares,
             rank=self.get_sample_rank(),
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
         )
+        sampler.progress, sampler.left_out = self._core.progress, start // shares
         if not start and not len(sampler):
             self.warn_of_no_batch(dataset, f"{shares} shares")
         return sampler
@@ -556,8 +530,7 @@ class ProcessGrid:
 
     @check_samples.setter
     def check_samples(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"check_samples={abridged(value)}: give True or False")
+        require_switches(check_samples=value)
         self._core.progress.check_samples = value
 
     @property
@@ -572,8 +545,7 @@ class ProcessGrid:
 
     @check_weights.setter
     def check_weights(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"check_weights={abridged(value)}: give True or False")
+        require_switches(check_weights=value)
         self._core.check_weights = value
 
     # -- more groups -------------------------------------------------------------------------------------------------

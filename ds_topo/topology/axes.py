@@ -280,29 +280,23 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
             f"degrees of {abridged([given[i] for i in left_out])} are all left out (-1): at most one can be computed"
         )
     if left_out:
-        known = [size for position, size in enumerate(sizes) if position not in left_out]
+        [position] = left_out
+        product = prod(sizes)  # of the other degrees: this one is 1 here
         if world_size is None:
             _refuse_names_from_elsewhere(names, extra_axes)
-            raise MissingWorldSizeError(
-                f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree"
-            )
+            raise MissingWorldSizeError(f"axis {given[position]!r}: degree -1 needs world_size=: pass it, or a degree")
         world_size = _checked_world_size(world_size)
-        replica = prod(known)
-        if world_size % replica:
+        if world_size % product:
             _refuse_names_from_elsewhere(names, extra_axes)
-            others = " x ".join(
-                f"{axis}={size}"
-                for position, (axis, size) in enumerate(zip(names, sizes, strict=True))
-                if position not in left_out and size > 1
-            )
-            below = world_size // replica * replica
+            others = " x ".join(f"{axis}={size}" for axis, size in zip(names, sizes, strict=True) if size > 1)
+            below = world_size // product * product
             raise WorldSizeError(
-                f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees ({others}) make "
-                f"{replica}, which does not divide the world size {world_size}. Start "
-                f"{f'{below} or ' if below else ''}{below + replica} ranks, or change the degrees. Nearest that does: "
-                f"{_nearest_spec(names, sizes, world_size, extra_axes, names[left_out[0]])!r}"
+                f"axis {given[position]!r}: degree -1 cannot be computed, the other degrees ({others}) make {product}, "
+                f"which does not divide the world size {world_size}. Start {f'{below} or ' if below else ''}"
+                f"{below + product} ranks, or change the degrees. Nearest that does: "
+                f"{_nearest_spec(names, sizes, world_size, extra_axes, names[position])!r}"
             )
-        sizes[left_out[0]] = world_size // prod(known)
+        sizes[position] = world_size // product
     elif world_size is not None:
         check_world_size(names, sizes, world_size, extra_axes)
     return ParsedSpec(list(names), sizes, extra_axes, factors)

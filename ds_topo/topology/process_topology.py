@@ -240,7 +240,11 @@ class ProcessTopology:
         self._extra_axes = extra_axes
         self._layout = layout
         self._position = {name: position for position, name in enumerate(names)}
-        self.ProcessCoord = coordinate_type(names)
+
+    @property
+    def ProcessCoord(self) -> type[Any]:  # noqa: N802
+        """The type of the coordinates, a named tuple."""
+        return coordinate_type(self._axes)
 
     @classmethod
     def from_spec(cls, spec: Spec, world_size: int | None = None) -> ProcessTopology:
@@ -389,13 +393,9 @@ class ProcessTopology:
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
         ('model_01', 'pipe_00-model_01')
         """
-        rank = self._checked(rank)
+        indices = self.get_coord(rank)._asdict()
         omitted = {canonical_axis(axis) for axis in omit_axes}
-        return outer_sep.join(
-            f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
-            for axis, position in self._position.items()
-            if axis not in omitted
-        )
+        return outer_sep.join(f"{axis}{inner_sep}{indices[axis]:02d}" for axis in indices if axis not in omitted)
 
     # -- sets of ranks -------------------------------------------------------------------------------------------
 
@@ -532,12 +532,6 @@ class ProcessTopology:
         if self._layout.size <= 64:
             return str(self.mapping)
         return f"{self!r} of {self._layout.size} ranks"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"axes": self._axes, "layout": self._layout, "extra_axes": self._extra_axes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(state["axes"], state["layout"], state["extra_axes"])
 
     # -- checks --------------------------------------------------------------------------------------------------
 

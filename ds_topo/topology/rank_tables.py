@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError
+from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError, require_switches
 from ds_topo.topology.axes import (
     DATA,
     DEEPSPEED_AXES,
@@ -67,7 +67,7 @@ def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, 
 
 
 def gradient_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """Return the axes along which replicas of a parameter lie: all but ``pipe`` and ``model``.
+    """Return the axes along which replicas lie, whose gradients are summed: all but ``pipe`` and ``model``.
 
     >>> gradient_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2"))
     ('seq', 'data')
@@ -138,7 +138,7 @@ def fold_extra_axes(topology: ProcessTopology) -> ProcessTopology:
 
 
 def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
-    """Return the groups of a grid that ``rank`` belongs to: each axis, gradient replicas, model parallel.
+    """Return the groups of a grid that ``rank`` belongs to: each axis, data parallel, model parallel.
 
     With an axis ``shard``, also the ranks with copies of one partition.
 
@@ -181,11 +181,7 @@ def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
     >>> p2p_pairs(ProcessTopology.from_spec("pipe=3,data=2"))
     [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
     """
-    pairs = [[rank, rank] for rank in range(topology.world_size())]
-    for line in topology.get_axis_comm_lists(PIPE):
-        for position, rank in enumerate(line):
-            pairs[rank][1] = line[(position + 1) % len(line)]
-    return pairs
+    return [[rank, neighbor(topology, PIPE, rank, step=1)] for rank in range(topology.world_size())]
 
 
 def has_two_levels(hosts: Mapping[int, str]) -> bool:
@@ -289,9 +285,9 @@ class ExpertPlan:
     use_data_before_expert: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("expert_tensor_parallel", "use_data_before_expert"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r}: give True or False")
+        require_switches(
+            expert_tensor_parallel=self.expert_tensor_parallel, use_data_before_expert=self.use_data_before_expert
+        )
         size, pool = self.expert_parallel_size, len(self._pool_offsets)
         if isinstance(size, bool) or not isinstance(size, int):
             raise ExpertSizeError(f"expert_parallel_size {size!r} is not an integer; choose one of {divisors(pool)}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, cast
@@ -25,20 +24,34 @@ def _council(store: dist.Store, rank: int, size: int, seconds: float = 10.0) -> 
     return Council(store, "c", rank, range(size), "a test", timedelta(seconds=seconds), CheckpointError)
 
 
-def _outcomes(
-    part: Part, *, size: int, came: Sequence[int] | None = None, store: dist.Store | None = None, seconds: float = 10.0
-) -> list[Any]:
-    """Let the ranks that come do a part in threads; return the result or the error of each."""
-    shared, ranks = store or dist.HashStore(), range(size) if came is None else came
+def _outcomes(part: Part, *, size: int) -> list[Any]:
+    """Let all ranks do a part in threads; return the result of each."""
+    shared = dist.HashStore()
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: part(_council(shared, rank, size)), range(size)))
 
-    def run(rank: int) -> Any:
-        try:
-            return part(_council(shared, rank, size, seconds))
-        except CheckpointError as error:
-            return error
 
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(run, ranks))
+class _Impatient:
+    """A store whose waits end at once if a key is missing. It notes how long they would have lasted."""
+
+    def __init__(self) -> None:
+        self._store, self.waited = dist.HashStore(), list[float]()
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        self.waited.append(limit.total_seconds())
+        self._store.wait(keys, timedelta(milliseconds=1))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _impatient(size: int, *posted: int, seconds: float) -> tuple[_Impatient, list[Council]]:
+    """Return a store in which these ranks have posted their number, and the council as each rank sees it."""
+    store = _Impatient()
+    councils = [_council(cast("dist.Store", store), rank, size, seconds) for rank in range(size)]
+    for rank in posted:
+        councils[rank]._write(f"who/{rank}", rank)
+    return store, councils
 
 
 def test_every_member_reads_what_the_first_one_decided() -> None:
@@ -66,42 +79,36 @@ def test_an_error_is_raised_on_all_ranks_in_its_class_and_the_council_goes_on() 
 
 
 def test_ranks_that_did_not_come_are_absent_and_not_awaited_at_the_end() -> None:
-    def part(council: Council) -> Any:
-        posted = council.decide("who", council.rank, lambda posted: sorted(posted))
-        started = time.monotonic()
-        council.end()
-        return posted, time.monotonic() - started
-
-    for posted, waited in _outcomes(part, size=4, came=(0, 2), seconds=1.0):
-        assert posted == [0, 2]
-        assert waited < 0.2, "a quarter of the timeout if one were awaited"
+    store, councils = _impatient(4, 2, seconds=10.0)
+    for rank in (0, 2):
+        assert councils[rank].decide("who", rank, sorted) == [0, 2]
+    councils[2].end()
+    assert store.check(["c/read/all"]), "rank 0 waits for rank 2 alone"
 
 
-def test_rank_0_waits_a_moment_for_readers_and_no_longer() -> None:
-    def part(council: Council) -> float:
-        council.decide("who", council.rank, len)
-        started = time.monotonic()
-        if council.rank == 0:
-            council.end()
-        return time.monotonic() - started
-
-    assert MOMENT <= timedelta(seconds=_outcomes(part, size=2, seconds=60.0)[0]) < MOMENT + timedelta(seconds=3)
+@pytest.mark.parametrize(("seconds", "moment"), [(60.0, MOMENT.total_seconds()), (1.0, 0.25)])
+def test_rank_0_waits_a_moment_for_readers_and_no_longer(seconds: float, moment: float) -> None:
+    store, councils = _impatient(2, 1, seconds=seconds)
+    councils[0].decide("who", 0, len)
+    store.waited.clear()
+    councils[0].end()
+    assert store.waited == [moment]
 
 
 def test_a_first_rank_that_dies_before_it_decides_is_named_on_the_others() -> None:
-    for error in _outcomes(lambda council: council.decide("who", council.rank, len), size=3, came=(1, 2), seconds=0.5):
-        assert str(error).startswith("a test: rank 0 did not report its result, no answer within 0:00:00.500000: ")
+    store, councils = _impatient(2, seconds=0.5)
+    said = "a test: rank 0 did not report its result, no answer within 0:00:00.500000: "
+    with pytest.raises(CheckpointError, match=f"^{said}"):
+        councils[1].decide("who", 1, len)
+    assert store.waited == [0.5]
 
 
 def test_a_first_rank_that_comes_late_is_awaited_for_the_spread() -> None:
     """And a rank that does not come at all is still known to all."""
-
-    def part(council: Council) -> Any:
-        if council.rank == 0:
-            time.sleep(1.0)
-        return council.decide("who", council.rank, sorted, spread=timedelta(seconds=1.0))
-
-    assert _outcomes(part, size=3, came=(0, 1), seconds=0.5) == [[0, 1], [0, 1]]
+    store, councils = _impatient(3, 1, seconds=10.0)
+    for rank in (0, 1):
+        assert councils[rank].decide("who", rank, sorted, spread=timedelta(seconds=3.0)) == [0, 1]
+    assert store.waited == [3.0 + 9.0, 2 * 3.0 + 10.0], "the first rank may itself come last"
 
 
 def test_a_lost_store_is_reported_on_each_rank() -> None:
