@@ -230,7 +230,7 @@ def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundA
         deepspeed_groups.mesh_device = given["mesh_device"]
     given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
     case = _case_of(engine, config, mpu, given)
-    mixins = {part.name: part.load() for part in parts_of(case)}
+    mixins = {part.mixin: part.load() for part in parts_of(case)}
     checks.check_with_all_ranks(engine, case, mixins, given)
     release = put_on_grid(engine, [*mixins.values()])
     try:

@@ -40,7 +40,7 @@ from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 
 
 class ClippedByGrid(EngineOnGrid):
-    """An engine in fp32 without ZeRO that clips gradients."""
+    """An engine in fp32 without ZeRO that clips gradients, where DeepSpeed's norm counts the first stage alone."""
 
     def complete(self) -> None:
         """Log that a pipeline clips by another norm than DeepSpeed's own does."""

@@ -81,7 +81,7 @@ _GATHERING = "gathering the whole weights (save_16bit_model, or the state dict o
 
 
 class EngineWithCheckpoints(EngineOnGrid):
-    """The methods that save and load."""
+    """An engine whose checkpoints are saved and loaded as a whole."""
 
     def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
         """Save by :func:`ds_topo.checkpoint.save`.

@@ -57,7 +57,7 @@ from ds_topo.process_groups.creation import gathered
 
 
 class NormsOfOptimizer(EngineOnGrid):
-    """An engine whose optimizer is one of DeepSpeed's, with master weights."""
+    """An engine with one of DeepSpeed's optimizers, which count experts and slices wrongly."""
 
     def complete(self) -> None:
         """Refuse norms that cannot be corrected, and correct the others."""

@@ -12,7 +12,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class SummedOverSequence(EngineOnGrid):
-    """An engine at ZeRO 3 over ``seq``."""
+    """An engine at ZeRO 3, which averages over ``seq`` where every other stage sums."""
 
     def complete(self) -> None:
         """Scale the optimizer's averages."""

@@ -40,7 +40,7 @@ _SWITCH = "set grid.check_weights = False if that is intended"
 
 
 class NoticedWrites(EngineOnGrid):
-    """An engine with master weights."""
+    """An engine with master weights, which overwrite what a program writes."""
 
     mixin_state = "written_weights"
     written_weights: WrittenWeights | None

@@ -21,7 +21,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class EngineWithPlaceholders(EngineOnGrid):
-    """An engine of a pipeline with several stages."""
+    """An engine of a pipeline with several stages, of which one without trainable parameters fails alone."""
 
     def _configure_distributed_model(self, model: Any) -> None:
         """Remove a placeholder that is not needed."""

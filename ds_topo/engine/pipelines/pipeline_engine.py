@@ -24,7 +24,7 @@ from ds_topo.topology.axes import PIPE
 
 
 class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine."""
+    """A pipeline engine, whose steps start on all ranks or on none, and whose stages send what others expect."""
 
     mixin_state = "starts"
     starts: Starts

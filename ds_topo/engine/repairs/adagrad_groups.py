@@ -19,7 +19,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class GroupsOfAdagrad(EngineOnGrid):
-    """An engine with ZeRO, maybe with an Adagrad."""
+    """An engine with ZeRO, which replaces an Adagrad by another one, of one group."""
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Put the engine's Adagrad back."""

@@ -17,7 +17,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class FreedModule(EngineOnGrid):
-    """An engine at ZeRO 3."""
+    """An engine at ZeRO 3, which keeps destroyed modules."""
 
     def complete(self) -> None:
         """Free the module when the optimizer is destroyed."""

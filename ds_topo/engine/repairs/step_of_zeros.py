@@ -20,7 +20,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class WithoutStepOfZeros(EngineOnGrid):
-    """An engine in fp16 or bf16 without ZeRO."""
+    """An engine in fp16 or bf16 without ZeRO, whose optimizer has taken a step of zeros."""
 
     def complete(self) -> None:
         """Undo the step, unless the program asks for DeepSpeed's own results."""
