@@ -94,8 +94,12 @@ class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         Buckets are added position by position. With other parameters, or in another order, gradients of different
         parameters would be added.
         """
-        if self.ordered.compared is not None:
-            compare_buckets(self.ordered.compared, self, comm_dtype)
+        if (compared := self.ordered.compared) is not None:
+            compared.waits_for_device = comm_dtype is None and self.overlap_comm
+            buckets = self.ipg_buckets
+            for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:  # all at the end of backward
+                places = buckets[dtype].params
+                compared.compare(places, [self.bit16_groups[group][index] for group, index, _ in places])
         return super().reduce_ipg_grads(comm_dtype=comm_dtype)
 
     def step(self, closure: object = None) -> Any:
@@ -136,11 +140,11 @@ class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
     """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
     optimizer = engine.optimizer
-    is_zero_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
-    if not is_zero_3 and not (isinstance(optimizer, DeepSpeedZeroOptimizer) and _reduces_during_backward(optimizer)):
-        return None
-    group = _group_of(engine)
-    if dist.get_world_size(group) == 1:
+    reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or (
+        isinstance(optimizer, DeepSpeedZeroOptimizer)
+        and (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
+    )
+    if not reduces_at_once or dist.get_world_size(group := _group_of(engine)) == 1:
         return None
     return ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
 
@@ -156,10 +160,6 @@ def _adds_zeros(engine: DeepSpeedEngine) -> bool:
     """Tell whether gradients of zeros are added for missing ones where ZeRO 1 or 2 reduces all of them at once."""
     optimizer = engine.optimizer
     return isinstance(optimizer, DeepSpeedZeroOptimizer) and dist.get_world_size(_group_of(engine)) > 1
-
-
-def _reduces_during_backward(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    return bool(optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
 
 
 def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -273,17 +273,6 @@ class ComparedBuckets:
             "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
             f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
         )
-
-
-def compare_buckets(
-    compared: ComparedBuckets, optimizer: DeepSpeedZeroOptimizer, comm_dtype: torch.dtype | None
-) -> None:
-    """Compare the bucket of one data type that ZeRO 1 or 2 reduces next, or all of them at the end of backward."""
-    compared.waits_for_device = comm_dtype is None and optimizer.overlap_comm
-    buckets = optimizer.ipg_buckets
-    for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:
-        places = buckets[dtype].params
-        compared.compare(places, [optimizer.bit16_groups[group][index] for group, index, _ in places])
 
 
 def compare_partitioned_bucket(
