@@ -46,13 +46,16 @@ class OptimizerGradients:
         self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
         """The buffers in which gradients accumulate, if not in ``parameter.grad``."""
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
         """Let the engine and its optimizer use the reducer until the bindings are closed.
 
         Args:
             reduce: waits for the reducer and calls :meth:`mark_reduced`.
             forget: discards what the reducer has accumulated.
             bindings: gets the functions that undo it.
+            overlaps: let parameters arrive from other ranks during the next forward pass.
         """
 
     def mark_reduced(self) -> None:
@@ -66,9 +69,6 @@ class OptimizerGradients:
         """Prepare for the end of the engine; the bindings are closed next."""
 
     # -- parameters that arrive from other ranks after a step; without ZeRO there are none
-
-    def start_overlapping(self) -> None:
-        """Let them arrive during the next forward pass."""
 
     def gather_in_step(self) -> None:
         """Let them arrive in the step from now on."""
@@ -161,11 +161,10 @@ class EngineDriver(StepDriver):
         """Give the engine the class of engines that drive a reducer, until it is detached."""
         self.reducer = self.engine.gradient_reducer = reducer
         self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
-        self._gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings)
+        overlaps = options.overlap_parameters
+        self._gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings, overlaps)
         self.engine.reducer_driver = self
         self._bindings.callback(adopt(self.engine, self.mixin))
-        if options.overlap_parameters:
-            self._gradients.start_overlapping()
 
     # -- the engine's calls
 

@@ -49,9 +49,16 @@ class WrapperGradients(OptimizerGradients):
         self.groups: list[FlatGroup] = []
         """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
         """Give the optimizer its class; see :class:`OptimizerGradients`."""
-        parameters = PartitionedParameters(self.groups)
+        kind = PartitionedParameters
+        if overlaps:
+            from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
+
+            kind = LateParameters
+        parameters = kind(self.groups)
         self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, parameters)
         bindings.callback(adopt(self.optimizer, self.mixin))
 
@@ -124,11 +131,14 @@ class PartitionGradients(WrapperGradients):
 
     # -- the reducer's calls
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
-        super().bind(reduce, forget, bindings)
+        super().bind(reduce, forget, bindings, overlaps)
         self.parameters = self.optimizer.reduction.parameters
         self.optimizer.enter()
+        self.parameters.start_overlapping(self.engine.module)
         bindings.callback(self._end)
 
     def _end(self) -> None:
@@ -155,9 +165,6 @@ class PartitionGradients(WrapperGradients):
                     dist.all_reduce(partition.place_of(weight), group=group)
 
     # -- parameters arrive
-
-    def start_overlapping(self) -> None:
-        self.parameters.start_overlapping(self.engine.module)
 
     def gather_in_step(self) -> None:
         if self.parameters.overlaps:
