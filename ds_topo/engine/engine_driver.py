@@ -26,7 +26,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reduction.parameters import WiderSums
-from ds_topo.reduction.reducer import BucketReducer, StepDriver, wider_sums
+from ds_topo.reduction.reducer import StandaloneReducer, StepDriver, wider_sums
 from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
 
 
@@ -119,13 +119,13 @@ class EngineDriver(StepDriver):
         self.engine = engine
         self._wanted = options
         self.wider = wider_sums(options.get("manager"))
-        self._gradients = connect(engine, self._bucket_sizes, self.wider)
+        self.gradients = connect(engine, self._bucket_sizes, self.wider)
         self._bindings = ExitStack()
         self._is_backward_of_output = False
         """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
         self._is_backward_of_engine = False
         """True while ``engine.backward`` runs."""
-        self.reducer: BucketReducer
+        self.reducer: StandaloneReducer
         """The reducer that the engine drives; set in :meth:`bind`."""
 
     @property
@@ -144,8 +144,8 @@ class EngineDriver(StepDriver):
             "static_graph": True,
             "allow_late_gradients": True,
             "broadcast_at_start": False,
-            "grad_buffers": self._gradients.grad_buffers,
-            "partitions": self._gradients.partitions,
+            "grad_buffers": self.gradients.grad_buffers,
+            "partitions": self.gradients.partitions,
         }
         if not engine.gradient_average:
             options["op"] = "sum"
@@ -157,12 +157,12 @@ class EngineDriver(StepDriver):
             options["expert_groups"] = dict(deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP)
         return options
 
-    def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
+    def bind(self, reducer: StandaloneReducer, options: ReductionOptions) -> None:
         """Give the engine the class of engines that drive a reducer, until it is detached."""
         self.reducer = self.engine.gradient_reducer = reducer
         self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
         overlaps = options.overlap_parameters
-        self._gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings, overlaps)
+        self.gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings, overlaps)
         self.engine.reducer_driver = self
         self._bindings.callback(adopt(self.engine, self.mixin))
 
@@ -173,23 +173,10 @@ class EngineDriver(StepDriver):
         """The class with the engine's methods that drive the reducer."""
         return ReducedPlainEngine
 
-    @property
-    def reduces_in_engine(self) -> bool:
-        """True if the engine, and not its optimizer, reduces gradients at the end of a backward pass."""
-        return not isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer)
-
     def reduce(self, *_: object, **__: object) -> None:
         """Wait for the reducer, in place of the engine's own reduction at the end of the last micro-batch."""
         self.reducer.complete()
-        self._gradients.mark_reduced()
-
-    def require_reduced(self) -> None:
-        """Refuse a step on gradients of this rank alone."""
-        if self.reducer.is_in_step:
-            raise RuntimeError(
-                "the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
-                f"{self._gradients.reduced_by}; detach() the reducer, or use a release that README.md names"
-            )
+        self.gradients.mark_reduced()
 
     def begin_backward(self) -> None:
         """Note that the gradients that follow are of this engine's output."""
@@ -213,15 +200,6 @@ class EngineDriver(StepDriver):
         self.end_backward()
         self.reducer.give_up_unfinished()
 
-    def end_with_engine(self) -> None:
-        """Detach the reducer before the engine is destroyed."""
-        self._gradients.end_with_engine()
-        self.reducer.detach()
-
-    def gather_in_step(self) -> None:
-        """Let parameters arrive in the step from now on, because compiled code does not wait for them."""
-        self._gradients.gather_in_step()
-
     # -- the reducer's questions
 
     def is_last_backward(self) -> bool:
@@ -233,7 +211,7 @@ class EngineDriver(StepDriver):
         is_own = self._is_backward_of_engine or self._is_backward_of_output
         if engine.inside_no_sync_ctxt or not is_own:
             return False
-        return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
+        return self.gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
     def owns_hook(self, hook: Callable[..., object]) -> bool:
         """Return True for hooks of DeepSpeed's optimizers: their methods do nothing while the reducer is attached."""
@@ -258,11 +236,11 @@ class EngineDriver(StepDriver):
 
     def wait_for_parameters(self) -> None:
         """Wait for the gather of the last step."""
-        self._gradients.wait_for_parameters()
+        self.gradients.wait_for_parameters()
 
     def gathers(self) -> list[BucketTiming]:
         """Return the timings of the gather of the last step."""
-        return self._gradients.gathers()
+        return self.gradients.gathers()
 
     def on_detach(self) -> None:
         """Restore the engine's own reduction of gradients."""
@@ -303,17 +281,22 @@ class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         At stage 0 and with ``BF16_Optimizer`` DeepSpeed reduces gradients here, after the last backward pass.
         """
-        if self.reducer_driver.reduces_in_engine:
-            self.reducer_driver.reduce()
-        else:
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):  # which reduces them itself
             super().buffered_allreduce_fallback(*arguments, **options)
+        else:
+            self.reducer_driver.reduce()
 
     def _take_model_step(self, *arguments: Any) -> None:
         """Require that the reducer has finished.
 
         A release whose engine no longer calls what the reducer replaces would step on this rank's own gradients.
         """
-        self.reducer_driver.require_reduced()
+        if self.reducer_driver.reducer.is_in_step:
+            raise RuntimeError(
+                "the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
+                f"{self.reducer_driver.gradients.reduced_by}; detach() the reducer, or use a release that README.md "
+                "names"
+            )
         super()._take_model_step(*arguments)
 
     def zero_grad(self) -> None:
@@ -331,12 +314,13 @@ class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def compile(self, *arguments: Any, **options: Any) -> Any:
         """Let parameters arrive in the step: compiled code reads memory without asking whether they have arrived."""
-        self.reducer_driver.gather_in_step()
+        self.reducer_driver.gradients.gather_in_step()
         return super().compile(*arguments, **options)
 
     def destroy(self) -> None:
         """Detach the reducer first, which ends with its engine."""
-        self.reducer_driver.end_with_engine()
+        self.reducer_driver.gradients.end_with_engine()
+        self.reducer_driver.reducer.detach()
         self.destroy()  # of the class that detach() has given back
 
 

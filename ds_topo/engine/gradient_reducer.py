@@ -16,10 +16,10 @@ from ds_topo.errors import listed
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import BucketSizes, ReductionArguments
 from ds_topo.reduction.parameters import HasDataParallelGroup, WiderSums
-from ds_topo.reduction.reducer import BucketReducer, StepDriver
+from ds_topo.reduction.reducer import StandaloneReducer, StepDriver
 
 
-class GradientReducer(BucketReducer):
+class GradientReducer(StandaloneReducer):
     """Average a module's gradients over a data-parallel group while backward is still running.
 
     ::
@@ -34,7 +34,7 @@ class GradientReducer(BucketReducer):
             optimizer.step()
             optimizer.zero_grad()
 
-    Arguments, errors and sources are those of :class:`~ds_topo.reduction.reducer.BucketReducer`, options those of
+    Arguments, errors and sources are those of :class:`~ds_topo.reduction.reducer.StandaloneReducer`, options those of
     :class:`~ds_topo.reduction.options.ReductionOptions`.
 
     >>> import torch, torch.distributed as dist

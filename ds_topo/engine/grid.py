@@ -224,12 +224,21 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
 def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundArguments) -> None:
     """Call the constructor of an engine with the class that is made of its parts."""
     given = call.arguments
-    mpu, config = given["mpu"], given.get("config_class")
+    mpu: MpuGrid = given["mpu"]
+    config: Any = given.get("config_class")
     check_release(config)
     if given.get("mesh_device"):  # as the constructor does first
         deepspeed_groups.mesh_device = given["mesh_device"]
     given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
-    case = _case_of(engine, config, mpu, given)
+    has_experts = bool(registry.of(mpu)) or config.expert_parallel_config.enabled
+    case = Case(
+        config,
+        mpu,
+        is_pipeline=isinstance(engine, PipelineEngine),
+        is_dualpipe=isinstance(engine, DualPipeVEngine),
+        optimizer=given.get("optimizer") or config.optimizer_name,
+        has_experts=has_experts or any(isinstance(module, MoE) for module in given["model"].modules()),
+    )
     mixins = {part.mixin: part.load() for part in parts_of(case)}
     checks.check_with_all_ranks(engine, case, mixins, given)
     release = put_on_grid(engine, [*mixins.values()])
@@ -243,18 +252,6 @@ def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundA
         release()
         raise
     mpu.on_destroy(release)
-
-
-def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, given: Mapping[str, Any]) -> Case:
-    has_experts = bool(registry.of(mpu)) or config.expert_parallel_config.enabled
-    return Case(
-        config,
-        mpu,
-        is_pipeline=isinstance(engine, PipelineEngine),
-        is_dualpipe=isinstance(engine, DualPipeVEngine),
-        optimizer=given.get("optimizer") or config.optimizer_name,
-        has_experts=has_experts or any(isinstance(module, MoE) for module in given["model"].modules()),
-    )
 
 
 def rows() -> tuple[Row, ...]:

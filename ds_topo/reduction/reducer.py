@@ -189,7 +189,7 @@ class StepDriver:
         """Undo the driver's changes for this reducer, which is being detached."""
 
 
-class BucketReducer:
+class StandaloneReducer:
     """Average a module's gradients over a data-parallel group while backward is still running.
 
     Gradients are views of contiguous buckets. Accumulated gradients are added in place; a first one (after

@@ -52,7 +52,7 @@ class PipelineDriver(EngineDriver):
 
     def reduce(self, *_: object, **__: object) -> None:
         """Note that gradients are reduced: the reducer has completed where the schedule reduces tied layers."""
-        self._gradients.mark_reduced()
+        self.gradients.mark_reduced()
 
     def give_up_unfinished(self) -> None:
         """Discard a step that an exception in backward has ended: training may go on with the same engine."""
@@ -76,7 +76,7 @@ class PipelineDriver(EngineDriver):
         def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
             self._passes.clear()
             self.reducer.complete()
-            self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
+            self.gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
 
         ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
         self._instructions = {**instructions, **ours}
