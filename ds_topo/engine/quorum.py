@@ -449,7 +449,16 @@ class Replicas:
         """Take the state of this rank in another replica. Other ranks of this replica may not, so this is local."""
         engine, inner = self.engine, self._inner
         own = self.tensors()
-        self._check_layout(own, saved)
+        mine, theirs = (
+            {name: (one.shape, one.dtype) for name, one in all_.items()} for all_ in (own, saved["tensors"])
+        )
+        differ = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
+        if differ or self._layout() != saved["layout"]:
+            raise CheckpointLayoutError(
+                f"this replica is {self._layout()}, and the replica that would heal it is {saved['layout']}, which "
+                f"holds other tensors such as {listed(sorted(differ), 3) or 'none'}: all replicas must have one "
+                "topology, one stage of ZeRO, and the same model and optimizer"
+            )
         is_first = self._initial is not None and not saved["progress"]["global_steps"]
         self._began_otherwise = is_first and self._initial != saved["initial"]
         self._is_healed = True
@@ -463,18 +472,6 @@ class Replicas:
         facts.restore_random_states(engine, saved["random"])
         if engine.mpu.grid_rank == 0:
             print(f"ds_topo: healed from another replica; goes on after step {engine.global_steps}", flush=True)
-
-    def _check_layout(self, own: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
-        mine, theirs = (
-            {name: (one.shape, one.dtype) for name, one in all_.items()} for all_ in (own, saved["tensors"])
-        )
-        differ = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
-        if differ or self._layout() != saved["layout"]:
-            raise CheckpointLayoutError(
-                f"this replica is {self._layout()}, and the replica that would heal it is {saved['layout']}, which "
-                f"holds other tensors such as {listed(sorted(differ), 3) or 'none'}: all replicas must have one "
-                "topology, one stage of ZeRO, and the same model and optimizer"
-            )
 
     def close(self) -> None:
         """Leave the other replicas, who go on. Idempotent."""

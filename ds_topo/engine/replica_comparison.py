@@ -177,14 +177,40 @@ class ReplicaCheck:
             self._release = adopt(engine, mixin)
 
     def now(self) -> None:
-        """Compare; collective over the engine's ranks."""
+        """Compare; collective over the engine's ranks, all of which raise.
+
+        Raises:
+            ReplicaError: replicas differ.
+            DisagreementError: some ranks compare at another time or with other arguments, do not compare, or cannot
+                compute a digest.
+        """
         engine = self._engine
         everyone = dist.group.WORLD
         if isinstance(engine.mpu, MpuGrid):
             everyone = engine.mpu.get_group(axes_of_engine(engine.mpu, isinstance(engine, PipelineEngine)))
         assert everyone is not None
-        arguments = f", every={self._every}, slices={self._slices}"
-        _compare(replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
+        by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
+        sums: dict[int, torch.Tensor] = {}
+        members, when = dist.get_process_group_ranks(everyone), f"after step {engine.global_steps}"
+        with agreement(members, "a comparison of replicas", f"{when}, every={self._every}, slices={self._slices}"):
+            for each in replicated(engine, self._slices):
+                by_group[each.group].append(each)
+            unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
+            sums = {identity: digest(tensor) for identity, tensor in unique.items()}
+        found = [_difference(brought, group, sums) for group, brought in by_group.items()]
+        text = next((difference for difference in found if difference), "")
+        first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
+        if int(first) == _NOBODY:
+            return
+        counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
+        dist.all_reduce(counted, group=everyone)
+        said = [text]
+        dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
+        raise ReplicaError(
+            f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
+            "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
+        )
 
     def remove(self) -> None:
         """Stop comparing. Idempotent."""
@@ -250,7 +276,6 @@ class Replicated:
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    """Describe the data type and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -316,43 +341,6 @@ _NOBODY = 1 << 31
 _SHOWN_VALUES = 4
 _SAMPLED = 64
 """The number of values of each parameter that are compared when an engine starts."""
-
-
-def _compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, arguments: str) -> None:
-    """Compare replicas; collective over ``everyone``.
-
-    Args:
-        tensors: the tensors of this rank, in the same order on all ranks of a group.
-        everyone: all ranks that compare at this time, so that all of them raise.
-        when: the step, which must be the same on all ranks.
-        arguments: the arguments of ``check_replicas``, which must be the same on all ranks.
-
-    Raises:
-        ReplicaError: replicas differ; raised on every rank.
-        DisagreementError: some ranks compare at another time, do not compare, or cannot compute a digest.
-    """
-    by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
-    sums: dict[int, torch.Tensor] = {}
-    members = dist.get_process_group_ranks(everyone)
-    with agreement(members, "a comparison of replicas", f"{when}{arguments}"):
-        for each in tensors:
-            by_group[each.group].append(each)
-        unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
-        sums = {identity: digest(tensor) for identity, tensor in unique.items()}
-    found = [_difference(brought, group, sums) for group, brought in by_group.items()]
-    text = next((difference for difference in found if difference), "")
-    first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
-    dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
-    if int(first) == _NOBODY:
-        return
-    counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
-    dist.all_reduce(counted, group=everyone)
-    said = [text]
-    dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
-    raise ReplicaError(
-        f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
-        "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
-    )
 
 
 def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[int, torch.Tensor]) -> str:

@@ -91,7 +91,11 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     require_grid(grid)
     before = grid_in_use()
     if before is None:
-        _warn_of_earlier_engines(grid)
+        if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
+            warn(
+                f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an "
+                "mpu: it averages the gradients of all ranks; call use() before deepspeed.initialize"
+            )
     elif not before.shares_groups_with(grid):
         raise RuntimeError(
             f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
@@ -118,14 +122,6 @@ class GridInUse(ExitStack):
     def release(self) -> None:
         """End the use of the grid. The last release restores the patched names. Idempotent."""
         self.close()
-
-
-def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
-    if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
-        warn(
-            f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
-            "it averages the gradients of all ranks; call use() before deepspeed.initialize"
-        )
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -194,7 +190,11 @@ def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
     grid = grid_in_use()
     if context.enabled and grid is not None and context.src_rank is not None:
         rank = dist.get_group_rank(context.params[0].ds_process_group, context.src_rank)  # of what was given
-        _send_to_copies(context.params, grid)
+        copies = grid.get_copy_group()
+        if dist.get_world_size(copies) > 1:  # other copies of the partitions, which the modifier does not reach
+            for parameter in context.params:
+                if parameter.ds_process_group == grid.get_partition_group():
+                    dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(copies, 0), group=copies)
         if grid.get_axis_size(MODEL) > 1:
             replicas = grid.get_partition_group()
             group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
@@ -202,15 +202,6 @@ def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
                 if parameter.ds_process_group == replicas and not _may_differ_on_slices(parameter):
                     dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
     return end(context, *exception)
-
-
-def _send_to_copies(parameters: Iterable[Any], grid: MpuGrid) -> None:
-    """Send modified values to the ranks that hold other copies of the partitions, which the modifier does not reach."""
-    copies = grid.get_copy_group()
-    if dist.get_world_size(copies) > 1:
-        for parameter in parameters:
-            if parameter.ds_process_group == grid.get_partition_group():
-                dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(copies, 0), group=copies)
 
 
 def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
