@@ -200,11 +200,7 @@ def _warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> No
 
 @contextmanager
 def _naming_patterns() -> Iterator[None]:
-    """Say what to do about a model that AutoTP does not know, of which DeepSpeed asks for a policy.
-
-    Raises:
-        EngineOptionError: in place of DeepSpeed's error.
-    """
+    """Say what to do about a model that AutoTP does not know, of which DeepSpeed asks for a policy."""
     try:
         yield
     except AssertionError as error:
@@ -236,11 +232,7 @@ def _with_groups_of_grid(engine: DeepSpeedEngine, backend: Any) -> Any:
 
 
 def _enter_groups(grid: MpuGrid) -> None:
-    """Enter this rank's group along ``seq`` into the table of DeepSpeed's compiled graphs, until the grid is destroyed.
-
-    Raises:
-        EngineOptionError: graphs of this process use other groups.
-    """
+    """Enter this rank's group along ``seq`` into the table of DeepSpeed's compiled graphs, until the grid's end."""
     from deepspeed.compile.custom_ops import sp_dp_registry  # imports sympy, which is slow
 
     table: dict[Any, Any] = sp_dp_registry.GROUP_REGISTRY

@@ -341,9 +341,6 @@ def _compare_with_optimizer(engine: DeepSpeedEngine, model: nn.Module, grid: Mpu
 
     A stage of a pipeline has some of the layers for which an optimizer may have been built. AutoTP and AutoEP replace
     layers themselves, and DeepSpeed corrects the optimizer. Parameters of a loss function are beside the model.
-
-    Raises:
-        EngineOptionError: most likely, layers were replaced after the optimizer was built.
     """
     config = engine._config
     if engine.is_pipeline or config.expert_parallel_config.enabled:

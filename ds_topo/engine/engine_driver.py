@@ -22,6 +22,7 @@ from torch import nn
 from ds_topo.base.classes import REDUCED, Mixin, adopt, stock_class
 from ds_topo.base.marks import is_element_by_element
 from ds_topo.engine.config import may_have_options
+from ds_topo.errors import warn
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
@@ -39,6 +40,8 @@ class OptimizerGradients:
     """True if the gradients of every micro-batch are reduced."""
     reduced_by = "DeepSpeedEngine.buffered_allreduce_fallback"
     """The method that DeepSpeed calls to reduce gradients."""
+    parameters: Any = None
+    """The ``PartitionedParameters`` that arrive from other ranks after a step; None if there are none."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -67,18 +70,6 @@ class OptimizerGradients:
 
     def end_with_engine(self) -> None:
         """Prepare for the end of the engine; the bindings are closed next."""
-
-    # -- parameters that arrive from other ranks after a step; without ZeRO there are none
-
-    def gather_in_step(self) -> None:
-        """Let them arrive in the step from now on."""
-
-    def wait_for_parameters(self) -> None:
-        """Wait for the gather of the last step."""
-
-    def gathers(self) -> list[BucketTiming]:
-        """Return the timings of the gather of the last step."""
-        return []
 
 
 Connect: TypeAlias = "Callable[[DeepSpeedEngine, Callable[[], BucketSizes], WiderSums | None], OptimizerGradients]"
@@ -236,11 +227,12 @@ class EngineDriver(StepDriver):
 
     def wait_for_parameters(self) -> None:
         """Wait for the gather of the last step."""
-        self.gradients.wait_for_parameters()
+        if self.gradients.parameters is not None:
+            self.gradients.parameters.wait()
 
     def gathers(self) -> list[BucketTiming]:
         """Return the timings of the gather of the last step."""
-        return self.gradients.gathers()
+        return [] if self.gradients.parameters is None else list(self.gradients.parameters.timings())
 
     def on_detach(self) -> None:
         """Restore the engine's own reduction of gradients."""
@@ -314,7 +306,12 @@ class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def compile(self, *arguments: Any, **options: Any) -> Any:
         """Let parameters arrive in the step: compiled code reads memory without asking whether they have arrived."""
-        self.reducer_driver.gradients.gather_in_step()
+        parameters = self.reducer_driver.gradients.parameters
+        if parameters is not None and parameters.overlaps:
+            warn(
+                "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on"
+            )
+            parameters.stop_overlapping()
         return super().compile(*arguments, **options)
 
     def destroy(self) -> None:

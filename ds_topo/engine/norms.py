@@ -307,11 +307,7 @@ def on_this_slice(grid: ProcessGrid) -> Counts:
 
 
 def _replicas_of_expert(parameter: nn.Parameter) -> dist.ProcessGroup:
-    """Return the ranks that hold the same expert.
-
-    Raises:
-        ExpertGroupError: neither DeepSpeed nor its reducer knows its groups.
-    """
+    """Return the ranks that hold the same expert."""
     name = expert_group_name(parameter)
     reducer: Any = owners[parameter]() if parameter in owners else None
     group = reducer.options.expert_groups.get(name) if reducer is not None else None

@@ -120,11 +120,7 @@ class EngineWithCheckpoints(EngineOnGrid):
 
 
 def _require_whole_weights(engine: EngineOnGrid) -> None:
-    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model.
-
-    Raises:
-        EngineOptionError: DeepSpeed would write the part of rank 0 alone.
-    """
+    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model."""
     grid = engine.mpu
     slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
     if grid.get_axis_size(PIPE) > 1:

@@ -31,8 +31,6 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducedZero,
     ReducerOfOptimizer,
 )
-from ds_topo.errors import warn
-from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.parameters import WiderSums
 from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
@@ -126,8 +124,6 @@ class PartitionGradients(WrapperGradients):
             self.reduced_by = f"DeepSpeedZeroOptimizer.{called}"
         self.partitions: list[PartitionedGradients] = [group.gradients for group in self.groups]
         self._engine_ends = False
-        self.parameters: PartitionedParameters
-        """The parameters, which arrive from other ranks after a step; set in :meth:`bind`."""
 
     # -- the reducer's calls
 
@@ -163,21 +159,6 @@ class PartitionGradients(WrapperGradients):
             for partition in self.partitions:
                 if weight in partition.regions:
                     dist.all_reduce(partition.place_of(weight), group=group)
-
-    # -- parameters arrive
-
-    def gather_in_step(self) -> None:
-        if self.parameters.overlaps:
-            warn(
-                "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on"
-            )
-            self.parameters.stop_overlapping()
-
-    def wait_for_parameters(self) -> None:
-        self.parameters.wait()
-
-    def gathers(self) -> list[BucketTiming]:
-        return self.parameters.timings()
 
     # -- DeepSpeed's layout, and ours
 

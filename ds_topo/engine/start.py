@@ -259,11 +259,7 @@ def initialize(
 
 
 def _content_of(config: str | Path | Mapping[str, Any] | None, args: Any) -> Mapping[str, Any]:
-    """Return the content of a config; an empty mapping if only DeepSpeed can read it.
-
-    Raises:
-        ValueError: the file does not exist or cannot be read.
-    """
+    """Return the content of a config; an empty mapping if only DeepSpeed can read it."""
     config = config if config is not None else getattr(args, "deepspeed_config", None)
     if isinstance(config, Mapping):
         return config

@@ -248,11 +248,6 @@ _OF_SEQUENCES: tuple[tuple[Patch, Make], ...] = (
 
 @around
 def _with_group_of_grid(create_group: Any, engine: InferenceEngine, config: DeepSpeedInferenceConfig) -> None:
-    """Set the group along ``model`` in ``InferenceEngine._create_model_parallel_group`` while a grid is in use.
-
-    Raises:
-        EngineOptionError: the size is not the degree of ``model``, or DeepSpeed would sum over all ranks.
-    """
     grid = grid_in_use()
     if grid is None:
         create_group(engine, config)
@@ -285,10 +280,7 @@ def _while_in_use(replacement: Any) -> Make:
 def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
-    Without the patches it distributes the batches of data loaders over all ranks, so the slices and stages of one
-    replica train on different samples. It also steps a scheduler once for every rank, and divides the length of a
-    ``DummyScheduler`` and the batch size by the same number. Nothing is patched unless the program has imported
-    accelerate or transformers.
+    Nothing is patched unless the program has imported accelerate or transformers.
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
         return
@@ -358,11 +350,7 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
 
 
 def _is_dealt(loader: Any, grid: MpuGrid) -> bool:
-    """Tell whether a loader, such as that of ``grid.data_loader``, reads this rank's share of the samples already.
-
-    Raises:
-        ValueError: each of several ranks of a share would need other samples of it.
-    """
+    """Tell whether a loader, such as that of ``grid.data_loader``, reads this rank's share of the samples already."""
     sampler, shares = getattr(loader, "sampler", None), grid.get_sample_world_size()
     if not isinstance(sampler, DistributedSampler) or shares == 1 or sampler.num_replicas != shares:
         return False
@@ -377,10 +365,6 @@ def _is_dealt(loader: Any, grid: MpuGrid) -> bool:
 
 @_while_in_use
 def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
-    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``.
-
-    Warn if it will save no weights of the engine's model.
-    """
     count = Patch(
         find("accelerate.accelerator.Accelerator"),
         "num_processes",
@@ -412,7 +396,6 @@ def _warn_of_unsaved_slices(engine: DeepSpeedEngine) -> None:
 
 @_while_in_use
 def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
-    """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
     from accelerate.utils import recursively_apply
 
     of_tensors_row = Patch(

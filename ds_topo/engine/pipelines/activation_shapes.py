@@ -129,11 +129,7 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
 
 
 def _require_sendable(engine: PipelineEngine, module: Any, _: Any, outputs: Any) -> None:
-    """Refuse outputs of a stage that it cannot send, or for which the next one would return no gradient.
-
-    Raises:
-        EngineOptionError: the message names the layers, the output and the remedy.
-    """
+    """Refuse outputs of a stage that it cannot send, or for which the next one would return no gradient."""
     if module._local_stop == len(module._layer_specs):
         return
     several = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -203,11 +203,7 @@ def _are_shapes_read(engine: PipelineEngine) -> bool:
 
 
 def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], int]:
-    """Return an iterator of the same elements, and how many it has left, or ``wanted`` if it has at least as many.
-
-    Raises:
-        TypeError: the argument is not an iterator.
-    """
+    """Return an iterator of the same elements, and how many it has left, or ``wanted`` if it has at least as many."""
     if not hasattr(iterator, "__next__"):
         raise TypeError(f"data_iter={abridged(iterator)} is not an iterator: pass iter(...) of it, not the samples")
     known = remaining(iterator)
@@ -218,11 +214,7 @@ def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], in
 
 
 def _check_batch(batch: Any, is_first_stage: bool) -> None:
-    """Refuse a batch of which DeepSpeed would take wrong parts as inputs and labels, or fail on some stages only.
-
-    Raises:
-        TypeError: the message says what the batch must be.
-    """
+    """Refuse a batch of which DeepSpeed would take wrong parts as inputs and labels, or fail on some stages only."""
     if isinstance(batch, (torch.Tensor, Mapping, str)) or not hasattr(batch, "__getitem__"):
         problem = f"is a {type(batch).__name__}"
     elif isinstance(batch, (tuple, list)) and len(batch) < 2:

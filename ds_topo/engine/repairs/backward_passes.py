@@ -231,11 +231,7 @@ class BackwardPassesOfProgram(EngineOnGrid):
     # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
 
     def _backward_prologue(self) -> None:
-        """Prepare once in each backward pass that brings gradients; the engine's own mpu is current from here.
-
-        Raises:
-            RuntimeError: the step cannot take its gradients.
-        """
+        """Prepare once in each backward pass that brings gradients; the engine's own mpu is current from here."""
         passes, optimizer = self.backward_passes, self.optimizer
         if is_functorch_transforming() or not self._brings_gradients():
             return
