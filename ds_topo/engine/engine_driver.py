@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ from ds_topo.errors import warn
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
-from ds_topo.reduction.parameters import WiderSums
 from ds_topo.reduction.reducer import StandaloneReducer, StepDriver, wider_sums
 from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
+
+if TYPE_CHECKING:
+    pass
 
 
 class OptimizerGradients:
@@ -72,10 +74,6 @@ class OptimizerGradients:
         """Prepare for the end of the engine; the bindings are closed next."""
 
 
-Connect: TypeAlias = "Callable[[DeepSpeedEngine, Callable[[], BucketSizes], WiderSums | None], OptimizerGradients]"
-"""Returns the connection to an engine's optimizer; see :func:`ds_topo.engine.gradient_reducer.gradients_of`."""
-
-
 def why_not_attachable(engine: DeepSpeedEngine) -> str | None:
     """Return the reason why no reducer can be attached to an engine, or None."""
     if may_have_options(engine._config):
@@ -106,11 +104,12 @@ def why_not_attachable(engine: DeepSpeedEngine) -> str | None:
 class EngineDriver(StepDriver):
     """The driver of a plain engine; creating it is collective over the engine's replicas."""
 
-    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments, connect: Connect) -> None:
+    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
         self.engine = engine
         self._wanted = options
         self.wider = wider_sums(options.get("manager"))
-        self.gradients = connect(engine, self._bucket_sizes, self.wider)
+        self.gradients: OptimizerGradients
+        """The connection to the engine's optimizer; set by ``GradientReducer.attach``."""
         self._bindings = ExitStack()
         self._is_backward_of_output = False
         """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
@@ -246,7 +245,7 @@ class EngineDriver(StepDriver):
 
     # -- shared
 
-    def _bucket_sizes(self) -> BucketSizes:
+    def bucket_sizes(self) -> BucketSizes:
         """Return the sizes of a partition's regions; collective.
 
         Invalid options are ignored here: the reducer raises for them later, on all ranks together.

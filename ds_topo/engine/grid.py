@@ -26,13 +26,13 @@ from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
+from ds_topo.base.classes import adopt
 from ds_topo.base.ledger import Row, always, around, ledger
 from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.base.supported import check_release, warn_of_newer_releases
 from ds_topo.engine import checks
 from ds_topo.engine.config import Case, check_sections_and_sizes
 from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank
-from ds_topo.engine.on_grid import put_on_grid
 from ds_topo.engine.parts import load_all, parts_of
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.health import guard
@@ -241,7 +241,7 @@ def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundA
     )
     mixins = {part.mixin: part.load() for part in parts_of(case)}
     checks.check_with_all_ranks(engine, case, mixins, given)
-    release = put_on_grid(engine, [*mixins.values()])
+    release = adopt(engine, *reversed(mixins.values()))  # the outermost first
     try:
         vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
         with ExitStack() as contexts:

@@ -66,15 +66,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         return None
 
 
-def put_on_grid(engine: DeepSpeedEngine, mixins: list[type[EngineOnGrid]]) -> Callable[[], None]:
-    """Give an engine the mixins of its parts, innermost first, before its constructor runs.
-
-    Returns:
-        The function that takes them away.
-    """
-    return adopt(engine, *reversed(mixins))
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 _GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"

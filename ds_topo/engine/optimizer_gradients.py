@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,10 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducerOfOptimizer,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.parameters import WiderSums
 from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.managed import ReplicaSums
 
 
 class WrapperGradients(OptimizerGradients):
@@ -110,7 +113,7 @@ class PartitionGradients(WrapperGradients):
         engine: DeepSpeedEngine,
         sizes: BucketSizes,
         whole: Collection[nn.Parameter],
-        wider: WiderSums | None,
+        wider: ReplicaSums | None,
     ) -> None:
         super().__init__(engine)
         self._sizes, self._whole, self._wider = sizes, whole, wider
@@ -218,11 +221,14 @@ class PartitionGradients(WrapperGradients):
 
 
 def gradients_of_wrapper(
-    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], wider: WiderSums | None
+    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], wider: ReplicaSums | None
 ) -> OptimizerGradients:
     """Return the connection to this engine's optimizer, ``BF16_Optimizer`` or that of ZeRO 1 and 2.
 
-    The arguments are those of :func:`ds_topo.engine.gradient_reducer.gradients_of`.
+    Args:
+        engine: the engine.
+        sizes: returns the sizes of buckets; called only if a layout depends on them.
+        wider: continues sums beyond the engine's ranks; None if they end there.
     """
     optimizer = engine.optimizer
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them

@@ -21,7 +21,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.exchange import PartitionHolders
 
 if TYPE_CHECKING:
-    from ds_topo.reduction.parameters import WiderSums
+    from ds_topo.reduction.managed import ReplicaSums
 
 
 @dataclass
@@ -39,7 +39,7 @@ class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mi
 
     mixin_suffix, mixin_state = "OnGrid", "copies"
     copies: CopiesOfPartition | None
-    replicas: WiderSums | None = None
+    replicas: ReplicaSums | None = None
     """The averages over the replicas of a ``Manager``; without one, None."""
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
@@ -70,7 +70,7 @@ class PartitionSum:
         group: ProcessGroup | None,
         scale: float,
         dtype: torch.dtype,
-        replicas: WiderSums | None = None,
+        replicas: ReplicaSums | None = None,
     ) -> None:
         self._tensors = tensors
         device = get_accelerator().current_device_name()
@@ -98,7 +98,7 @@ identity of their parameter, and sums in flight."""
 
 def partition_and_sum(
     copies: PartitionHolders | None,
-    replicas: WiderSums | None,
+    replicas: ReplicaSums | None,
     partition_gradients: Callable[[list[Any], list[torch.Tensor]], Any],
     optimizer: DeepSpeedZeroOptimizer_Stage3,
     parameters: list[Any],
@@ -127,7 +127,7 @@ def partition_and_sum(
 
 
 def wait_for_sums(
-    copies: PartitionHolders | None, replicas: WiderSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
+    copies: PartitionHolders | None, replicas: ReplicaSums | None, optimizer: DeepSpeedZeroOptimizer_Stage3
 ) -> None:
     """Wait for the sums of all buckets over copies and replicas, at the end of ZeRO 3's reduction."""
     if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():

@@ -38,7 +38,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import ReductionArguments, ReductionOptions, unknown_option
 
 if TYPE_CHECKING:
-    from ds_topo.reduction.exchange import Exchange, Pending
+    from ds_topo.reduction.exchange import Exchange
 
 # -- routes ------------------------------------------------------------------------------------------------------------
 
@@ -82,21 +82,6 @@ class Route:
         return dist.get_world_size(self.group)
 
 
-class WiderSums(Protocol):
-    """Continue sums beyond the group of a route, as :mod:`~ds_topo.reduction.managed` does over replicas of a job."""
-
-    def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
-        """Return the exchange of a group whose sums go on; ``inside`` sums within the group, or torch if it is None."""
-        ...
-
-    def start(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
-        """Start to average a tensor, in place, when ``after()`` has returned."""
-        ...
-
-    def refuse_late(self, names: str) -> RuntimeError: ...
-    def rest(self) -> None: ...
-
-
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +119,7 @@ class GradientPlace:
         """Refuse a parameter of a module that this place cannot serve."""
 
     def check_wider(self) -> None:
-        """Refuse it if its sums cannot go on beyond the group of the route (:class:`WiderSums`)."""
+        """Refuse it if its sums cannot go on beyond the group of the route (:class:`ReplicaSums`)."""
 
     def address_of(self, parameter: nn.Parameter) -> int:
         """Return the sort key of a gradient among those of its bucket."""

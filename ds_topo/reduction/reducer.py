@@ -61,7 +61,6 @@ from ds_topo.reduction.parameters import (
     ParameterState,
     ReducerReference,
     Route,
-    WiderSums,
     agreed_inputs,
     check_module,
     data_parallel_group,
@@ -71,6 +70,7 @@ from ds_topo.reduction.parameters import (
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, different_steps
 
 if TYPE_CHECKING:
+    from ds_topo.reduction.managed import ReplicaSums
     from ds_topo.reduction.report import GradientReport
 
 
@@ -117,9 +117,9 @@ def _missing_gradients(states: Iterable[ParameterState], whose: str) -> RuntimeE
     )
 
 
-def wider_sums(manager: object) -> WiderSums | None:
+def wider_sums(manager: object) -> ReplicaSums | None:
     """Return what continues sums over the replicas of a ``Manager``; None without one."""
-    return None if manager is None else cast("WiderSums", MANAGED.load().ReplicaSums(manager))
+    return None if manager is None else cast("ReplicaSums", MANAGED.load().ReplicaSums(manager))
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ class ReductionStep:
 class StepDriver:
     """Step control of a reducer. This base class serves a user's training loop; drivers of engines override it."""
 
-    wider: WiderSums | None = None
+    wider: ReplicaSums | None = None
     """What continues the sums, if the engine's optimizer uses it, too."""
 
     def options(self) -> ReductionArguments:

@@ -25,11 +25,12 @@ from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction import EXCHANGE
 from ds_topo.reduction.buckets import BucketTiming, CommHookBucket, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route, WiderSums
+from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route
 from ds_topo.topology.rank_tables import has_two_levels
 
 if TYPE_CHECKING:
     from ds_topo.reduction.exchange import Exchange, Pending
+    from ds_topo.reduction.managed import ReplicaSums
 
 
 def assign_routes(
@@ -37,7 +38,7 @@ def assign_routes(
     options: ReductionOptions,
     group: ProcessGroup,
     device: torch.device,
-    wider: WiderSums | None = None,
+    wider: ReplicaSums | None = None,
 ) -> Route:
     """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin
 from ds_topo.base.patches import DualPipeVEngine
-from ds_topo.engine.engine_driver import Connect, EngineDriver, ReducedEngine
+from ds_topo.engine.engine_driver import EngineDriver, ReducedEngine
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import StepTiming
 from ds_topo.reduction.options import ReductionArguments
@@ -29,8 +29,8 @@ class PipelineDriver(EngineDriver):
     so the reducer learns how many gradients a parameter gets in them (``static_graph``).
     """
 
-    def __init__(self, engine: PipelineEngine, options: ReductionArguments, connect: Connect) -> None:
-        super().__init__(engine, options, connect)
+    def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
+        super().__init__(engine, options)
         self._passes: Counter[int | None] = Counter()
         """The number of backward passes in this step so far, in each phase of the schedule."""
         self._phase: int | None = None
