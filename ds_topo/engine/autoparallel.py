@@ -77,11 +77,7 @@ class AutomaticParallelism(EngineOnGrid):
                     setattr(reduces, _SEQUENCE_SIZE, 1)
 
     def _configure_expert_parallel(self, *arguments: Any, **options: Any) -> Any:
-        """Create the expert groups of the grid first, and hide the grid. All sizes are in the config.
-
-        AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them: that
-        replaces the mpu only later.
-        """
+        """Create the expert groups of the grid first, and hide the grid, whose slices AutoEP refuses."""
         grid = self.mpu
         if self._config.expert_parallel_config.enabled:
             plan = _plan_of(self._config, grid)

@@ -77,10 +77,7 @@ class EngineWithExperts(EngineOnGrid):
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """Let each slice write the files of experts that it will load.
-
-        Their names contain the writer's model parallel rank, so replicas on other slices would find no file.
-        """
+        """Let each slice write the files of experts that it will load."""
         is_needed = self.has_moe_layers and registry.of(self.mpu)
         with _saving_by_slice(self) if is_needed else nullcontext():
             return super().save_checkpoint(*arguments, **options)

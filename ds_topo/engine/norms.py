@@ -49,11 +49,7 @@ class ClippedByGrid(EngineOnGrid):
             _log_clipping(self)
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over the grid, by a few kernels, and keep it.
-
-        DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
-        It starts several kernels for each parameter.
-        """
+        """Clip by the norm over the grid, by a few kernels, and keep it."""
         if self.mpu.settle_norms():
             self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), self.mpu)
         else:

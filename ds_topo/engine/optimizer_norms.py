@@ -138,10 +138,7 @@ class NormsOfBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     mpu: MpuGrid
 
     def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
-        """Return our norm as the only gradient with experts; without them, a zero if no gradient counts.
-
-        DeepSpeed counts an expert's replicated parameters once per slice, and fails where no gradient counts.
-        """
+        """Return our norm as the only gradient with experts; without them, a zero if no gradient counts."""
         if for_clipping or not self.corrected_norm.is_needed:
             return super().get_grads_for_norm(for_clipping)
         if self.corrected_norm.has_experts:
@@ -176,10 +173,7 @@ class NormsOfUnfused(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
     mpu: MpuGrid
 
     def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> Any:
-        """Clip by the norm over the grid, on stages or slices and with experts.
-
-        DeepSpeed's norm omits experts. It is that of gradients, which lack the marks of slices and of tied copies.
-        """
+        """Clip by the norm over the grid, on stages or slices and with experts."""
         if self.corrected_norm.is_needed:
             total_norm = self._global_grad_norm = float(unfused_gradient_norm(self, self.mpu))
         return super().unscale_and_clip_grads(total_norm, apply_scale)

@@ -52,10 +52,7 @@ class ComparedReduction(EngineOnGrid):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Add gradients of zeros where this rank has none.
-
-        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
-        """
+        """Add gradients of zeros where this rank has none."""
         with super().coalesce_grad_reduction():
             try:
                 yield
@@ -80,20 +77,13 @@ class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     ordered: OrderOfReduction
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
-        """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them.
-
-        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
-        """
+        """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them."""
         if self.ordered.fills and self.ordered.compared is None:
             fill_missing(self)
         return super().reduce_gradients(*arguments, **options)
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
-        """Compare the bucket's parameters between the ranks first.
-
-        Buckets are added position by position. With other parameters, or in another order, gradients of different
-        parameters would be added.
-        """
+        """Compare the bucket's parameters between the ranks first."""
         if (compared := self.ordered.compared) is not None:
             compared.waits_for_device = comm_dtype is None and self.overlap_comm
             buckets = self.ipg_buckets
@@ -116,11 +106,7 @@ class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     ordered: OrderOfReduction
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
-        """Compare the bucket's parameters between the ranks first.
-
-        Buckets are added position by position. With other parameters, or in another order, gradients of different
-        parameters would be added.
-        """
+        """Compare the bucket's parameters between the ranks first."""
         if self.ordered.compared is not None:
             compare_partitioned_bucket(self.ordered.compared, self, comm_dtype)
         return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)

@@ -30,10 +30,7 @@ class EngineWithPlaceholders(EngineOnGrid):
         super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Add a placeholder to each group of a pipeline without a trainable parameter.
-
-        A stage without trainable parameters, or without those of a group, fails alone.
-        """
+        """Add a placeholder to each group of a pipeline without a trainable parameter."""
         are_counted = self.client_lr_scheduler is not None
         model_parameters = fill_groups(self.module, client_optimizer, model_parameters, self.device, some=are_counted)
         made: Iterable[nn.Parameter] = getattr(self.module, PLACEHOLDERS, ())

@@ -66,10 +66,7 @@ class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
                 super()._build_data_iter(dataset)
 
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Start on all ranks or on none.
-
-        If one rank runs out of samples within a step, the others wait for its activations without end.
-        """
+        """Start on all ranks or on none."""
         return run_with_enough(super().train_batch, self, *arguments, **options)
 
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:

@@ -208,10 +208,7 @@ class BackwardPassesOfProgram(EngineOnGrid):
         return result
 
     def zero_grad(self) -> None:
-        """Discard the partitions of ZeRO 3, too. The step may then have another backward pass.
-
-        ZeRO keeps the gradients of a second backward pass alone, or adds them to discarded ones, which is refused.
-        """
+        """Discard the partitions of ZeRO 3, too. The step may then have another backward pass."""
         super().zero_grad()
         if self.zero_optimization_partition_weights():
             self.optimizer.zero_grad()

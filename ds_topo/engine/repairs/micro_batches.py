@@ -46,10 +46,7 @@ class CountedMicroBatches(EngineOnGrid):
         self.micro_batch_count = MicroBatches(self.gradient_accumulation_steps())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refuse sizes that do not fit, and a call within a step; the count of micro-batches starts with the next step.
-
-        In DeepSpeed a step ends where the count of all micro-batches is a multiple of the new number.
-        """
+        """Refuse sizes that do not fit, and a call within a step; count anew from the next step."""
         micro, samples = self.train_micro_batch_size_per_gpu(), self.dp_world_size
         number, done = self.micro_batch_count.number, self._done_in_this_step()
         if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
