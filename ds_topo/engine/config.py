@@ -275,10 +275,7 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
             'config: neither "train_batch_size" (the samples of a step, over all replicas) nor '
             '"train_micro_batch_size_per_gpu" (those of a rank in a forward pass) is given: give one of them'
         )
-    _check_batch_sizes(grid, *(None if config.get(name) is None else whole_number(config[name]) for name in _SIZES))
-
-
-def _check_batch_sizes(grid: MpuGrid, batch: int | None, micro: int | None, steps: int | None) -> None:
+    batch, micro, steps = (None if config.get(name) is None else whole_number(config[name]) for name in _SIZES)
     if batch is None:
         return  # it follows from the others
     replicas = grid.get_data_parallel_world_size()

@@ -104,7 +104,14 @@ class PipelineParallelGrid(MpuGrid):
         if torch.distributed.get_rank(process_group) == 0:
             warn_of_newer_releases(rows)
         try:
-            self._bind_hooks()
+            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
+            if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
+                self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
+            if self.get_axis_size(MODEL) > 1:
+                self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
+            self.on_destroy(partial(current.forget, self))
+            self.on_destroy(guard.hold())
+            checks.grids.add(self)
             if topology is None and self.get_axis_size(PIPE) > 1 and self.grid_rank == 0:
                 warn(
                     f"PipelineParallelGrid() without a topology is {self.topology().spec!r}, as in DeepSpeed: name the "
@@ -113,17 +120,6 @@ class PipelineParallelGrid(MpuGrid):
         except BaseException:
             self.destroy()
             raise
-
-    def _bind_hooks(self) -> None:
-        """Let DeepSpeed's constructors know grids, until this one is destroyed."""
-        self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
-        if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
-            self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
-        if self.get_axis_size(MODEL) > 1:
-            self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
-        self.on_destroy(partial(current.forget, self))
-        self.on_destroy(guard.hold())
-        checks.grids.add(self)
 
     @cached_property
     def offers_sequence_queries(self) -> bool:

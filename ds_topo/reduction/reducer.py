@@ -28,24 +28,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from ds_topo.base.marks import owners
-from ds_topo.errors import listed, warn
+from ds_topo.errors import abridged, listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reduction import MANAGED, REPORT, SPARSE_ROWS
 from ds_topo.reduction.buckets import (
     BucketLayout,
     BucketTiming,
     StepTiming,
-    add_late_gradients,
     hand_out,
     is_copied_at_once,
 )
@@ -62,7 +63,6 @@ from ds_topo.reduction.parameters import (
     ReducerReference,
     Route,
     agreed_inputs,
-    check_module,
     data_parallel_group,
     make_equal,
     watch,
@@ -226,7 +226,13 @@ class StandaloneReducer:
         **options: Unpack[ReductionArguments],
     ) -> None:
         require_initialized("GradientReducer")
-        check_module(module)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of "
+                "them"
+            )
         self.module = module
         self.group = data_parallel_group(grid, process_group)
         self.driver = driver or StepDriver()
@@ -334,7 +340,8 @@ class StandaloneReducer:
                 unused, late = self._read(notes)
                 if late and self._wider is not None:
                     raise self._wider.refuse_late(_listed(late))
-                add_late_gradients(late, self.options.scales(self._dense.size))
+                for state in sorted(late, key=attrgetter("index")):  # the same order on all ranks
+                    state.bucket.add_late(state, *self.options.scales(self._dense.size))
                 for state in self._step.late.values():
                     state.expected = max(state.expected or 1, state.arrived)
                 hand_out(self._states, self.options, without, unused)
