@@ -49,7 +49,7 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
 )
 from ds_topo.engine.gradient_reducer import GradientReducer
-from ds_topo.engine.partition_sums import SummedPartitions
+from ds_topo.engine.partition_sums import SummedPartitions, SumsOfStep
 from ds_topo.engine.replica_comparison import digest
 from ds_topo.errors import (
     CheckpointLayoutError,
@@ -231,8 +231,8 @@ class Replicas:
             self._sums = ReplicaSums(self.manager)
             if not isinstance(engine.optimizer, SummedPartitions):  # of the axis shard
                 adopt(engine.optimizer, SummedPartitions)
-                engine.optimizer.copies = None
-            engine.optimizer.replicas = self._sums
+                engine.optimizer.sums = SumsOfStep(None)
+            engine.optimizer.sums.replicas = self._sums
         else:
             GradientReducer.attach(engine, **reduction, manager=self.manager)
             self._sums = engine.gradient_reducer.driver.wider

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -49,7 +50,7 @@ from torch import nn
 
 from ds_topo.base.classes import Mixin
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.engine.partition_sums import CopiesOfPartition, PartitionSum, SummedPartitions
+from ds_topo.engine.partition_sums import PartitionSum, SummedPartitions, SumsOfStep
 from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
@@ -74,8 +75,12 @@ class ShardedEngine(EngineOnGrid):
             if self.zero_optimization_partition_weights():
                 self.save_non_zero_checkpoint = is_first
         self.partition_copies = copies_of(self.mpu)
-        if self.partition_copies is not None and self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions):
-            self.optimizer.copies = CopiesOfPartition(self.partition_copies, set())
+        if self.partition_copies is not None:
+            mixin = self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions)
+            if mixin is SummedPartitions:
+                self.optimizer.sums = SumsOfStep(self.partition_copies)
+            elif mixin is not None:
+                self.optimizer.copies = CopiesOfPartition(self.partition_copies, set())
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Partition over the axis ``shard``; DeepSpeed partitions over all replicas."""
@@ -146,6 +151,16 @@ class ShardedEngine(EngineOnGrid):
             own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
             own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
         return states
+
+
+@dataclass
+class CopiesOfPartition:
+    """The copies of an optimizer's partition."""
+
+    holders: PartitionHolders
+    """The ranks with copies."""
+    summed: set[int]
+    """The parameter groups whose gradients are summed over the copies, until the step."""
 
 
 class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
