@@ -92,7 +92,7 @@ class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     def reset_activation_shape(self) -> None:
         """Forget which shapes of activations were announced to the next stage."""
-        activation_shapes.forget_announced(self)
+        self.starts.announced.clear()
         super().reset_activation_shape()
 
     @property
