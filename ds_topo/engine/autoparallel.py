@@ -121,7 +121,17 @@ class AutomaticParallelism(EngineOnGrid):
 
     def get_autosp_backend(self, compile_kwargs: dict[str, Any]) -> Any:
         """Use the groups along ``seq``, and the index along ``seq``: AutoSP joins neighboring ranks."""
-        return _with_groups_of_grid(self, super().get_autosp_backend(compile_kwargs))
+        backend = super().get_autosp_backend(compile_kwargs)
+        if backend is None or SEQ not in self.mpu.topology().axes:
+            return backend
+        _enter_groups(self.mpu)
+        index = self.mpu.get_axis_rank(SEQ)
+
+        def compile_on_grid(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            with _ranks_along_seq(index):
+                return backend(graph, inputs)
+
+        return compile_on_grid
 
 
 # -- the config -------------------------------------------------------------------------------------------------------
@@ -211,20 +221,6 @@ def _naming_patterns() -> Iterator[None]:
 
 
 # -- AutoSP -----------------------------------------------------------------------------------------------------------
-
-
-def _with_groups_of_grid(engine: DeepSpeedEngine, backend: Any) -> Any:
-    """Return a backend of AutoSP whose graphs use the grid's groups, and this rank's index along ``seq``."""
-    if backend is None or SEQ not in engine.mpu.topology().axes:
-        return backend
-    _enter_groups(engine.mpu)
-    index = engine.mpu.get_axis_rank(SEQ)
-
-    def compile_on_grid(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        with _ranks_along_seq(index):
-            return backend(graph, inputs)
-
-    return compile_on_grid
 
 
 def _enter_groups(grid: MpuGrid) -> None:

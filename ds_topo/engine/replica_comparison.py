@@ -398,6 +398,7 @@ def _device_of(group: ProcessGroup) -> torch.device:
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""The integers as which elements are read, by their size; an element of eight bytes becomes two."""
 _AT_A_TIME = 1 << 20
 """The number of elements that are processed at once, which limits the memory of a digest."""
 _MIXERS = (-0x61C8864680B583EB, -0x4B47D0C5A1A6B4D9)
@@ -410,26 +411,16 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     >>> (digest(torch.tensor([1, 2, 3])) == digest(torch.tensor([1, 3, 2]))).tolist()
     [True, False]
     """
-    bits = _bits_of(tensor)
-    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _AT_A_TIME):
-        values = bits[start : start + _AT_A_TIME].to(torch.int64)
-        weights = _weights(torch.arange(start + 1, start + 1 + len(values), device=bits.device))
-        sums += torch.stack([values.sum(), weights.mul_(values).sum()])
-    return sums
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, ``[n]``; an element of eight bytes becomes two integers."""
     if tensor.is_meta:
         raise ValueError("a tensor on the meta device has no values to compare: load or initialise its values first")
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     dense = (tensor if tensor.layout == torch.strided else tensor.to_dense()).contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
-    return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.itemsize])
-
-
-def _weights(places: torch.Tensor) -> torch.Tensor:
-    """Turn places, which start at 1, into weights, in place."""
-    mixed = places.mul_(_MIXERS[0])
-    return mixed.bitwise_xor_(mixed >> 29).mul_(_MIXERS[1])
+    bits = flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.itemsize])
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_A_TIME):
+        values = bits[start : start + _AT_A_TIME].to(torch.int64)
+        mixed = torch.arange(start + 1, start + 1 + len(values), device=bits.device).mul_(_MIXERS[0])
+        weights = mixed.bitwise_xor_(mixed >> 29).mul_(_MIXERS[1])
+        sums += torch.stack([values.sum(), weights.mul_(values).sum()])
+    return sums

@@ -54,11 +54,8 @@ class ReplicaSums:
             op: the average, or what torch reduces with.
         """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if tensor.device.type != "cpu":
-            return self._start_on_stream(after, tensor, op)
-        return _ManagedSum(self._thread.submit(_sum, self.manager, after, tensor, op))
-
-    def _start_on_stream(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> Pending:
+        if tensor.device.type == "cpu":
+            return _ManagedSum(self._thread.submit(_sum, self.manager, after, tensor, op))
         stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
         with stream.after_current(tensor):
             after()
