@@ -264,7 +264,7 @@ class EngineDriver(StepDriver):
 class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods that all engines with a reducer share, on a grid or without one."""
 
-    mixin_order, mixin_suffix, mixin_state = REDUCED, "Reduced", "reducer_driver"
+    mixin_order, mixin_state = REDUCED, "reducer_driver"
     reducer_driver: EngineDriver
 
     def buffered_allreduce_fallback(self, *arguments: Any, **options: Any) -> None:

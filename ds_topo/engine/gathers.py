@@ -43,7 +43,7 @@ class GatheredPointToPoint(EngineOnGrid):
 class GatheredZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "gathering"
+    mixin_state = "gathering"
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather runs."""
 
@@ -61,7 +61,7 @@ class GatheredZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class GatheredBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "gathering"
+    mixin_state = "gathering"
     gathering: Callable[[], AbstractContextManager[None]]
 
     def update_lp_params(self) -> Any:

@@ -158,8 +158,6 @@ class GuardedCalls(EngineOnGrid):
     otherwise it is that of the engine that was built last.
     """
 
-    mixin_suffix = "OnGrid"
-
     def _take_model_step(self, *arguments: Any) -> None:
         """Count the step, for samplers."""
         super()._take_model_step(*arguments)

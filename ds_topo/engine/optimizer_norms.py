@@ -95,7 +95,7 @@ class CorrectedNorm(NamedTuple):
 class NormsOfZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
@@ -133,7 +133,7 @@ class NormsOfZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class NormsOfBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``, which accumulates gradients of bf16 in fp32."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
@@ -153,7 +153,7 @@ class NormsOfBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
 class NormsOfFused(Mixin, FP16_Optimizer):  # type: ignore[misc]
     """``FP16_Optimizer``, of fp16 and bf16 without ZeRO with a fused optimizer."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
@@ -168,7 +168,7 @@ class NormsOfFused(Mixin, FP16_Optimizer):  # type: ignore[misc]
 class NormsOfUnfused(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
     """``FP16_UnfusedOptimizer``, of fp16 and bf16 without ZeRO."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
@@ -182,8 +182,6 @@ class NormsOfUnfused(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
 class FewKernels(Mixin, CheckOverflow):  # type: ignore[misc]
     """``CheckOverflow`` of an optimizer of fp16 or bf16 without ZeRO."""
 
-    mixin_suffix = "OnGrid"
-
     def has_overflow_serial(self, params: list[nn.Parameter]) -> bool:
         """Look at all gradients by a few kernels: DeepSpeed runs 13 operations for each, and waits for the device."""
         return bool(overflows(parameter.grad for parameter in params if parameter.grad is not None))
@@ -192,7 +190,7 @@ class FewKernels(Mixin, CheckOverflow):  # type: ignore[misc]
 class NormsOfZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
         """Look at what later slices do not count, too: a nan there alone would not reach the norm."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``, whose partitions have copies, on other ranks or in replicas of the job."""
 
-    mixin_suffix, mixin_state = "OnGrid", "sums"
+    mixin_state = "sums"
     sums: SumsOfStep
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:

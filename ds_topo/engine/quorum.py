@@ -518,7 +518,7 @@ class _Samples(Sampler[int]):
 class ReplicatedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods of an engine that torchft keeps together with those of other replicas."""
 
-    mixin_order, mixin_suffix, mixin_state = REPLICATED, "Replicated", "replicas"
+    mixin_order, mixin_state = REPLICATED, "replicas"
     replicas: Replicas
 
     def _take_model_step(self, *arguments: Any) -> None:

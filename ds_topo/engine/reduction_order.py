@@ -73,7 +73,7 @@ class OrderOfReduction(NamedTuple):
 class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "ordered"
+    mixin_state = "ordered"
     ordered: OrderOfReduction
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
@@ -102,7 +102,7 @@ class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "ordered"
+    mixin_state = "ordered"
     ordered: OrderOfReduction
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802

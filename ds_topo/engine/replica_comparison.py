@@ -226,7 +226,7 @@ class ReplicaCheck:
 class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    mixin_order, mixin_suffix, mixin_state = COMPARED, "Compared", "replica_check"
+    mixin_order, mixin_state = COMPARED, "replica_check"
     replica_check: ReplicaCheck
 
     def destroy(self) -> None:

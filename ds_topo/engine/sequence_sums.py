@@ -23,7 +23,7 @@ class SummedOverSequence(EngineOnGrid):
 class SummedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "keeps_scale"
+    mixin_state = "keeps_scale"
     keeps_scale = False
     """True if the program has an mpu of its own, whose loss fits DeepSpeed's own scale.
 

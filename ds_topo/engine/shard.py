@@ -166,7 +166,7 @@ class CopiesOfPartition:
 class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "copies"
+    mixin_state = "copies"
     copies: CopiesOfPartition
 
     def get_flat_partition(self, *arguments: Any, **options: Any) -> Any:
@@ -245,7 +245,7 @@ class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class ShardedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``, whose engine sums whole gradients over all replicas."""
 
-    mixin_suffix, mixin_state = "OnGrid", "copies"
+    mixin_state = "copies"
     copies: CopiesOfPartition
 
     def state_dict(self) -> dict[str, Any]:

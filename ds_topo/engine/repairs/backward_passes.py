@@ -337,7 +337,7 @@ class BackwardPassesOfProgram(EngineOnGrid):
 class NotedDiscards(Mixin, ZeROOptimizer):  # type: ignore[misc]
     """An optimizer of ZeRO, or of bf16, of such an engine."""
 
-    mixin_suffix, mixin_state = "OnGrid", "engines_passes"
+    mixin_state = "engines_passes"
     engines_passes: BackwardPasses
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:

@@ -34,7 +34,6 @@ class WithoutInfinities(EngineOnGrid):
 class FiniteBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``."""
 
-    mixin_suffix = "OnGrid"
     mpu: MpuGrid
 
     def step(self, closure: Any = None) -> None:

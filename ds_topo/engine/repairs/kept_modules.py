@@ -28,8 +28,6 @@ class FreedModule(EngineOnGrid):
 class FreedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix = "OnGrid"
-
     def destroy(self) -> None:
         """Take the module out of the list."""
         super().destroy()

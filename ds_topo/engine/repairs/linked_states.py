@@ -30,7 +30,6 @@ class LinkedStates(EngineOnGrid):
 class LinkedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``."""
 
-    mixin_suffix = "OnGrid"
     _hp_optimizer_states_linked: bool
 
     def step(self, closure: object = None) -> Any:

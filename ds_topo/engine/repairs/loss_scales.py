@@ -100,8 +100,6 @@ class LossScales(EngineOnGrid):
 class Autocast(Mixin, ZeROOptimizer):  # type: ignore[misc]
     """An optimizer of ZeRO with ``torch_autocast``."""
 
-    mixin_suffix = "OnGrid"
-
     def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
         """Return the type in which gradients travel: DeepSpeed asks for the last engine of the process."""
         dtype: torch.dtype = torch_autocast.get_comm_dtype(param)

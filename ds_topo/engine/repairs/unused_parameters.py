@@ -45,7 +45,6 @@ class UnusedParameters(EngineOnGrid):
 class ClearedOffload(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2, with an offloaded optimizer."""
 
-    mixin_suffix = "OnGrid"
     _offload_accumulated_param_ids: set[int]
 
     def async_accumulate_grad_in_cpu_via_gpu(self, param: torch.nn.Parameter) -> Any:
@@ -80,7 +79,6 @@ class ClearedOffload(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class ClearedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix = "OnGrid"
     _offload_boundary_param_ids: set[int]
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
