@@ -116,6 +116,8 @@ class BackwardPassesOfProgram(EngineOnGrid):
     def _enter(self, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
         if is_functorch_transforming():
             return gradient
+        if not isinstance(self, BackwardPassesOfProgram):  # the grid was destroyed since the forward pass
+            return _divided(self, gradient)
         is_partitioned = self.zero_optimization_partition_weights()
         if not self._brings_gradients():
             if torch.is_grad_enabled():
@@ -146,7 +148,8 @@ class BackwardPassesOfProgram(EngineOnGrid):
         view: torch.Tensor = of_engine.apply(value)
 
         def multiply(gradient: torch.Tensor) -> torch.Tensor:
-            if is_functorch_transforming() or not self._brings_gradients():
+            is_on_grid = isinstance(self, BackwardPassesOfProgram)
+            if is_functorch_transforming() or (is_on_grid and not self._brings_gradients()):
                 return gradient
             one = gradient.new_ones(())
             factor = _divided(self, one)
