@@ -138,7 +138,8 @@ TESTS = {
     "engine/optimizer_norms": "engine/test_norms.py engine/test_half_precision_norms.py engine/test_accumulation.py",
     "engine/on_grid": "engine/test_step_order.py engine/test_engine_patches.py engine/test_golden_trace.py "
     "engine/test_pipeline.py::test_pipeline_logs_and_returns_the_norm_of_all_stages",
-    "engine/parameter_gathers": "engine/test_zero_partitions.py engine/test_arriving_parameters.py",
+    "engine/parameter_gathers": "engine/test_zero_partitions.py",
+    "engine/late_parameters": "engine/test_arriving_parameters.py",
     "engine/partitioned_optimizers": "engine/test_zero_partitions.py",
     "engine/pipelines/pipeline": "mistakes/test_wrong_kinds.py engine/test_pipeline.py engine/test_dualpipe.py",
     "engine/gradient_reducer": "engine/test_gradient_reducer.py mistakes/test_errors_on_every_rank.py",

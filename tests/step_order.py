@@ -79,13 +79,14 @@ def page(spec: str, config: dict[str, Any], *, is_pipeline: bool = False, has_ex
         parts = parts_of(case)[::-1]
         yield f"{len(parts)} parts; the calls of a method go down this list, and end in DeepSpeed's own method:"
         for part in parts:
-            yield f"  {part.name:26} {part.where.removeprefix('ds_topo.engine.')}: {part.why}"
+            why = str(part.load().__doc__).partition("\n")[0]
+            yield f"  {part.mixin:30} {part.file}: {why}"
         yield "Not shown: the classes of a reducer, replicas, check_replicas and verify, which run outside of these."
         engine = PipelineEngine if is_pipeline else DeepSpeedEngine
-        names = {kind: part.name for part in parts[::-1] for kind in part.load().__mro__}
+        names = {kind: part.file for part in parts[::-1] for kind in part.load().__mro__}
         of_engine = {kind: names[kind] for part in parts for kind in part.load().__mro__ if issubclass(kind, Mixin)}
         optimizer = optimizer_of(case)
-        of_optimizer = {mixin: part.name for part in parts for mixin in mixins_for_optimizers(part)}
+        of_optimizer = {mixin: part.file for part in parts for mixin in mixins_for_optimizers(part)}
         of_optimizer = {
             mixin: name for mixin, name in of_optimizer.items() if issubclass(optimizer or object, mixin.__bases__[-1])
         }

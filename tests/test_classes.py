@@ -30,7 +30,6 @@ class Stock:
 
 class Outer(Mixin, Stock):
     mixin_order = 2
-    mixin_suffix = "OnGrid"
 
     def step(self) -> list[str]:
         return ["outer", *super().step()]
@@ -38,15 +37,12 @@ class Outer(Mixin, Stock):
 
 class Middle(Mixin, Stock):
     mixin_order = 1
-    mixin_suffix = "Reduced"
 
     def step(self) -> list[str]:
         return ["middle", *super().step()]
 
 
 class Inner(Mixin, Stock):
-    mixin_suffix = "Recorded"
-
     def step(self) -> list[str]:
         return ["inner", *super().step()]
 
@@ -79,7 +75,7 @@ def test_methods_run_outermost_first_whenever_adopted(adopted: tuple[type[Mixin]
         adopt(target, mixin)
     assert target.train() == ["outer", "middle", "inner", "step", "train"]
     assert mixins_of(target) == ORDER
-    assert type(target).__name__ == "StockRecordedReducedOnGrid"
+    assert type(target).__name__ == "StockOnGridReducedRecorded"
 
 
 @pytest.mark.parametrize("released", list(permutations(ORDER)))
@@ -137,7 +133,7 @@ def test_adopting_twice_is_refused() -> None:
     target = Stock()
     adopt(target, Outer)
     adopt(target, Inner)
-    with pytest.raises(RuntimeError, match="StockRecordedOnGrid has Outer already: release it first"):
+    with pytest.raises(RuntimeError, match="StockOnGridRecorded has Outer already: release it first"):
         adopt(target, Outer)
     assert mixins_of(target) == (Outer, Inner)
 

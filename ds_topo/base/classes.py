@@ -27,9 +27,10 @@ CALLED_BY_PROGRAMS = frozenset(
     ]
 )
 """The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
-ON_GRID, REDUCED, RECORDED, COMPARED, REPLICATED = range(5)
+_SUFFIXES = ("OnGrid", "Reduced", "Recorded", "Compared", "Replicated")
+ON_GRID, REDUCED, RECORDED, COMPARED, REPLICATED = range(len(_SUFFIXES))
 """Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, ``check_replicas``, and
-replicas that are jobs of their own.
+replicas that are jobs of their own. The name of an object's class gets a suffix for each.
 """
 
 
@@ -38,8 +39,6 @@ class Mixin:
 
     mixin_order = ON_GRID
     """Methods of mixins with larger numbers run first, and call those of the others by ``super()``."""
-    mixin_suffix = ""
-    """What is appended to the name of the object's class."""
     mixin_state = ""
     """The name of the object's attribute that these methods use; it goes with the mixin."""
 
@@ -83,7 +82,6 @@ def adopt(target: Any, *mixins: type[Mixin]) -> Callable[[], None]:
     >>> class Stock:
     ...     def step(self): return "stock"
     >>> class OnGrid(Mixin, Stock):
-    ...     mixin_suffix = "OnGrid"
     ...     def step(self): return f"before, {super().step()}, after"
     >>> target = Stock()
     >>> release = adopt(target, OnGrid)
@@ -119,7 +117,7 @@ IS_MADE = "ds_topo_is_made"
 
 @cache
 def _made(stock: type, mixins: tuple[type[Mixin], ...]) -> type:
-    name = stock.__name__ + "".join(dict.fromkeys(mixin.mixin_suffix for mixin in reversed(mixins)))
+    name = stock.__name__ + "".join(_SUFFIXES[order] for order in sorted({mixin.mixin_order for mixin in mixins}))
     content = {"__module__": stock.__module__, "__doc__": stock.__doc__, IS_MADE: True}
     made = type(name, (*mixins, stock), content)
     for method in CALLED_BY_PROGRAMS:

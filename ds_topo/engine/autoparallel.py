@@ -77,12 +77,16 @@ class AutomaticParallelism(EngineOnGrid):
                     setattr(reduces, _SEQUENCE_SIZE, 1)
 
     def _configure_expert_parallel(self, *arguments: Any, **options: Any) -> Any:
-        """Create the expert groups of the grid first.
-
-        AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them.
-        """
-        with _over_groups_of_grid(self):
+        """Create the expert groups of the grid first, and hide the grid, whose slices AutoEP refuses."""
+        grid = self.mpu
+        if self._config.expert_parallel_config.enabled:
+            plan = _plan_of(self._config, grid)
+            create_expert_groups(grid, plan.expert_parallel_size, use_data_before_expert=plan.use_data_before_expert)
+            self.mpu = None  # type: ignore[assignment]
+        try:
             return super()._configure_expert_parallel(*arguments, **options)
+        finally:
+            self.mpu = grid
 
     def _configure_tensor_parallel_states(self, model: Any) -> None:
         """Keep the grid as the mpu: AutoTP makes the module ``deepspeed.utils.groups`` the mpu of the engine.
@@ -98,13 +102,36 @@ class AutomaticParallelism(EngineOnGrid):
         grid.on_destroy(model.register_load_state_dict_pre_hook(explain_whole_weights).remove)
 
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
-        """Save whole weights where AutoTP has split them; DeepSpeed writes the slice of rank 0 alone."""
-        with _saving_whole_weights(self):
+        """Save whole weights where AutoTP has split them; at ZeRO 0 to 2 DeepSpeed writes the slice of rank 0 alone.
+
+        The file then has the names of ``module_state_dict()``, with the values that all slices have together.
+        """
+        if self.autotp_size() <= 1 or self.zero_optimization_partition_weights():
             return super().save_16bit_model(*arguments, **options)
+        whole = self._consolidated_16bit_state_dict() or {}  # on rank 0
+
+        def fill(module: nn.Module, states: dict[str, Any], *_: Any) -> None:
+            states.update({name: whole[name] for name in states if name in whole})
+
+        hook = self.module.register_state_dict_post_hook(fill)
+        try:
+            return super().save_16bit_model(*arguments, **options)
+        finally:
+            hook.remove()
 
     def get_autosp_backend(self, compile_kwargs: dict[str, Any]) -> Any:
         """Use the groups along ``seq``, and the index along ``seq``: AutoSP joins neighboring ranks."""
-        return _with_groups_of_grid(self, super().get_autosp_backend(compile_kwargs))
+        backend = super().get_autosp_backend(compile_kwargs)
+        if backend is None or SEQ not in self.mpu.topology().axes:
+            return backend
+        _enter_groups(self.mpu)
+        index = self.mpu.get_axis_rank(SEQ)
+
+        def compile_on_grid(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            with _ranks_along_seq(index):
+                return backend(graph, inputs)
+
+        return compile_on_grid
 
 
 # -- the config -------------------------------------------------------------------------------------------------------
@@ -127,30 +154,6 @@ def uses_autosp(config: DeepSpeedConfig) -> bool:
     return "autosp" in passes_of(config)
 
 
-# -- AutoTP -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _saving_whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Save whole weights in ``save_16bit_model``, which with AutoTP and ZeRO 0 to 2 writes the slice of rank 0 alone.
-
-    The file then has the names of ``module_state_dict()``, with the values that all slices have together.
-    """
-    if engine.autotp_size() <= 1 or engine.zero_optimization_partition_weights():
-        yield
-        return
-    whole = engine._consolidated_16bit_state_dict() or {}  # on rank 0
-
-    def fill(module: nn.Module, states: dict[str, Any], *_: Any) -> None:
-        states.update({name: whole[name] for name in states if name in whole})
-
-    hook = engine.module.register_state_dict_post_hook(fill)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 # -- AutoEP -----------------------------------------------------------------------------------------------------------
 
 
@@ -158,25 +161,6 @@ def _plan_of(config: DeepSpeedConfig, grid: MpuGrid) -> ExpertPlan:
     """Return the distribution of the experts of AutoEP."""
     size, is_data_first = config.expert_parallel_config.autoep_size, config.use_data_before_expert_parallel_
     return ExpertPlan(grid.topology(), size, use_data_before_expert=is_data_first)
-
-
-@contextmanager
-def _over_groups_of_grid(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Create the grid's groups before ``_configure_expert_parallel``, and hide the grid from it.
-
-    DeepSpeed refuses an mpu with slices there, because AutoTP replaces it only later. All sizes are in the config.
-    """
-    if not engine._config.expert_parallel_config.enabled:
-        yield
-        return
-    grid = engine.mpu
-    plan = _plan_of(engine._config, grid)
-    create_expert_groups(grid, plan.expert_parallel_size, use_data_before_expert=plan.use_data_before_expert)
-    engine.mpu = None
-    try:
-        yield
-    finally:
-        engine.mpu = grid
 
 
 @contextmanager
@@ -222,11 +206,7 @@ def _warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> No
 
 @contextmanager
 def _naming_patterns() -> Iterator[None]:
-    """Say what to do about a model that AutoTP does not know, of which DeepSpeed asks for a policy.
-
-    Raises:
-        EngineOptionError: in place of DeepSpeed's error.
-    """
+    """Say what to do about a model that AutoTP does not know, of which DeepSpeed asks for a policy."""
     try:
         yield
     except AssertionError as error:
@@ -243,26 +223,8 @@ def _naming_patterns() -> Iterator[None]:
 # -- AutoSP -----------------------------------------------------------------------------------------------------------
 
 
-def _with_groups_of_grid(engine: DeepSpeedEngine, backend: Any) -> Any:
-    """Return a backend of AutoSP whose graphs use the grid's groups, and this rank's index along ``seq``."""
-    if backend is None or SEQ not in engine.mpu.topology().axes:
-        return backend
-    _enter_groups(engine.mpu)
-    index = engine.mpu.get_axis_rank(SEQ)
-
-    def compile_on_grid(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        with _ranks_along_seq(index):
-            return backend(graph, inputs)
-
-    return compile_on_grid
-
-
 def _enter_groups(grid: MpuGrid) -> None:
-    """Enter this rank's group along ``seq`` into the table of DeepSpeed's compiled graphs, until the grid is destroyed.
-
-    Raises:
-        EngineOptionError: graphs of this process use other groups.
-    """
+    """Enter this rank's group along ``seq`` into the table of DeepSpeed's compiled graphs, until the grid's end."""
     from deepspeed.compile.custom_ops import sp_dp_registry  # imports sympy, which is slow
 
     table: dict[Any, Any] = sp_dp_registry.GROUP_REGISTRY

@@ -9,7 +9,7 @@ from ds_topo.errors import EngineOptionError
 
 
 class EngineWithBF16(EngineOnGrid):
-    """An engine in bf16."""
+    """An engine in bf16, in which DeepSpeed refuses Muon with any mpu."""
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         """Let Muon have an mpu whose ranks hold whole matrices: DeepSpeed refuses it with any mpu."""

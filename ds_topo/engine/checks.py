@@ -8,7 +8,7 @@ of an engine compare their settings and models; if one rank fails, all raise. Op
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import groupby
@@ -70,7 +70,9 @@ class CheckedModel(EngineOnGrid):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Compare an optimizer that a function builds."""
         if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):
-            built = _built_alike(self, client_optimizer, model_parameters)
+            with agreement(self.mpu.dp_group, _IN_ONE_ORDER) as lines:
+                built = client_optimizer(model_parameters)
+                lines += _lines_of_groups(self.module, built.param_groups, getattr(built, "defaults", ()))
             if isinstance(built, torch.optim.Optimizer):
                 built.param_groups[:] = in_one_order(built.param_groups)
             client_optimizer = always(built)
@@ -96,7 +98,17 @@ def check_with_all_ranks(
             mixin.complete_config(case)
         check_arguments(given, config)
         check_sections(config, grid)
-        lines += _settings(config, grid, type(optimizer).__name__ if optimizer else config.optimizer_name)
+        lines += (f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name))
+        lines += [
+            f"optimizer={type(optimizer).__name__ if optimizer else config.optimizer_name}",
+            f"zero stage={config.zero_config.stage}",
+            f"autotp_size={config.tensor_parallel_config.autotp_size}",
+            f"autoep_size={config.expert_parallel_config.autoep_size}",
+            f"correct norms={grid.correct_norms}",
+            f"torch {torch.__version__}",
+            f"deepspeed {deepspeed.__version__}",
+            f"ds_topo {sys.modules['ds_topo'].__version__}",
+        ]
         lines += [f"engine={stock_class(engine).__name__}", f"parts={', '.join(mixins)}"]
 
 
@@ -329,9 +341,6 @@ def _compare_with_optimizer(engine: DeepSpeedEngine, model: nn.Module, grid: Mpu
 
     A stage of a pipeline has some of the layers for which an optimizer may have been built. AutoTP and AutoEP replace
     layers themselves, and DeepSpeed corrects the optimizer. Parameters of a loss function are beside the model.
-
-    Raises:
-        EngineOptionError: most likely, layers were replaced after the optimizer was built.
     """
     config = engine._config
     if engine.is_pipeline or config.expert_parallel_config.enabled:
@@ -444,7 +453,11 @@ def make_contiguous(model: nn.Module) -> None:
     Raises:
         EngineOptionError: a strided parameter is a view of another one, from which it would be separated.
     """
-    named = [(name, each) for name, each in model.named_parameters() if not _is_stored_otherwise(each)]
+    named = [
+        (name, each)
+        for name, each in model.named_parameters()
+        if not (hasattr(each, "__tensor_flatten__") or hasattr(each, "ds_id") or each.layout is not torch.strided)
+    ]  # plain memory, neither a wrapper such as a DTensor, nor partitioned by ZeRO 3, nor sparse
     strided = [(name, each) for name, each in named if not each.is_contiguous()]
     if not strided:
         return
@@ -460,12 +473,6 @@ def make_contiguous(model: nn.Module) -> None:
                 "apart from the others. Use one parameter, and transpose it in forward()"
             )
         parameter.data = parameter.data.contiguous()
-
-
-def _is_stored_otherwise(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter is not plain memory: partitioned by ZeRO 3, sparse, or a wrapper such as a DTensor."""
-    is_wrapper = hasattr(parameter, "__tensor_flatten__")
-    return is_wrapper or hasattr(parameter, "ds_id") or parameter.layout is not torch.strided
 
 
 def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
@@ -579,18 +586,6 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
             lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
 
 
-def _built_alike(engine: DeepSpeedEngine, build: Callable[[Any], Any], parameters: Any) -> Any:
-    """Return the optimizer that a function of the program builds, after comparing it between the replicas; collective.
-
-    Raises:
-        DisagreementError: replicas differ in groups, their settings, or the order of parameters.
-    """
-    with agreement(engine.mpu.dp_group, _IN_ONE_ORDER) as lines:
-        optimizer = build(parameters)
-        lines += _lines_of_groups(engine.module, optimizer.param_groups, getattr(optimizer, "defaults", ()))
-    return optimizer
-
-
 def in_one_order(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sort neighboring groups of experts by name, if their options are equal; others keep their places.
 
@@ -627,20 +622,6 @@ def _lines_of_groups(model: nn.Module, groups: Any, settings: Iterable[str] = ()
             parameter = each[1] if isinstance(each, tuple) else each  # torch takes named parameters, too
             name = names.get(id(parameter), f"not in the model, {list(parameter.shape)}")
             yield f"optimizer group {number}[{position}]: {name}"
-
-
-def _settings(config: DeepSpeedConfig, grid: MpuGrid, optimizer: str | None) -> list[str]:
-    return [
-        *(f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name)),
-        f"optimizer={optimizer}",
-        f"zero stage={config.zero_config.stage}",
-        f"autotp_size={config.tensor_parallel_config.autotp_size}",
-        f"autoep_size={config.expert_parallel_config.autoep_size}",
-        f"correct norms={grid.correct_norms}",
-        f"torch {torch.__version__}",
-        f"deepspeed {deepspeed.__version__}",
-        f"ds_topo {sys.modules['ds_topo'].__version__}",
-    ]
 
 
 _COMPARED_SETTINGS = (

@@ -115,14 +115,21 @@ def may_have_options(config: DeepSpeedConfig) -> bool:
 
 
 def check_config(case: Case) -> None:
-    """Refuse a config with misspelt or unfilled keys; warn of keys that have no effect.
+    """Refuse misspelt keys, and ``"auto"`` and other text in place of numbers; warn of keys that have no effect.
 
     Raises:
         EngineOptionError: the message names the key.
     """
-    unknown = check_top_level(case.config._param_dict)
-    _refuse_unfilled(case.config._param_dict)
-    refuse_elasticity(case.config._param_dict)
+    config = case.config._param_dict
+    unknown = check_top_level(config)
+    clipping = config.get("gradient_clipping", 0)
+    unfilled = {} if isinstance(clipping, (int, float)) else {"gradient_clipping": clipping}
+    for section in ("optimizer", "scheduler"):
+        parameters = (config.get(section) or {}).get("params") or {}
+        unfilled |= {f"{section}.params.{name}": value for name, value in parameters.items() if value == "auto"}
+    for name, value in unfilled.items():
+        raise EngineOptionError(f"config: {name} is {abridged(value)}: give a number{_AUTO * (value == 'auto')}")
+    refuse_elasticity(config)
     if unknown and dist.get_rank() == 0:
         warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
 
@@ -130,20 +137,16 @@ def check_config(case: Case) -> None:
 # -- keys and sizes ---------------------------------------------------------------------------------------------------
 
 
-_KEYS = frozenset(
+_KEYS = _WITHOUT_RANKS.union(
     f"""
-    {TOPOLOGY_SECTION} {REDUCER_SECTION} {REPLICAS_SECTION}
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-    optimizer scheduler gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op
-    communication_data_type seq_parallel_communication_data_type sparse_gradients disable_allgather
-    fp16 bf16 bfloat16 torch_autocast amp data_types zero_optimization zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer activation_checkpointing pipeline hybrid_engine use_data_before_expert_parallelism
+    {TOPOLOGY_SECTION} {REPLICAS_SECTION} managed_gradient_accumulation gradient_allreduce_op
+    seq_parallel_communication_data_type sparse_gradients disable_allgather amp zero_optimization
+    activation_checkpointing pipeline hybrid_engine use_data_before_expert_parallelism
     tensor_parallel expert_parallel sequence_parallel_size data_parallel_size inference
     compile compression_training weight_quantization quantize_training progressive_layer_drop eigenvalue
     sparse_attention data_efficiency curriculum_learning checkpoint datastates_ckpt nebula aio elasticity autotuning
     vocabulary_size
-    comms_logger tensorboard wandb csv_monitor comet flops_profiler timers model_info allgather_size
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_python_gc dataloader_drop_last log_level
+    comms_logger flops_profiler timers model_info allgather_size disable_python_gc log_level
     """.split()
 )
 """The top-level keys of a config that DeepSpeed and ds_topo read."""
@@ -204,21 +207,6 @@ def _check_switches(path: str, section: object) -> None:
         if name != _SWITCH and difflib.get_close_matches(str(name).lower(), [_SWITCH], cutoff=0.85):
             raise EngineOptionError(f'config section "{path}": {abridged(name)} switches nothing on: write "{_SWITCH}"')
         _check_switches(f"{path}.{name}", value)
-
-
-def _refuse_unfilled(config: Mapping[str, Any]) -> None:
-    """Refuse ``"auto"`` and other text where DeepSpeed computes with numbers.
-
-    Raises:
-        EngineOptionError: the message names the key.
-    """
-    clipping = config.get("gradient_clipping", 0)
-    unfilled = {} if isinstance(clipping, (int, float)) else {"gradient_clipping": clipping}
-    for section in ("optimizer", "scheduler"):
-        parameters = (config.get(section) or {}).get("params") or {}
-        unfilled |= {f"{section}.params.{name}": value for name, value in parameters.items() if value == "auto"}
-    for name, value in unfilled.items():
-        raise EngineOptionError(f"config: {name} is {abridged(value)}: give a number{_AUTO * (value == 'auto')}")
 
 
 def refuse_elasticity(config: Mapping[str, Any]) -> None:
@@ -287,10 +275,7 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
             'config: neither "train_batch_size" (the samples of a step, over all replicas) nor '
             '"train_micro_batch_size_per_gpu" (those of a rank in a forward pass) is given: give one of them'
         )
-    _check_batch_sizes(grid, *(None if config.get(name) is None else whole_number(config[name]) for name in _SIZES))
-
-
-def _check_batch_sizes(grid: MpuGrid, batch: int | None, micro: int | None, steps: int | None) -> None:
+    batch, micro, steps = (None if config.get(name) is None else whole_number(config[name]) for name in _SIZES)
     if batch is None:
         return  # it follows from the others
     replicas = grid.get_data_parallel_world_size()

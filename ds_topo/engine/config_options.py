@@ -111,10 +111,6 @@ def _second_partition(case: Case) -> Iterator[str]:
         )
 
 
-def _quantized_gradients(case: Case) -> Iterator[str]:
-    yield from different_parameters("zero_quantized_gradients", case.grid)
-
-
 def _zenflow(case: Case) -> Iterator[str]:
     if case.stage < 3:  # it broadcasts by numbers in the group
         yield from different_parameters("zero_optimization.zenflow at stage 1 or 2", case.grid)
@@ -185,10 +181,6 @@ def other_slices(name: str, size: int, grid: MpuGrid) -> Iterator[str]:
             f"{name} {size} (AutoTP), but {spec!r} has {here}, along which AutoTP splits a model: {remedy}, or create "
             f"the grid with model={size}"
         )
-
-
-def _autotp(case: Case) -> Iterator[str]:
-    yield from other_slices("tensor_parallel.autotp_size", case.slices, case.grid)
 
 
 def _pass_of_autotp(case: Case) -> Iterator[str]:
@@ -379,7 +371,7 @@ OPTIONS: tuple[Option, ...] = (
         lambda config: config.zero_config.zero_quantized_gradients,
         "qgZ",
         (DATA,),
-        _quantized_gradients,
+        lambda case: different_parameters("zero_quantized_gradients", case.grid),
         ignores_shard=True,
     ),
     Option(
@@ -417,7 +409,7 @@ OPTIONS: tuple[Option, ...] = (
         lambda config: config.tensor_parallel_config.autotp_size > 1,
         "AutoTP",
         (MODEL,),
-        _autotp,
+        lambda case: other_slices("tensor_parallel.autotp_size", case.slices, case.grid),
         manifest_field="structure.splits",
     ),
     Option("compile.passes: autotp", lambda config: "autotp" in passes_of(config), check=_pass_of_autotp),

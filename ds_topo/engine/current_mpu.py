@@ -60,7 +60,8 @@ class CurrentMpu:
         before: Values = _values(deepspeed_groups)
         former = before[0]
         if isinstance(mpu, MpuGrid):
-            experts = _slices_of_experts(mpu) if registry.has_groups else 1
+            known = registry.of(mpu) if registry.has_groups else []
+            experts = mpu.slice_parallel_size if known and known[0].plan.expert_tensor_parallel else 1
             if mpu is former:  # in most calls; its experts may be new
                 deepspeed_groups.expert_tensor_parallel_world_size = experts
                 return before
@@ -126,12 +127,6 @@ class CurrentMpu:
 
 current = CurrentMpu()
 """The one of this process."""
-
-
-def _slices_of_experts(mpu: Any) -> int:
-    """Return the number of ranks over which the experts of an mpu are sliced."""
-    known = registry.of(mpu)
-    return int(mpu.get_slice_parallel_world_size()) if known and known[0].plan.expert_tensor_parallel else 1
 
 
 in_use: list[MpuGrid] = []

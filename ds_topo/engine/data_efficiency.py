@@ -20,7 +20,7 @@ from ds_topo.topology.rank_tables import RankGroup, sample_axes
 
 
 class DataEfficiency(EngineOnGrid):
-    """An engine whose config has the section ``data_efficiency``."""
+    """An engine with ``data_efficiency``, whose sampler sends samples to a group that slices do not share."""
 
     def complete(self) -> None:
         """Let ``data_parallel_group`` join one rank of each share if DeepSpeed deals batches of variable size.

@@ -76,7 +76,7 @@ class DirectSteps:
 
 
 class NoticedSteps(EngineOnGrid):
-    """An engine that notices such steps."""
+    """An engine that notices steps which the program takes itself."""
 
     mixin_state = "direct_steps"
     direct_steps: DirectSteps

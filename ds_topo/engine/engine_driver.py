@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,15 @@ from torch import nn
 from ds_topo.base.classes import REDUCED, Mixin, adopt, stock_class
 from ds_topo.base.marks import is_element_by_element
 from ds_topo.engine.config import may_have_options
+from ds_topo.errors import warn
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
-from ds_topo.reduction.parameters import WiderSums
-from ds_topo.reduction.reducer import BucketReducer, StepDriver, wider_sums
+from ds_topo.reduction.reducer import StandaloneReducer, StepDriver, wider_sums
 from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
+
+if TYPE_CHECKING:
+    pass
 
 
 class OptimizerGradients:
@@ -39,6 +42,8 @@ class OptimizerGradients:
     """True if the gradients of every micro-batch are reduced."""
     reduced_by = "DeepSpeedEngine.buffered_allreduce_fallback"
     """The method that DeepSpeed calls to reduce gradients."""
+    parameters: Any = None
+    """The ``PartitionedParameters`` that arrive from other ranks after a step; None if there are none."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -46,13 +51,16 @@ class OptimizerGradients:
         self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
         """The buffers in which gradients accumulate, if not in ``parameter.grad``."""
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
         """Let the engine and its optimizer use the reducer until the bindings are closed.
 
         Args:
             reduce: waits for the reducer and calls :meth:`mark_reduced`.
             forget: discards what the reducer has accumulated.
             bindings: gets the functions that undo it.
+            overlaps: let parameters arrive from other ranks during the next forward pass.
         """
 
     def mark_reduced(self) -> None:
@@ -64,25 +72,6 @@ class OptimizerGradients:
 
     def end_with_engine(self) -> None:
         """Prepare for the end of the engine; the bindings are closed next."""
-
-    # -- parameters that arrive from other ranks after a step; without ZeRO there are none
-
-    def start_overlapping(self) -> None:
-        """Let them arrive during the next forward pass."""
-
-    def gather_in_step(self) -> None:
-        """Let them arrive in the step from now on."""
-
-    def wait_for_parameters(self) -> None:
-        """Wait for the gather of the last step."""
-
-    def gathers(self) -> list[BucketTiming]:
-        """Return the timings of the gather of the last step."""
-        return []
-
-
-Connect: TypeAlias = "Callable[[DeepSpeedEngine, Callable[[], BucketSizes], WiderSums | None], OptimizerGradients]"
-"""Returns the connection to an engine's optimizer; see :func:`ds_topo.engine.gradient_reducer.gradients_of`."""
 
 
 def why_not_attachable(engine: DeepSpeedEngine) -> str | None:
@@ -115,17 +104,18 @@ def why_not_attachable(engine: DeepSpeedEngine) -> str | None:
 class EngineDriver(StepDriver):
     """The driver of a plain engine; creating it is collective over the engine's replicas."""
 
-    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments, connect: Connect) -> None:
+    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
         self.engine = engine
         self._wanted = options
         self.wider = wider_sums(options.get("manager"))
-        self._gradients = connect(engine, self._bucket_sizes, self.wider)
+        self.gradients: OptimizerGradients
+        """The connection to the engine's optimizer; set by ``GradientReducer.attach``."""
         self._bindings = ExitStack()
         self._is_backward_of_output = False
         """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
         self._is_backward_of_engine = False
         """True while ``engine.backward`` runs."""
-        self.reducer: BucketReducer
+        self.reducer: StandaloneReducer
         """The reducer that the engine drives; set in :meth:`bind`."""
 
     @property
@@ -144,8 +134,8 @@ class EngineDriver(StepDriver):
             "static_graph": True,
             "allow_late_gradients": True,
             "broadcast_at_start": False,
-            "grad_buffers": self._gradients.grad_buffers,
-            "partitions": self._gradients.partitions,
+            "grad_buffers": self.gradients.grad_buffers,
+            "partitions": self.gradients.partitions,
         }
         if not engine.gradient_average:
             options["op"] = "sum"
@@ -157,15 +147,14 @@ class EngineDriver(StepDriver):
             options["expert_groups"] = dict(deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP)
         return options
 
-    def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
+    def bind(self, reducer: StandaloneReducer, options: ReductionOptions) -> None:
         """Give the engine the class of engines that drive a reducer, until it is detached."""
         self.reducer = self.engine.gradient_reducer = reducer
         self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
-        self._gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings)
+        overlaps = options.overlap_parameters
+        self.gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings, overlaps)
         self.engine.reducer_driver = self
         self._bindings.callback(adopt(self.engine, self.mixin))
-        if options.overlap_parameters:
-            self._gradients.start_overlapping()
 
     # -- the engine's calls
 
@@ -174,23 +163,10 @@ class EngineDriver(StepDriver):
         """The class with the engine's methods that drive the reducer."""
         return ReducedPlainEngine
 
-    @property
-    def reduces_in_engine(self) -> bool:
-        """True if the engine, and not its optimizer, reduces gradients at the end of a backward pass."""
-        return not isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer)
-
     def reduce(self, *_: object, **__: object) -> None:
         """Wait for the reducer, in place of the engine's own reduction at the end of the last micro-batch."""
         self.reducer.complete()
-        self._gradients.mark_reduced()
-
-    def require_reduced(self) -> None:
-        """Refuse a step on gradients of this rank alone."""
-        if self.reducer.is_in_step:
-            raise RuntimeError(
-                "the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
-                f"{self._gradients.reduced_by}; detach() the reducer, or use a release that README.md names"
-            )
+        self.gradients.mark_reduced()
 
     def begin_backward(self) -> None:
         """Note that the gradients that follow are of this engine's output."""
@@ -214,15 +190,6 @@ class EngineDriver(StepDriver):
         self.end_backward()
         self.reducer.give_up_unfinished()
 
-    def end_with_engine(self) -> None:
-        """Detach the reducer before the engine is destroyed."""
-        self._gradients.end_with_engine()
-        self.reducer.detach()
-
-    def gather_in_step(self) -> None:
-        """Let parameters arrive in the step from now on, because compiled code does not wait for them."""
-        self._gradients.gather_in_step()
-
     # -- the reducer's questions
 
     def is_last_backward(self) -> bool:
@@ -234,7 +201,7 @@ class EngineDriver(StepDriver):
         is_own = self._is_backward_of_engine or self._is_backward_of_output
         if engine.inside_no_sync_ctxt or not is_own:
             return False
-        return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
+        return self.gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
     def owns_hook(self, hook: Callable[..., object]) -> bool:
         """Return True for hooks of DeepSpeed's optimizers: their methods do nothing while the reducer is attached."""
@@ -259,11 +226,12 @@ class EngineDriver(StepDriver):
 
     def wait_for_parameters(self) -> None:
         """Wait for the gather of the last step."""
-        self._gradients.wait_for_parameters()
+        if self.gradients.parameters is not None:
+            self.gradients.parameters.wait()
 
     def gathers(self) -> list[BucketTiming]:
         """Return the timings of the gather of the last step."""
-        return self._gradients.gathers()
+        return [] if self.gradients.parameters is None else list(self.gradients.parameters.timings())
 
     def on_detach(self) -> None:
         """Restore the engine's own reduction of gradients."""
@@ -277,7 +245,7 @@ class EngineDriver(StepDriver):
 
     # -- shared
 
-    def _bucket_sizes(self) -> BucketSizes:
+    def bucket_sizes(self) -> BucketSizes:
         """Return the sizes of a partition's regions; collective.
 
         Invalid options are ignored here: the reducer raises for them later, on all ranks together.
@@ -296,7 +264,7 @@ class EngineDriver(StepDriver):
 class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods that all engines with a reducer share, on a grid or without one."""
 
-    mixin_order, mixin_suffix, mixin_state = REDUCED, "Reduced", "reducer_driver"
+    mixin_order, mixin_state = REDUCED, "reducer_driver"
     reducer_driver: EngineDriver
 
     def buffered_allreduce_fallback(self, *arguments: Any, **options: Any) -> None:
@@ -304,17 +272,22 @@ class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
         At stage 0 and with ``BF16_Optimizer`` DeepSpeed reduces gradients here, after the last backward pass.
         """
-        if self.reducer_driver.reduces_in_engine:
-            self.reducer_driver.reduce()
-        else:
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):  # which reduces them itself
             super().buffered_allreduce_fallback(*arguments, **options)
+        else:
+            self.reducer_driver.reduce()
 
     def _take_model_step(self, *arguments: Any) -> None:
         """Require that the reducer has finished.
 
         A release whose engine no longer calls what the reducer replaces would step on this rank's own gradients.
         """
-        self.reducer_driver.require_reduced()
+        if self.reducer_driver.reducer.is_in_step:
+            raise RuntimeError(
+                "the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
+                f"{self.reducer_driver.gradients.reduced_by}; detach() the reducer, or use a release that README.md "
+                "names"
+            )
         super()._take_model_step(*arguments)
 
     def zero_grad(self) -> None:
@@ -332,12 +305,18 @@ class ReducedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def compile(self, *arguments: Any, **options: Any) -> Any:
         """Let parameters arrive in the step: compiled code reads memory without asking whether they have arrived."""
-        self.reducer_driver.gather_in_step()
+        parameters = self.reducer_driver.gradients.parameters
+        if parameters is not None and parameters.overlaps:
+            warn(
+                "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on"
+            )
+            parameters.stop_overlapping()
         return super().compile(*arguments, **options)
 
     def destroy(self) -> None:
         """Detach the reducer first, which ends with its engine."""
-        self.reducer_driver.end_with_engine()
+        self.reducer_driver.gradients.end_with_engine()
+        self.reducer_driver.reducer.detach()
         self.destroy()  # of the class that detach() has given back
 
 

@@ -122,7 +122,6 @@ def _forget_zero_partition(group: ProcessGroup) -> None:
 
 @around
 def _gathered_into_a_list(gather: Any, tokens: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Gather the tokens of all slices, one after another along ``dim``."""
     if not isinstance(deepspeed_groups.mpu, MpuGrid):
         others: torch.Tensor = gather(tokens, dim)
         return others

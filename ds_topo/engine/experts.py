@@ -32,8 +32,26 @@ class EngineWithExperts(EngineOnGrid):
     def complete(self) -> None:
         """Refuse experts that DeepSpeed would train wrongly, and pad the capacity of gates."""
         super().complete()
-        if registry.of(self.mpu):
-            _check(self)
+        if not registry.of(self.mpu):
+            return
+        slices = self.mpu.get_slice_parallel_world_size()
+        for name, module in self.module.named_modules() if slices > 1 else ():
+            groups = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
+            if groups and module.enable_expert_tensor_parallelism != groups.plan.expert_tensor_parallel:
+                raise ExpertGroupError(
+                    f"MoE layer {name!r} has enable_expert_tensor_parallelism="
+                    f"{module.enable_expert_tensor_parallelism}, but its groups were created with "
+                    f"expert_tensor_parallel={groups.plan.expert_tensor_parallel}: give both the same value"
+                )
+        # DeepSpeed sums dense gradients over ``seq`` there, but averages those of experts.
+        if self.sequence_parallel_size > 1 and self.has_moe_layers and not self.zero_optimization():
+            raise ExpertGroupError(
+                "experts with sequence parallelism and ZeRO stage 0: DeepSpeed would scale the gradients of experts by "
+                f"1/{self.sequence_parallel_size} relative to all others; use ZeRO stage 1 or 2"
+            )
+        if slices > 1:  # model parallel peers split the slots of an expert evenly, which DeepSpeed asserts
+            for gate in (each for each in self.module.modules() if isinstance(each, TopKGate)):
+                self.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
 
     def _configure_distributed_model(self, model: Any) -> None:
         """Create the expert groups that the model needs on all stages."""
@@ -42,15 +60,24 @@ class EngineWithExperts(EngineOnGrid):
         super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Put groups of experts in one order on all ranks."""
-        model_parameters = _with_groups_in_one_order(self, client_optimizer, model_parameters)
+        """Put groups of experts in one order on all ranks.
+
+        DeepSpeed collects the names of expert groups in a set, whose order depends on the seed of each process's
+        hashes. With several expert parallel sizes, ranks would then call collectives of different process groups, and
+        hang.
+        """
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            client_optimizer.param_groups[:] = in_one_order(client_optimizer.param_groups)
+        else:
+            if client_optimizer is None and self.has_moe_layers:
+                model_parameters = configure_moe_param_groups(model_parameters)  # as DeepSpeed itself does next
+            groups = list(model_parameters or ())
+            if all(isinstance(group, dict) for group in groups):
+                model_parameters = in_one_order(groups)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """Let each slice write the files of experts that it will load.
-
-        Their names contain the writer's model parallel rank, so replicas on other slices would find no file.
-        """
+        """Let each slice write the files of experts that it will load."""
         is_needed = self.has_moe_layers and registry.of(self.mpu)
         with _saving_by_slice(self) if is_needed else nullcontext():
             return super().save_checkpoint(*arguments, **options)
@@ -73,43 +100,6 @@ def _create_missing_groups(engine: EngineOnGrid, model: nn.Module) -> None:
             create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
 
 
-def _check(engine: EngineOnGrid) -> None:
-    """Refuse experts that DeepSpeed would train wrongly in this engine, and pad the capacity of its gates."""
-    slices = engine.mpu.get_slice_parallel_world_size()
-    for name, module in engine.module.named_modules() if slices > 1 else ():
-        groups = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
-        if groups and module.enable_expert_tensor_parallelism != groups.plan.expert_tensor_parallel:
-            raise ExpertGroupError(
-                f"MoE layer {name!r} has enable_expert_tensor_parallelism={module.enable_expert_tensor_parallelism}, "
-                f"but its groups were created with expert_tensor_parallel={groups.plan.expert_tensor_parallel}: "
-                "give both the same value"
-            )
-    # DeepSpeed sums dense gradients over ``seq`` there, but averages those of experts.
-    if engine.sequence_parallel_size > 1 and engine.has_moe_layers and not engine.zero_optimization():
-        raise ExpertGroupError(
-            "experts with sequence parallelism and ZeRO stage 0: DeepSpeed would scale the gradients of experts by "
-            f"1/{engine.sequence_parallel_size} relative to all others; use ZeRO stage 1 or 2"
-        )
-    if slices > 1:  # model parallel peers split the slots of an expert evenly; DeepSpeed asserts that this is possible
-        for gate in (each for each in engine.module.modules() if isinstance(each, TopKGate)):
-            engine.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
-
-
-def _with_groups_in_one_order(engine: EngineOnGrid, optimizer: Any, parameters: Any) -> Any:
-    """Put the expert groups of an optimizer in an order that all ranks share; return the parameters or groups.
-
-    DeepSpeed collects the names of expert groups in a set, whose order depends on the seed of each process's hashes.
-    With several expert parallel sizes, ranks would then call collectives of different process groups, and hang.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.param_groups[:] = in_one_order(optimizer.param_groups)
-        return parameters
-    if optimizer is None and engine.has_moe_layers:
-        parameters = configure_moe_param_groups(parameters)  # as DeepSpeed itself does next
-    groups = list(parameters or ())
-    return in_one_order(groups) if all(isinstance(group, dict) for group in groups) else parameters
-
-
 def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Round the capacity in ``(auxiliary loss, capacity, experts, ...)`` up to a multiple of ``slices``."""
     loss, capacity, *rest = routes
@@ -126,7 +116,13 @@ def _saving_by_slice(engine: EngineOnGrid) -> Iterator[None]:
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
     If replicas of an expert are on several slices, the files of the other slices would be missing.
     """
-    _check_optimizer_files(engine)
+    sizes = registry.sizes()
+    others = sorted(size for size in sizes if max(sizes) % size)
+    if others and not engine.zero_optimization():  # one file for each expert parallel rank of the greatest size
+        raise ExpertGroupError(
+            f"expert parallel sizes {others} do not divide the greatest, {max(sizes)}: without ZeRO, DeepSpeed would "
+            "lose the optimizer states of some experts. Use ZeRO stage 1 or 2, or sizes that divide each other"
+        )
     automatic = engine._config.expert_parallel_config
     if not automatic.enabled:
         with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
@@ -145,17 +141,3 @@ def _saving_by_slice(engine: EngineOnGrid) -> Iterator[None]:
 def _first_writes(place: Any, name: str) -> int:
     known = registry.find(name)
     return int(place(name)) if known is None else int(not known.writes_checkpoint)
-
-
-def _check_optimizer_files(engine: EngineOnGrid) -> None:
-    """Refuse sizes whose optimizer files DeepSpeed would not write without ZeRO.
-
-    It writes one file for each expert parallel rank of the greatest size.
-    """
-    sizes = registry.sizes()
-    others = sorted(size for size in sizes if max(sizes) % size)
-    if others and not engine.zero_optimization():
-        raise ExpertGroupError(
-            f"expert parallel sizes {others} do not divide the greatest, {max(sizes)}: without ZeRO, DeepSpeed would "
-            "lose the optimizer states of some experts. Use ZeRO stage 1 or 2, or sizes that divide each other"
-        )

@@ -33,13 +33,17 @@ class GatheredPointToPoint(EngineOnGrid):
         """Gather by messages in both directions."""
         super().complete()
         if self.give_optimizer(GatheredZero, GatheredBF16):
-            self.optimizer.gathering = _gathering_of(self.optimizer)
+            groups = [group for group in {*self.optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
+            device = torch.device(get_accelerator().current_device_name())
+            is_on_gloo = bool(groups) and all(traits_of(group, device).tagged_messages for group in groups)
+            in_slices = partial(ledger.bound, patches.GATHER_PARAMETERS, _in_slices)
+            self.optimizer.gathering = in_slices if is_on_gloo else nullcontext
 
 
 class GatheredZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "gathering"
+    mixin_state = "gathering"
     gathering: Callable[[], AbstractContextManager[None]]
     """The context in which DeepSpeed's own gather runs."""
 
@@ -57,7 +61,7 @@ class GatheredZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class GatheredBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "gathering"
+    mixin_state = "gathering"
     gathering: Callable[[], AbstractContextManager[None]]
 
     def update_lp_params(self) -> Any:
@@ -73,14 +77,5 @@ def _in_slices(
     partitioned_param_groups: object,
     dp_process_group: Sequence[ProcessGroup],
 ) -> None:
-    """Replace ``all_gather_into_tensor_dp_groups``."""
     for flat, group in zip(groups_flat, dp_process_group, strict=False):
         exchange_of(group, flat.device).gather_now(flat)
-
-
-def _gathering_of(optimizer: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which an optimizer's methods gather updated parameters: on gloo they go in slices."""
-    groups = [group for group in {*optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
-    device = torch.device(get_accelerator().current_device_name())
-    is_on_gloo = all(traits_of(group, device).tagged_messages for group in groups)
-    return partial(ledger.bound, patches.GATHER_PARAMETERS, _in_slices) if groups and is_on_gloo else nullcontext

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -14,12 +12,12 @@ from typing_extensions import Self, Unpack
 from ds_topo.engine.engine_driver import EngineDriver, OptimizerGradients, why_not_attachable
 from ds_topo.errors import listed
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction.options import BucketSizes, ReductionArguments
-from ds_topo.reduction.parameters import HasDataParallelGroup, WiderSums
-from ds_topo.reduction.reducer import BucketReducer, StepDriver
+from ds_topo.reduction.options import ReductionArguments
+from ds_topo.reduction.parameters import HasDataParallelGroup
+from ds_topo.reduction.reducer import StandaloneReducer, StepDriver
 
 
-class GradientReducer(BucketReducer):
+class GradientReducer(StandaloneReducer):
     """Average a module's gradients over a data-parallel group while backward is still running.
 
     ::
@@ -34,7 +32,7 @@ class GradientReducer(BucketReducer):
             optimizer.step()
             optimizer.zero_grad()
 
-    Arguments, errors and sources are those of :class:`~ds_topo.reduction.reducer.BucketReducer`, options those of
+    Arguments, errors and sources are those of :class:`~ds_topo.reduction.reducer.StandaloneReducer`, options those of
     :class:`~ds_topo.reduction.options.ReductionOptions`.
 
     >>> import torch, torch.distributed as dist
@@ -97,7 +95,16 @@ class GradientReducer(BucketReducer):
             from ds_topo.engine.pipelines.pipeline_driver import PipelineDriver  # which others do not need
 
             kind = PipelineDriver
-        driver = kind(engine, options, gradients_of)
+        driver = kind(engine, options)
+        if (reason := why_not_attachable(engine)) is not None:
+            about = "" if driver.wider is None else ", for replicas below ZeRO 3"
+            raise ValueError(f"GradientReducer.attach{about}: {reason}")
+        if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+            from ds_topo.engine.optimizer_gradients import gradients_of_wrapper  # which others do not need
+
+            driver.gradients = gradients_of_wrapper(engine, driver.bucket_sizes, driver.wider)
+        else:
+            driver.gradients = OptimizerGradients(engine)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
             driver.bind(reducer, reducer.options)
@@ -105,25 +112,3 @@ class GradientReducer(BucketReducer):
             reducer.detach()
             raise
         return reducer
-
-
-def gradients_of(
-    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], wider: WiderSums | None = None
-) -> OptimizerGradients:
-    """Return the connection to an engine's optimizer.
-
-    Args:
-        engine: the engine.
-        sizes: returns the sizes of buckets; called only if a layout depends on them.
-        wider: continues sums beyond the engine's ranks; None if they end there.
-
-    Raises:
-        ValueError: no reducer can be attached to the engine; the message says why, and what to use.
-    """
-    if (reason := why_not_attachable(engine)) is not None:
-        raise ValueError(f"GradientReducer.attach{'' if wider is None else ', for replicas below ZeRO 3'}: {reason}")
-    if not isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-        return OptimizerGradients(engine)
-    from ds_topo.engine.optimizer_gradients import gradients_of_wrapper  # which others do not need
-
-    return gradients_of_wrapper(engine, sizes, wider)

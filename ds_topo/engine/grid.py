@@ -26,13 +26,13 @@ from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Never
 
 from ds_topo.base import patches, torch_names
+from ds_topo.base.classes import adopt
 from ds_topo.base.ledger import Row, always, around, ledger
 from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.base.supported import check_release, warn_of_newer_releases
 from ds_topo.engine import checks
 from ds_topo.engine.config import Case, check_sections_and_sizes
 from ds_topo.engine.current_mpu import current, get_tensor_model_parallel_src_rank
-from ds_topo.engine.on_grid import put_on_grid
 from ds_topo.engine.parts import load_all, parts_of
 from ds_topo.errors import ExpertGroupError, warn
 from ds_topo.health import guard
@@ -104,7 +104,14 @@ class PipelineParallelGrid(MpuGrid):
         if torch.distributed.get_rank(process_group) == 0:
             warn_of_newer_releases(rows)
         try:
-            self._bind_hooks()
+            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
+            if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
+                self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
+            if self.get_axis_size(MODEL) > 1:
+                self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
+            self.on_destroy(partial(current.forget, self))
+            self.on_destroy(guard.hold())
+            checks.grids.add(self)
             if topology is None and self.get_axis_size(PIPE) > 1 and self.grid_rank == 0:
                 warn(
                     f"PipelineParallelGrid() without a topology is {self.topology().spec!r}, as in DeepSpeed: name the "
@@ -113,17 +120,6 @@ class PipelineParallelGrid(MpuGrid):
         except BaseException:
             self.destroy()
             raise
-
-    def _bind_hooks(self) -> None:
-        """Let DeepSpeed's constructors know grids, until this one is destroyed."""
-        self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, building_engines))
-        if REFERENCE not in os.environ:  # ds-topo verify changes the config of a reference
-            self.on_destroy(ledger.bind(patches.READ_CONFIG, reading_configs))
-        if self.get_axis_size(MODEL) > 1:
-            self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
-        self.on_destroy(partial(current.forget, self))
-        self.on_destroy(guard.hold())
-        checks.grids.add(self)
 
     @cached_property
     def offers_sequence_queries(self) -> bool:
@@ -224,15 +220,24 @@ def building_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opti
 def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundArguments) -> None:
     """Call the constructor of an engine with the class that is made of its parts."""
     given = call.arguments
-    mpu, config = given["mpu"], given.get("config_class")
+    mpu: MpuGrid = given["mpu"]
+    config: Any = given.get("config_class")
     check_release(config)
     if given.get("mesh_device"):  # as the constructor does first
         deepspeed_groups.mesh_device = given["mesh_device"]
     given["model_parameters"] = checks.as_lists(given.get("model_parameters"), config)
-    case = _case_of(engine, config, mpu, given)
-    mixins = {part.name: part.load() for part in parts_of(case)}
+    has_experts = bool(registry.of(mpu)) or config.expert_parallel_config.enabled
+    case = Case(
+        config,
+        mpu,
+        is_pipeline=isinstance(engine, PipelineEngine),
+        is_dualpipe=isinstance(engine, DualPipeVEngine),
+        optimizer=given.get("optimizer") or config.optimizer_name,
+        has_experts=has_experts or any(isinstance(module, MoE) for module in given["model"].modules()),
+    )
+    mixins = {part.mixin: part.load() for part in parts_of(case)}
     checks.check_with_all_ranks(engine, case, mixins, given)
-    release = put_on_grid(engine, [*mixins.values()])
+    release = adopt(engine, *reversed(mixins.values()))  # the outermost first
     try:
         vars(engine)[checks.CLIENT_PARAMETERS] = given["model_parameters"]
         with ExitStack() as contexts:
@@ -243,18 +248,6 @@ def _build_on_grid(construct: Any, engine: DeepSpeedEngine, call: inspect.BoundA
         release()
         raise
     mpu.on_destroy(release)
-
-
-def _case_of(engine: DeepSpeedEngine, config: DeepSpeedConfig, mpu: MpuGrid, given: Mapping[str, Any]) -> Case:
-    has_experts = bool(registry.of(mpu)) or config.expert_parallel_config.enabled
-    return Case(
-        config,
-        mpu,
-        is_pipeline=isinstance(engine, PipelineEngine),
-        is_dualpipe=isinstance(engine, DualPipeVEngine),
-        optimizer=given.get("optimizer") or config.optimizer_name,
-        has_experts=has_experts or any(isinstance(module, MoE) for module in given["model"].modules()),
-    )
 
 
 def rows() -> tuple[Row, ...]:

@@ -40,7 +40,7 @@ from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 
 
 class ClippedByGrid(EngineOnGrid):
-    """An engine in fp32 without ZeRO that clips gradients."""
+    """An engine in fp32 without ZeRO that clips gradients, where DeepSpeed's norm counts the first stage alone."""
 
     def complete(self) -> None:
         """Log that a pipeline clips by another norm than DeepSpeed's own does."""
@@ -49,11 +49,7 @@ class ClippedByGrid(EngineOnGrid):
             _log_clipping(self)
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over the grid, by a few kernels, and keep it.
-
-        DeepSpeed's norm without ZeRO is not kept, counts one stage, and is averaged over ranks with different experts.
-        It starts several kernels for each parameter.
-        """
+        """Clip by the norm over the grid, by a few kernels, and keep it."""
         if self.mpu.settle_norms():
             self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), self.mpu)
         else:
@@ -307,11 +303,7 @@ def on_this_slice(grid: ProcessGrid) -> Counts:
 
 
 def _replicas_of_expert(parameter: nn.Parameter) -> dist.ProcessGroup:
-    """Return the ranks that hold the same expert.
-
-    Raises:
-        ExpertGroupError: neither DeepSpeed nor its reducer knows its groups.
-    """
+    """Return the ranks that hold the same expert."""
     name = expert_group_name(parameter)
     reducer: Any = owners[parameter]() if parameter in owners else None
     group = reducer.options.expert_groups.get(name) if reducer is not None else None

@@ -66,22 +66,13 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         return None
 
 
-def put_on_grid(engine: DeepSpeedEngine, mixins: list[type[EngineOnGrid]]) -> Callable[[], None]:
-    """Give an engine the mixins of its parts, innermost first, before its constructor runs.
-
-    Returns:
-        The function that takes them away.
-    """
-    return adopt(engine, *reversed(mixins))
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 _GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"
 
 
 class EngineWithCheckpoints(EngineOnGrid):
-    """The methods that save and load."""
+    """An engine whose checkpoints are saved and loaded as a whole."""
 
     def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
         """Save by :func:`ds_topo.checkpoint.save`.
@@ -120,11 +111,7 @@ class EngineWithCheckpoints(EngineOnGrid):
 
 
 def _require_whole_weights(engine: EngineOnGrid) -> None:
-    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model.
-
-    Raises:
-        EngineOptionError: DeepSpeed would write the part of rank 0 alone.
-    """
+    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model."""
     grid = engine.mpu
     slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
     if grid.get_axis_size(PIPE) > 1:
@@ -170,8 +157,6 @@ class GuardedCalls(EngineOnGrid):
     If one rank alone raises in one, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
     otherwise it is that of the engine that was built last.
     """
-
-    mixin_suffix = "OnGrid"
 
     def _take_model_step(self, *arguments: Any) -> None:
         """Count the step, for samplers."""

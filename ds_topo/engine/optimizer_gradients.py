@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,11 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducedZero,
     ReducerOfOptimizer,
 )
-from ds_topo.errors import warn
-from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.parameters import WiderSums
 from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.managed import ReplicaSums
 
 
 class WrapperGradients(OptimizerGradients):
@@ -49,9 +50,16 @@ class WrapperGradients(OptimizerGradients):
         self.groups: list[FlatGroup] = []
         """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
         """Give the optimizer its class; see :class:`OptimizerGradients`."""
-        parameters = PartitionedParameters(self.groups)
+        kind = PartitionedParameters
+        if overlaps:
+            from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
+
+            kind = LateParameters
+        parameters = kind(self.groups)
         self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, parameters)
         bindings.callback(adopt(self.optimizer, self.mixin))
 
@@ -105,7 +113,7 @@ class PartitionGradients(WrapperGradients):
         engine: DeepSpeedEngine,
         sizes: BucketSizes,
         whole: Collection[nn.Parameter],
-        wider: WiderSums | None,
+        wider: ReplicaSums | None,
     ) -> None:
         super().__init__(engine)
         self._sizes, self._whole, self._wider = sizes, whole, wider
@@ -119,16 +127,17 @@ class PartitionGradients(WrapperGradients):
             self.reduced_by = f"DeepSpeedZeroOptimizer.{called}"
         self.partitions: list[PartitionedGradients] = [group.gradients for group in self.groups]
         self._engine_ends = False
-        self.parameters: PartitionedParameters
-        """The parameters, which arrive from other ranks after a step; set in :meth:`bind`."""
 
     # -- the reducer's calls
 
-    def bind(self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack) -> None:
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
-        super().bind(reduce, forget, bindings)
+        super().bind(reduce, forget, bindings, overlaps)
         self.parameters = self.optimizer.reduction.parameters
         self.optimizer.enter()
+        self.parameters.start_overlapping(self.engine.module)
         bindings.callback(self._end)
 
     def _end(self) -> None:
@@ -153,24 +162,6 @@ class PartitionGradients(WrapperGradients):
             for partition in self.partitions:
                 if weight in partition.regions:
                     dist.all_reduce(partition.place_of(weight), group=group)
-
-    # -- parameters arrive
-
-    def start_overlapping(self) -> None:
-        self.parameters.start_overlapping(self.engine.module)
-
-    def gather_in_step(self) -> None:
-        if self.parameters.overlaps:
-            warn(
-                "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on"
-            )
-            self.parameters.stop_overlapping()
-
-    def wait_for_parameters(self) -> None:
-        self.parameters.wait()
-
-    def gathers(self) -> list[BucketTiming]:
-        return self.parameters.timings()
 
     # -- DeepSpeed's layout, and ours
 
@@ -230,11 +221,14 @@ class PartitionGradients(WrapperGradients):
 
 
 def gradients_of_wrapper(
-    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], wider: WiderSums | None
+    engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes], wider: ReplicaSums | None
 ) -> OptimizerGradients:
     """Return the connection to this engine's optimizer, ``BF16_Optimizer`` or that of ZeRO 1 and 2.
 
-    The arguments are those of :func:`ds_topo.engine.gradient_reducer.gradients_of`.
+    Args:
+        engine: the engine.
+        sizes: returns the sizes of buckets; called only if a layout depends on them.
+        wider: continues sums beyond the engine's ranks; None if they end there.
     """
     optimizer = engine.optimizer
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them

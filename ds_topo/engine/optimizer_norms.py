@@ -15,15 +15,14 @@ DeepSpeed's optimizers deviate from that:
                              stages have experts of different sizes. ``bf16_gradient_norm`` replaces it with experts,
                              ``partition_norm`` with a reducer. It fails on a slice without any parameter to count;
                              without experts we add a zero there.
-    ZeRO 3                   What is not finite on a later slice alone does not reach the norm; ``with_uncounted`` adds
-                             it.
+    ZeRO 3                   What is not finite on a later slice alone does not reach the norm; it is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,7 +56,7 @@ from ds_topo.process_groups.creation import gathered
 
 
 class NormsOfOptimizer(EngineOnGrid):
-    """An engine whose optimizer is one of DeepSpeed's, with master weights."""
+    """An engine with one of DeepSpeed's optimizers, which count experts and slices wrongly."""
 
     def complete(self) -> None:
         """Refuse norms that cannot be corrected, and correct the others."""
@@ -96,7 +95,7 @@ class CorrectedNorm(NamedTuple):
 class NormsOfZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
@@ -121,7 +120,10 @@ class NormsOfZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
         DeepSpeed starts several for each parameter. It asks for norms of type 2 only.
         """
-        total = square_of_partition(gradients, params, self.mpu, get_norm_dtype())
+        real = (part for part in gradients if not getattr(part, "_zero_padding", False))
+        counted, others = divided(zip(params, real, strict=False), on_this_slice(self.mpu))
+        device = get_accelerator().current_device_name()
+        total = sum_of_squares(counted, device, get_norm_dtype()).float() + zero_or_nan(others, device).float()
         for group in (self.dp_process_group, self.mpu.get_model_parallel_group()):
             if group.size() > 1:
                 dist.all_reduce(total, group=group)
@@ -131,28 +133,27 @@ class NormsOfZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class NormsOfBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``, which accumulates gradients of bf16 in fp32."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
     def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
-        """Return our norm as the only gradient with experts; without them, a zero if no gradient counts.
-
-        DeepSpeed counts an expert's replicated parameters once per slice, and fails where no gradient counts.
-        """
+        """Return our norm as the only gradient with experts; without them, a zero if no gradient counts."""
         if for_clipping or not self.corrected_norm.is_needed:
             return super().get_grads_for_norm(for_clipping)
         if self.corrected_norm.has_experts:
             return norm_as_gradients(bf16_gradient_norm(self, self.mpu), self.mpu)
         counted, of_experts = super().get_grads_for_norm(for_clipping)
-        counted += bf16_uncounted(self, self.mpu)
-        return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+        device = get_accelerator().current_device_name()
+        if others := divided(_pairs_of_bf16(self), on_this_slice(self.mpu))[1]:
+            counted.append(zero_or_nan(others, device))
+        return counted or [torch.zeros(1, device=device)], of_experts
 
 
 class NormsOfFused(Mixin, FP16_Optimizer):  # type: ignore[misc]
     """``FP16_Optimizer``, of fp16 and bf16 without ZeRO with a fused optimizer."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
@@ -167,15 +168,12 @@ class NormsOfFused(Mixin, FP16_Optimizer):  # type: ignore[misc]
 class NormsOfUnfused(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
     """``FP16_UnfusedOptimizer``, of fp16 and bf16 without ZeRO."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
     corrected_norm: CorrectedNorm
     mpu: MpuGrid
 
     def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> Any:
-        """Clip by the norm over the grid, on stages or slices and with experts.
-
-        DeepSpeed's norm omits experts. It is that of gradients, which lack the marks of slices and of tied copies.
-        """
+        """Clip by the norm over the grid, on stages or slices and with experts."""
         if self.corrected_norm.is_needed:
             total_norm = self._global_grad_norm = float(unfused_gradient_norm(self, self.mpu))
         return super().unscale_and_clip_grads(total_norm, apply_scale)
@@ -183,8 +181,6 @@ class NormsOfUnfused(Mixin, FP16_UnfusedOptimizer):  # type: ignore[misc]
 
 class FewKernels(Mixin, CheckOverflow):  # type: ignore[misc]
     """``CheckOverflow`` of an optimizer of fp16 or bf16 without ZeRO."""
-
-    mixin_suffix = "OnGrid"
 
     def has_overflow_serial(self, params: list[nn.Parameter]) -> bool:
         """Look at all gradients by a few kernels: DeepSpeed runs 13 operations for each, and waits for the device."""
@@ -194,19 +190,24 @@ class FewKernels(Mixin, CheckOverflow):  # type: ignore[misc]
 class NormsOfZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "corrected_norm"
+    mixin_state = "corrected_norm"
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
         """Look at what later slices do not count, too: a nan there alone would not reach the norm."""
         if self.model_parallel_rank > 0:
-            gradients, params = with_uncounted(gradients, params)
+            _, others = divided(zip(params, gradients, strict=True), is_model_parallel_parameter)
+            gradients = [*gradients, zero_or_nan(others, gradients[0].device)]
+            params = [*params, _Counted(params[0])]
         norm: torch.Tensor = super().get_grad_norm_direct(gradients, params, norm_type)
         return norm
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> torch.Tensor:
-        """Count what is not finite on later slices, too: a nan there alone would not reach the norm."""
+        """Count all parameters on later slices, too, if an uncounted one has a norm that is not finite."""
         if self.model_parallel_rank > 0:
-            params = counting_infinities(params, self.norm_for_param_grads, self.get_param_id)
+            norms, others = self.norm_for_param_grads, []  # those of this rank's partitions
+            for number in (self.get_param_id(each) for each in params if not is_model_parallel_parameter(each)):
+                others += [torch.as_tensor(norms[number]).float()] if number in norms else []
+            params = params if largest(others).isfinite() else [*map(_Counted, params)]
         norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
         return norm
 
@@ -215,27 +216,6 @@ def norm_as_gradients(norm: torch.Tensor, grid: MpuGrid) -> tuple[list[torch.Ten
     """Return gradients from which ``BF16_Optimizer`` computes this norm: it sums squares over stages and slices."""
     own = norm if grid.get_model_parallel_rank() == 0 else torch.zeros_like(norm)
     return [own.reshape(1)], {}
-
-
-def with_uncounted(
-    gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
-) -> tuple[Sequence[torch.Tensor], Sequence[nn.Parameter]]:
-    """Add a gradient for DeepSpeed's norm of ZeRO 3 on later slices: 0, or nan if an uncounted one is not finite."""
-    _, others = divided(zip(parameters, gradients, strict=True), is_model_parallel_parameter)
-    extra = zero_or_nan(others, gradients[0].device)
-    return [*gradients, extra], [*parameters, cast("Any", _Counted(parameters[0]))]
-
-
-def counting_infinities(
-    parameters: Sequence[nn.Parameter], norms: Mapping[Any, Any], number_of: Callable[[Any], Any]
-) -> Sequence[nn.Parameter]:
-    """Return the parameters for DeepSpeed's norm of ZeRO 3 with an offloaded optimizer on later slices.
-
-    All of them count if the norm of an uncounted one is not finite. ``norms`` has those of this rank's partitions.
-    """
-    uncounted = [number_of(each) for each in parameters if not is_model_parallel_parameter(each)]
-    others = [torch.as_tensor(norms[number]).float() for number in uncounted if number in norms]
-    return parameters if largest(others).isfinite() else [cast("Any", _Counted(each)) for each in parameters]
 
 
 class _Counted:
@@ -248,23 +228,6 @@ class _Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameter, name)
-
-
-def square_of_partition(
-    gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], grid: MpuGrid, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the sum, ``[]``, of the squares of this rank's partition of a group of ZeRO 1 or 2.
-
-    Args:
-        gradients: those of a partition, maybe with DeepSpeed's padding.
-        parameters: their parameters.
-        grid: the engine's grid.
-        dtype: the type of the sums.
-    """
-    real = (part for part in gradients if not getattr(part, "_zero_padding", False))
-    counted, others = divided(zip(parameters, real, strict=False), on_this_slice(grid))
-    device = get_accelerator().current_device_name()
-    return sum_of_squares(counted, device, dtype).float() + zero_or_nan(others, device).float()
 
 
 def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -303,19 +266,11 @@ def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: Mpu
 
 def bf16_gradient_norm(optimizer: BF16_Optimizer, grid: MpuGrid) -> torch.Tensor:
     """Return the norm, ``[]``, of the whole gradients that ``BF16_Optimizer`` holds; collective over the grid."""
-    pairs = zip(
-        chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
-    )
-    return _total_norm(pairs, counted_here(grid), grid)
+    return _total_norm(_pairs_of_bf16(optimizer), counted_here(grid), grid)
 
 
-def bf16_uncounted(optimizer: BF16_Optimizer, grid: MpuGrid) -> list[torch.Tensor]:
-    """Return a gradient to add to those that ``BF16_Optimizer`` counts: 0, or nan if another one is not finite."""
-    pairs = zip(
-        chain.from_iterable(optimizer.bf16_groups), chain.from_iterable(optimizer.fp32_groups_gradients), strict=True
-    )
-    _, others = divided(pairs, on_this_slice(grid))
-    return [zero_or_nan(others, get_accelerator().current_device_name())] if others else []
+def _pairs_of_bf16(optimizer: BF16_Optimizer) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+    return zip(chain(*optimizer.bf16_groups), chain(*optimizer.fp32_groups_gradients), strict=True)
 
 
 def fused_gradient_norm(optimizer: FP16_Optimizer, flat_gradients: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
@@ -366,7 +321,11 @@ def _check_norm(engine: EngineOnGrid) -> None:
         return
     optimizer = stock_class(engine.optimizer).__name__
     names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
-    own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))
+    has_dense_share = grid.get_slice_parallel_rank() == 0 or any(
+        is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
+        for parameter in engine.module.parameters()
+    )
+    own = (grid.get_stage_id(), sorted(names), has_dense_share)
     everyone = gathered(own, grid.get_model_parallel_group())
     remedy = "use fp32, or ZeRO stage 1 without fp32 accumulation of gradients"
     sizes: dict[int, list[str]] = {stage: names for stage, names, _ in sorted(everyone)}
@@ -380,14 +339,6 @@ def _check_norm(engine: EngineOnGrid) -> None:
             f"some slices hold no tensor-parallel parameters beside experts: DeepSpeed's {optimizer} would fail in the "
             f"first step, on those ranks only; {remedy}"
         )
-
-
-def _has_dense_share(engine: EngineOnGrid) -> bool:
-    """Tell whether this rank has a parameter, not of an expert, that counts in the norm of ``BF16_Optimizer``."""
-    return engine.mpu.get_slice_parallel_rank() == 0 or any(
-        is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
-        for parameter in engine.module.parameters()
-    )
 
 
 def overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""Gather updated parameters from their owners, in the optimizer's step or during the next forward pass.
+"""Gather updated parameters, which are in the layout of a reducer, from their owners in the optimizer's step.
 
-The parameters are in the layout of a reducer. They may arrive during the next forward pass; whatever reads a parameter
-then waits for it (:mod:`ds_topo.reduction.arrivals`).
+:mod:`ds_topo.engine.late_parameters` lets them arrive during the next forward pass.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ds_topo.errors import warn
-from ds_topo.reduction.arrivals import Arrival, Arrivals, Seat, SharedMemory, hide, seats_of, show, unaware_of_arrivals
 from ds_topo.reduction.buckets import BucketTiming, plan_buckets
+from ds_topo.reduction.exchange import Pending
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
 
@@ -118,114 +116,41 @@ class FlatGroup:
             parameter.data.copy_(value)
 
 
-@dataclass(eq=False)
-class _RegionOfParameters:
-    """A region of a flat tensor."""
-
-    group: FlatGroup
-    region: Region
-    seats: Sequence[Seat] = ()
-    """The parameters of the region, since they were laid out."""
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the region."""
-        return [self.group.parameters[member] for member in self.region.members]
-
-
 class PartitionedParameters:
     """The parameters of an optimizer in our layout, which are gathered from their owners."""
 
-    def __init__(self, groups: Sequence[FlatGroup]) -> None:
-        self._flats = [group.memory for group in groups]
-        self._groups = groups
-        self._regions = [_RegionOfParameters(group, region) for group in groups for region in group.ours.regions]
-        self._in_flight: list[tuple[Arrival, BucketTiming]] = []
-        """The regions of the last gather."""
-        self._arrivals = Arrivals()
-        self._memory: SharedMemory | None = None
-        """Set while parameters may arrive after the step."""
-        self._has_warned = False
+    overlaps = False
+    """True if parameters may arrive during the next forward pass."""
 
-    @property
-    def overlaps(self) -> bool:
-        """True if parameters may arrive during the next forward pass."""
-        return self._memory is not None
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        self._groups = groups
+        self._timings: list[BucketTiming] = []
+        """Those of the last gather."""
 
     def gather(self) -> None:
         """Send the updated parameters from their owners to all ranks; collective."""
-        self._arrivals.end()
-        self._in_flight = []  # it shares the parameters' memory
-        is_hidden = self._memory is not None
-        if is_hidden:
-            hide(self._seats())
-        arrives_later = self._memory is not None and not self._is_shared(self._memory)
-        try:
-            for entry in self._regions:
-                self._in_flight.append(self._launch(entry, entry.seats if is_hidden else ()))
-        finally:
-            self._arrivals.expect(arrival for arrival, _ in self._in_flight)
-        if not arrives_later:
-            self.wait()
-        if is_hidden and self._memory is None:  # they stopped arriving later meanwhile
-            show(self._seats())
+        in_flight = [launched(group, region) for group in self._groups for region in group.ours.regions]
+        for pending, timing in in_flight:
+            timing.wait_started_ns = time.perf_counter_ns()
+            timing.done_ns = pending.wait()
+            timing.wait_ended_ns = time.perf_counter_ns()
+        self._timings = [timing for _, timing in in_flight]
 
     def wait(self) -> None:
         """Wait until all parameters have arrived."""
-        self._arrivals.wait()
 
     def timings(self) -> list[BucketTiming]:
         """Return the timings of the last gather, after it has ended."""
-        for arrival, timing in self._in_flight:
-            arrival.wait()  # nothing may have read this region
-            timing.done_ns = arrival.done_ns
-            timing.wait_started_ns, timing.wait_ended_ns = arrival.done_ns - arrival.waited_ns, arrival.done_ns
-        return [timing for _, timing in self._in_flight]
-
-    def _launch(self, entry: _RegionOfParameters, seats: Sequence[Seat]) -> tuple[Arrival, BucketTiming]:
-        region, gradients = entry.region, entry.group.gradients
-        flat = entry.group.memory[region.start : region.start + region.numel]
-        timing = BucketTiming(
-            region.index, flat.nbytes, len(region.members), "parameters from owners", time.perf_counter_ns()
-        )
-        return Arrival(gradients.exchange.gather(flat), flat.device, seats), timing
-
-    # -- during the next forward pass
+        return self._timings
 
     def start_overlapping(self, module: nn.Module) -> None:
-        """Receive parameters while the program goes on; see Note [Readers] in :mod:`ds_topo.reduction.arrivals`.
-
-        They are sent in the order of the module's parameters, which is the order in which forward needs them.
-        """
-        part = unaware_of_arrivals(module)
-        if part is not None:
-            self._warn(f"{part} may read parameters without waiting for them")
-            return
-        order = {parameter: place for place, parameter in enumerate(module.parameters())}
-        # regions in the order of their first use
-        self._regions.sort(key=lambda entry: min(order.get(parameter, 0) for parameter in entry.parameters))
-        self._memory = self._users_of_memory()
-
-    def renew(self) -> None:
-        """Accept the places of parameters, and the tensors that share their memory now, after a new layout."""
-        for entry in self._regions:
-            entry.seats = seats_of(entry.parameters)
-        if self._memory is not None:
-            self._memory = self._users_of_memory()
-
-    def _users_of_memory(self) -> SharedMemory:
-        hide(self._seats())  # what parameters show now is none of the flat tensors at any later look
-        memory = SharedMemory(self._flats)
-        show(self._seats())
-        return memory
-
-    def _seats(self) -> Iterator[Seat]:
-        return (seat for entry in self._regions for seat in entry.seats)
+        """Receive the parameters of a module while the program goes on, if the class can do that."""
 
     def stop_overlapping(self) -> None:
         """Let parameters arrive in the step from now on. Idempotent."""
-        self._memory = None
-        self._arrivals.end()
+
+    def renew(self) -> None:
+        """Accept the places of parameters after a new layout."""
 
     def rest(self) -> None:
         """Stop all background work."""
@@ -233,13 +158,10 @@ class PartitionedParameters:
         for group in self._groups:
             group.gradients.exchange.rest()
 
-    def _is_shared(self, memory: SharedMemory) -> bool:
-        """Tell whether other tensors share the parameters' memory, such as ``parameter.data`` that a program keeps."""
-        shared = memory.has_new_users()
-        if shared and not self._has_warned:
-            self._warn("tensors such as parameter.data, or a graph of an earlier step, share their memory")
-        return shared
 
-    def _warn(self, reason: str) -> None:
-        self._has_warned = True
-        warn(f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower")
+def launched(group: FlatGroup, region: Region) -> tuple[Pending, BucketTiming]:
+    """Start to gather a region of parameters."""
+    flat = group.memory[region.start : region.start + region.numel]
+    numbers = region.index, flat.nbytes, len(region.members)
+    timing = BucketTiming(*numbers, "parameters from owners", time.perf_counter_ns())
+    return group.gradients.exchange.gather(flat), timing

@@ -85,7 +85,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """ZeRO 1 or 2 whose gradients a reducer averages."""
 
     mixin_order = REDUCED  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
-    mixin_suffix, mixin_state = "Reduced", "reduction"
+    mixin_state = "reduction"
     reduction: ReducerOfOptimizer
 
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
@@ -111,7 +111,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
 
-    mixin_order, mixin_suffix, mixin_state = REDUCED, "Reduced", "reduction"
+    mixin_order, mixin_state = REDUCED, "reduction"
     reduction: ReducerOfOptimizer
 
     def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:

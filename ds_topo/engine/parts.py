@@ -26,14 +26,17 @@ from ds_topo.topology.axes import PIPE, SEQ
 class EnginePart:
     """A change of engines for some jobs."""
 
-    name: str
-    where: str
-    """The module."""
+    file: str
+    """The module, within this package."""
     mixin: str
-    """The name of its mixin for engines."""
+    """The name of its mixin for engines, whose docstring says why."""
     wanted: Callable[[Case], object]
     """Tell from the case alone whether an engine gets it; equal on all ranks of an engine."""
-    why: str
+
+    @property
+    def where(self) -> str:
+        """The name of the module."""
+        return f"ds_topo.engine.{self.file}"
 
     def load(self) -> Any:
         """Return the mixin, which derives from ``EngineOnGrid``; only the first call imports its module."""
@@ -50,26 +53,6 @@ def _is_plain(case: Case) -> bool:
 
 def _is_pipeline(case: Case) -> bool:
     return case.is_pipeline
-
-
-def _has_several_stages(case: Case) -> bool:
-    return case.is_pipeline and case.degree(PIPE) > 1
-
-
-def _may_have_experts(case: Case) -> bool:
-    return case.has_experts or case.is_pipeline  # another stage may have some
-
-
-def _partitions(case: Case) -> bool:
-    return case.stage > 0
-
-
-def _partitions_optimizer(case: Case) -> bool:
-    return case.stage in (1, 2)
-
-
-def _partitions_parameters(case: Case) -> bool:
-    return case.stage == 3
 
 
 def _gathers_after_step(case: Case) -> bool:
@@ -91,240 +74,60 @@ def _clips_in_fp32(case: Case) -> bool:
     return not case.has_master_weights and bool(case.config.gradient_clipping)
 
 
-def _has_fp16_without_zero(case: Case) -> bool:
-    return case.has_master_weights and not case.stage
-
-
 def _scales_losses(case: Case) -> bool:
     uses_autocast = case.config.torch_autocast_enabled or torch_autocast.TORCH_AUTOCAST_INITIALIZED
     return bool(case.is_fp16 or uses_autocast)
 
 
 PARTS: tuple[EnginePart, ...] = (
+    EnginePart("samples", "DealtSamples", _always),
+    EnginePart("data_efficiency", "DataEfficiency", lambda case: "data_efficiency" in case.config._param_dict),
+    EnginePart("shard", "ShardedEngine", lambda case: has_shard(case.grid)),
+    # Optimizers are built over shard inside of this. Another stage of a pipeline may have experts.
+    EnginePart("experts", "EngineWithExperts", lambda case: case.has_experts or case.is_pipeline),
+    EnginePart("checks", "CheckedModel", _always),
+    # The layers that it replaces are compared afterwards.
+    EnginePart("autoparallel", "AutomaticParallelism", lambda case: case.splits_automatically),
+    # They are checked when automatic parallelism has completed the config.
+    EnginePart("config_options", "OptionsOfConfig", may_assume_ranks),
+    EnginePart("bf16", "EngineWithBF16", lambda case: case.is_bf16),
+    EnginePart("sequence_sums", "SummedOverSequence", lambda case: case.stage == 3 and case.degree(SEQ) > 1),
+    EnginePart("repairs.linked_states", "LinkedStates", lambda case: case.stage in (1, 2)),
+    EnginePart("repairs.kept_modules", "FreedModule", lambda case: case.stage == 3),
+    EnginePart("gathers", "GatheredPointToPoint", _gathers_after_step),
+    # Comparisons are read before copies are summed.
+    EnginePart("reduction_order", "ComparedReduction", lambda case: case.stage > 0),
+    # Gradients are handed over before they are summed over copies.
+    EnginePart("repairs.unused_parameters", "UnusedParameters", _keeps_gradients),
+    EnginePart("repairs.adagrad_groups", "GroupsOfAdagrad", _may_be_adagrad),
+    EnginePart("repairs.step_of_zeros", "WithoutStepOfZeros", lambda case: case.has_master_weights and not case.stage),
+    EnginePart("norms", "ClippedByGrid", _clips_in_fp32),
+    EnginePart("optimizer_norms", "NormsOfOptimizer", lambda case: case.has_master_weights),
+    EnginePart("repairs.bf16_infinities", "WithoutInfinities", lambda case: case.is_bf16),
+    # Before norms, because a step that is skipped has none.
+    EnginePart("repairs.loss_scales", "LossScales", _scales_losses),
+    EnginePart("pipelines.pipeline_engine", "PipelineOnGrid", _is_pipeline),
+    EnginePart("repairs.pipeline_timers", "TimedOnce", _is_pipeline),
+    # Before experts, which sort the groups.
     EnginePart(
-        "loaders",
-        "ds_topo.engine.samples",
-        "DealtSamples",
-        _always,
-        "Loaders of training_data read this rank's share of the samples.",
+        "pipelines.idle_stages", "EngineWithPlaceholders", lambda case: case.is_pipeline and case.degree(PIPE) > 1
     ),
-    EnginePart(
-        "data efficiency",
-        "ds_topo.engine.data_efficiency",
-        "DataEfficiency",
-        lambda case: "data_efficiency" in case.config._param_dict,
-        "DeepSpeed's sampler sends samples to the data parallel group, which slices do not share.",
-    ),
-    EnginePart(
-        "shard",
-        "ds_topo.engine.shard",
-        "ShardedEngine",
-        lambda case: has_shard(case.grid),
-        "ZeRO partitions over shard alone.",
-    ),
-    EnginePart(
-        "experts",
-        "ds_topo.engine.experts",
-        "EngineWithExperts",
-        _may_have_experts,
-        "Expert groups come from the grid, in one order on all ranks. Optimizers are built over shard inside of this.",
-    ),
-    EnginePart(
-        "models",
-        "ds_topo.engine.checks",
-        "CheckedModel",
-        _always,
-        "Replicas that were built differently are refused, not broadcast.",
-    ),
-    EnginePart(
-        "automatic parallelism",
-        "ds_topo.engine.autoparallel",
-        "AutomaticParallelism",
-        lambda case: case.splits_automatically,
-        "AutoTP, AutoEP and AutoSP join neighboring ranks. The layers that they replace are compared afterwards.",
-    ),
-    EnginePart(
-        "options",
-        "ds_topo.engine.config_options",
-        "OptionsOfConfig",
-        may_assume_ranks,
-        "Some options assume neighboring ranks. They are checked when automatic parallelism has completed the config.",
-    ),
-    EnginePart(
-        "bf16",
-        "ds_topo.engine.bf16",
-        "EngineWithBF16",
-        lambda case: case.is_bf16,
-        "DeepSpeed refuses Muon in bf16 with any mpu.",
-    ),
-    EnginePart(
-        "sums over seq",
-        "ds_topo.engine.sequence_sums",
-        "SummedOverSequence",
-        lambda case: case.stage == 3 and case.degree(SEQ) > 1,
-        "ZeRO 3 averages over seq where every other stage sums.",
-    ),
-    EnginePart(
-        "linked states",
-        "ds_topo.engine.repairs.linked_states",
-        "LinkedStates",
-        _partitions_optimizer,
-        "ZeRO 1 and 2 link the states of the first group alone; all are linked.",
-    ),
-    EnginePart(
-        "kept modules",
-        "ds_topo.engine.repairs.kept_modules",
-        "FreedModule",
-        _partitions_parameters,
-        "ZeRO 3 keeps destroyed modules.",
-    ),
-    EnginePart(
-        "gathers",
-        "ds_topo.engine.gathers",
-        "GatheredPointToPoint",
-        _gathers_after_step,
-        "gloo's all_gather uses a link in one direction at a time.",
-    ),
-    EnginePart(
-        "order of reduction",
-        "ds_topo.engine.reduction_order",
-        "ComparedReduction",
-        _partitions,
-        "ZeRO adds gradients by their places in buckets. Comparisons are read before copies are summed.",
-    ),
-    EnginePart(
-        "unused parameters",
-        "ds_topo.engine.repairs.unused_parameters",
-        "UnusedParameters",
-        _keeps_gradients,
-        "Gradients that are kept are never cleared. They are handed over before they are summed over copies.",
-    ),
-    EnginePart(
-        "groups of Adagrad",
-        "ds_topo.engine.repairs.adagrad_groups",
-        "GroupsOfAdagrad",
-        _may_be_adagrad,
-        "ZeRO replaces an Adagrad by another one, of one group.",
-    ),
-    EnginePart(
-        "step of zeros",
-        "ds_topo.engine.repairs.step_of_zeros",
-        "WithoutStepOfZeros",
-        _has_fp16_without_zero,
-        "Optimizers of fp16 and bf16 without ZeRO take a step of zeros before the first one, which is undone.",
-    ),
-    EnginePart(
-        "norms",
-        "ds_topo.engine.norms",
-        "ClippedByGrid",
-        _clips_in_fp32,
-        "DeepSpeed's norm in fp32 counts the first stage alone; clipping (by default at 1.0) uses that of the grid.",
-    ),
-    EnginePart(
-        "norms of optimizers",
-        "ds_topo.engine.optimizer_norms",
-        "NormsOfOptimizer",
-        lambda case: case.has_master_weights,
-        "DeepSpeed's optimizers count experts and slices wrongly.",
-    ),
-    EnginePart(
-        "infinities in bf16",
-        "ds_topo.engine.repairs.bf16_infinities",
-        "WithoutInfinities",
-        lambda case: case.is_bf16,
-        "BF16_Optimizer fails on gradients that are not finite before DeepSpeed 0.19.8.",
-    ),
-    EnginePart(
-        "loss scales",
-        "ds_topo.engine.repairs.loss_scales",
-        "LossScales",
-        _scales_losses,
-        "Losses in fp16 are not scaled without ZeRO, and each rank decides alone with torch_autocast. Before norms, "
-        "because a step that is skipped has none.",
-    ),
-    EnginePart(
-        "pipeline",
-        "ds_topo.engine.pipelines.pipeline_engine",
-        "PipelineOnGrid",
-        _is_pipeline,
-        "A step starts on all ranks or on none, and stages send what others expect.",
-    ),
-    EnginePart(
-        "timers of pipelines",
-        "ds_topo.engine.repairs.pipeline_timers",
-        "TimedOnce",
-        _is_pipeline,
-        "Two places start the timers of a backward pass.",
-    ),
-    EnginePart(
-        "placeholders",
-        "ds_topo.engine.pipelines.idle_stages",
-        "EngineWithPlaceholders",
-        _has_several_stages,
-        "A stage without trainable parameters fails alone. Before experts, which sort the groups.",
-    ),
-    EnginePart(
-        "written weights",
-        "ds_topo.engine.written_weights",
-        "NoticedWrites",
-        lambda case: case.has_master_weights,
-        "Optimizers with master weights overwrite what a program writes.",
-    ),
-    EnginePart(
-        "samples",
-        "ds_topo.engine.samples",
-        "ComparedSamplesOfPlain",
-        _is_plain,
-        "Slices that train on different samples raise no error, nor do replicas that train on the same ones.",
-    ),
-    EnginePart(
-        "samples of pipelines",
-        "ds_topo.engine.samples",
-        "ComparedSamplesOfPipeline",
-        _is_pipeline,
-        "Stages that train on different samples raise no error. Outside of the pipeline, which reads samples.",
-    ),
-    EnginePart(
-        "direct steps",
-        "ds_topo.engine.direct_steps",
-        "NoticedSteps",
-        _always,
-        "A step that the program takes itself is not counted.",
-    ),
-    EnginePart(
-        "micro-batches",
-        "ds_topo.engine.repairs.micro_batches",
-        "CountedMicroBatchesOfPlain",
-        _is_plain,
-        "DeepSpeed does not notice that the number of micro-batches in a step changes.",
-    ),
-    EnginePart(
-        "micro-batches of pipelines",
-        "ds_topo.engine.repairs.micro_batches",
-        "CountedMicroBatchesOfPipeline",
-        _is_pipeline,
-        "DeepSpeed does not notice that the number of micro-batches changes. Before samples are read.",
-    ),
-    EnginePart(
-        "backward passes",
-        "ds_topo.engine.repairs.backward_passes",
-        "BackwardPassesOfProgram",
-        _is_plain,
-        "DeepSpeed prepares and divides once for each output. Outside of what looks at inputs and losses.",
-    ),
-    EnginePart(
-        "checkpoints",
-        "ds_topo.engine.on_grid",
-        "EngineWithCheckpoints",
-        _always,
-        "Checkpoints are saved and loaded as a whole. Outside of experts and shard, which choose files.",
-    ),
-    EnginePart(
-        "calls", "ds_topo.engine.on_grid", "GuardedCallsOfPlain", _is_plain, "If one rank raises in a call, all raise."
-    ),
-    EnginePart("calls of pipelines", "ds_topo.engine.on_grid", "GuardedCallsOfPipeline", _is_pipeline, "The same."),
+    EnginePart("written_weights", "NoticedWrites", lambda case: case.has_master_weights),
+    EnginePart("samples", "ComparedSamplesOfPlain", _is_plain),
+    # Outside of the pipeline, which reads samples.
+    EnginePart("samples", "ComparedSamplesOfPipeline", _is_pipeline),
+    EnginePart("direct_steps", "NoticedSteps", _always),
+    # Before samples are read.
+    EnginePart("repairs.micro_batches", "CountedMicroBatchesOfPlain", _is_plain),
+    EnginePart("repairs.micro_batches", "CountedMicroBatchesOfPipeline", _is_pipeline),
+    # Outside of what looks at inputs and losses.
+    EnginePart("repairs.backward_passes", "BackwardPassesOfProgram", _is_plain),
+    # Outside of experts and shard, which choose files.
+    EnginePart("on_grid", "EngineWithCheckpoints", _always),
+    EnginePart("on_grid", "GuardedCallsOfPlain", _is_plain),
+    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline),
 )
-"""All parts of engines, from the innermost on. Where the order of two matters, the reason of the later one says so."""
+"""All parts of engines, from the innermost on. Where the order of two matters, a comment on the later one says why."""
 
 
 def parts_of(case: Case) -> list[EnginePart]:

@@ -49,7 +49,7 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
 )
 from ds_topo.engine.gradient_reducer import GradientReducer
-from ds_topo.engine.partition_sums import SummedPartitions
+from ds_topo.engine.partition_sums import SummedPartitions, SumsOfStep
 from ds_topo.engine.replica_comparison import digest
 from ds_topo.errors import (
     CheckpointLayoutError,
@@ -232,8 +232,8 @@ class Replicas:
             self._sums = ReplicaSums(self.manager)
             if not isinstance(engine.optimizer, SummedPartitions):  # of the axis shard
                 adopt(engine.optimizer, SummedPartitions)
-                engine.optimizer.copies = None
-            engine.optimizer.replicas = self._sums
+                engine.optimizer.sums = SumsOfStep(None)
+            engine.optimizer.sums.replicas = self._sums
         else:
             GradientReducer.attach(engine, **reduction, manager=self.manager)
             self._sums = engine.gradient_reducer.driver.wider
@@ -450,7 +450,16 @@ class Replicas:
         """Take the state of this rank in another replica. Other ranks of this replica may not, so this is local."""
         engine, inner = self.engine, self._inner
         own = self.tensors()
-        self._check_layout(own, saved)
+        mine, theirs = (
+            {name: (one.shape, one.dtype) for name, one in all_.items()} for all_ in (own, saved["tensors"])
+        )
+        differ = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
+        if differ or self._layout() != saved["layout"]:
+            raise CheckpointLayoutError(
+                f"this replica is {self._layout()}, and the replica that would heal it is {saved['layout']}, which "
+                f"holds other tensors such as {listed(sorted(differ), 3) or 'none'}: all replicas must have one "
+                "topology, one stage of ZeRO, and the same model and optimizer"
+            )
         is_first = self._initial is not None and not saved["progress"]["global_steps"]
         self._began_otherwise = is_first and self._initial != saved["initial"]
         self._is_healed = True
@@ -464,18 +473,6 @@ class Replicas:
         facts.restore_random_states(engine, saved["random"])
         if engine.mpu.grid_rank == 0:
             print(f"ds_topo: healed from another replica; goes on after step {engine.global_steps}", flush=True)
-
-    def _check_layout(self, own: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
-        mine, theirs = (
-            {name: (one.shape, one.dtype) for name, one in all_.items()} for all_ in (own, saved["tensors"])
-        )
-        differ = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
-        if differ or self._layout() != saved["layout"]:
-            raise CheckpointLayoutError(
-                f"this replica is {self._layout()}, and the replica that would heal it is {saved['layout']}, which "
-                f"holds other tensors such as {listed(sorted(differ), 3) or 'none'}: all replicas must have one "
-                "topology, one stage of ZeRO, and the same model and optimizer"
-            )
 
     def close(self) -> None:
         """Leave the other replicas, who go on. Idempotent."""
@@ -521,7 +518,7 @@ class _Samples(Sampler[int]):
 class ReplicatedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The methods of an engine that torchft keeps together with those of other replicas."""
 
-    mixin_order, mixin_suffix, mixin_state = REPLICATED, "Replicated", "replicas"
+    mixin_order, mixin_state = REPLICATED, "replicas"
     replicas: Replicas
 
     def _take_model_step(self, *arguments: Any) -> None:

@@ -52,10 +52,7 @@ class ComparedReduction(EngineOnGrid):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Add gradients of zeros where this rank has none.
-
-        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
-        """
+        """Add gradients of zeros where this rank has none."""
         with super().coalesce_grad_reduction():
             try:
                 yield
@@ -76,26 +73,23 @@ class OrderOfReduction(NamedTuple):
 class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "ordered"
+    mixin_state = "ordered"
     ordered: OrderOfReduction
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
-        """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them.
-
-        DeepSpeed leaves them out, so ranks that use other parameters sum gradients of different ones, or fail.
-        """
+        """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them."""
         if self.ordered.fills and self.ordered.compared is None:
             fill_missing(self)
         return super().reduce_gradients(*arguments, **options)
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
-        """Compare the bucket's parameters between the ranks first.
-
-        Buckets are added position by position. With other parameters, or in another order, gradients of different
-        parameters would be added.
-        """
-        if self.ordered.compared is not None:
-            compare_buckets(self.ordered.compared, self, comm_dtype)
+        """Compare the bucket's parameters between the ranks first."""
+        if (compared := self.ordered.compared) is not None:
+            compared.waits_for_device = comm_dtype is None and self.overlap_comm
+            buckets = self.ipg_buckets
+            for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:  # all at the end of backward
+                places = buckets[dtype].params
+                compared.compare(places, [self.bit16_groups[group][index] for group, index, _ in places])
         return super().reduce_ipg_grads(comm_dtype=comm_dtype)
 
     def step(self, closure: object = None) -> Any:
@@ -108,15 +102,11 @@ class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "ordered"
+    mixin_state = "ordered"
     ordered: OrderOfReduction
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
-        """Compare the bucket's parameters between the ranks first.
-
-        Buckets are added position by position. With other parameters, or in another order, gradients of different
-        parameters would be added.
-        """
+        """Compare the bucket's parameters between the ranks first."""
         if self.ordered.compared is not None:
             compare_partitioned_bucket(self.ordered.compared, self, comm_dtype)
         return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)
@@ -136,11 +126,11 @@ class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
     """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
     optimizer = engine.optimizer
-    is_zero_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
-    if not is_zero_3 and not (isinstance(optimizer, DeepSpeedZeroOptimizer) and _reduces_during_backward(optimizer)):
-        return None
-    group = _group_of(engine)
-    if dist.get_world_size(group) == 1:
+    reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or (
+        isinstance(optimizer, DeepSpeedZeroOptimizer)
+        and (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
+    )
+    if not reduces_at_once or dist.get_world_size(group := _group_of(engine)) == 1:
         return None
     return ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
 
@@ -156,10 +146,6 @@ def _adds_zeros(engine: DeepSpeedEngine) -> bool:
     """Tell whether gradients of zeros are added for missing ones where ZeRO 1 or 2 reduces all of them at once."""
     optimizer = engine.optimizer
     return isinstance(optimizer, DeepSpeedZeroOptimizer) and dist.get_world_size(_group_of(engine)) > 1
-
-
-def _reduces_during_backward(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    return bool(optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
 
 
 def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -273,17 +259,6 @@ class ComparedBuckets:
             "produces them, so it would mix up parameters. Use the same parameters on all ranks, in the same order "
             f"in every micro-batch (multiply what a rank does not need by 0), or {remedy}"
         )
-
-
-def compare_buckets(
-    compared: ComparedBuckets, optimizer: DeepSpeedZeroOptimizer, comm_dtype: torch.dtype | None
-) -> None:
-    """Compare the bucket of one data type that ZeRO 1 or 2 reduces next, or all of them at the end of backward."""
-    compared.waits_for_device = comm_dtype is None and optimizer.overlap_comm
-    buckets = optimizer.ipg_buckets
-    for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:
-        places = buckets[dtype].params
-        compared.compare(places, [optimizer.bit16_groups[group][index] for group, index, _ in places])
 
 
 def compare_partitioned_bucket(

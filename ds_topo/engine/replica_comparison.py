@@ -177,14 +177,40 @@ class ReplicaCheck:
             self._release = adopt(engine, mixin)
 
     def now(self) -> None:
-        """Compare; collective over the engine's ranks."""
+        """Compare; collective over the engine's ranks, all of which raise.
+
+        Raises:
+            ReplicaError: replicas differ.
+            DisagreementError: some ranks compare at another time or with other arguments, do not compare, or cannot
+                compute a digest.
+        """
         engine = self._engine
         everyone = dist.group.WORLD
         if isinstance(engine.mpu, MpuGrid):
             everyone = engine.mpu.get_group(axes_of_engine(engine.mpu, isinstance(engine, PipelineEngine)))
         assert everyone is not None
-        arguments = f", every={self._every}, slices={self._slices}"
-        _compare(replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
+        by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
+        sums: dict[int, torch.Tensor] = {}
+        members, when = dist.get_process_group_ranks(everyone), f"after step {engine.global_steps}"
+        with agreement(members, "a comparison of replicas", f"{when}, every={self._every}, slices={self._slices}"):
+            for each in replicated(engine, self._slices):
+                by_group[each.group].append(each)
+            unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
+            sums = {identity: digest(tensor) for identity, tensor in unique.items()}
+        found = [_difference(brought, group, sums) for group, brought in by_group.items()]
+        text = next((difference for difference in found if difference), "")
+        first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
+        if int(first) == _NOBODY:
+            return
+        counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
+        dist.all_reduce(counted, group=everyone)
+        said = [text]
+        dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
+        raise ReplicaError(
+            f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
+            "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
+        )
 
     def remove(self) -> None:
         """Stop comparing. Idempotent."""
@@ -200,7 +226,7 @@ class ReplicaCheck:
 class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
 
-    mixin_order, mixin_suffix, mixin_state = COMPARED, "Compared", "replica_check"
+    mixin_order, mixin_state = COMPARED, "replica_check"
     replica_check: ReplicaCheck
 
     def destroy(self) -> None:
@@ -250,7 +276,6 @@ class Replicated:
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    """Describe the data type and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -318,43 +343,6 @@ _SAMPLED = 64
 """The number of values of each parameter that are compared when an engine starts."""
 
 
-def _compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, arguments: str) -> None:
-    """Compare replicas; collective over ``everyone``.
-
-    Args:
-        tensors: the tensors of this rank, in the same order on all ranks of a group.
-        everyone: all ranks that compare at this time, so that all of them raise.
-        when: the step, which must be the same on all ranks.
-        arguments: the arguments of ``check_replicas``, which must be the same on all ranks.
-
-    Raises:
-        ReplicaError: replicas differ; raised on every rank.
-        DisagreementError: some ranks compare at another time, do not compare, or cannot compute a digest.
-    """
-    by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
-    sums: dict[int, torch.Tensor] = {}
-    members = dist.get_process_group_ranks(everyone)
-    with agreement(members, "a comparison of replicas", f"{when}{arguments}"):
-        for each in tensors:
-            by_group[each.group].append(each)
-        unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
-        sums = {identity: digest(tensor) for identity, tensor in unique.items()}
-    found = [_difference(brought, group, sums) for group, brought in by_group.items()]
-    text = next((difference for difference in found if difference), "")
-    first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
-    dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
-    if int(first) == _NOBODY:
-        return
-    counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
-    dist.all_reduce(counted, group=everyone)
-    said = [text]
-    dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
-    raise ReplicaError(
-        f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
-        "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
-    )
-
-
 def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[int, torch.Tensor]) -> str:
     """Describe the difference in a group, with the same text on all its ranks, or return ""; collective over it."""
     if dist.get_world_size(group) == 1:
@@ -410,6 +398,7 @@ def _device_of(group: ProcessGroup) -> torch.device:
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""The integers as which elements are read, by their size; an element of eight bytes becomes two."""
 _AT_A_TIME = 1 << 20
 """The number of elements that are processed at once, which limits the memory of a digest."""
 _MIXERS = (-0x61C8864680B583EB, -0x4B47D0C5A1A6B4D9)
@@ -422,26 +411,16 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     >>> (digest(torch.tensor([1, 2, 3])) == digest(torch.tensor([1, 3, 2]))).tolist()
     [True, False]
     """
-    bits = _bits_of(tensor)
-    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _AT_A_TIME):
-        values = bits[start : start + _AT_A_TIME].to(torch.int64)
-        weights = _weights(torch.arange(start + 1, start + 1 + len(values), device=bits.device))
-        sums += torch.stack([values.sum(), weights.mul_(values).sum()])
-    return sums
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, ``[n]``; an element of eight bytes becomes two integers."""
     if tensor.is_meta:
         raise ValueError("a tensor on the meta device has no values to compare: load or initialise its values first")
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     dense = (tensor if tensor.layout == torch.strided else tensor.to_dense()).contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
-    return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.itemsize])
-
-
-def _weights(places: torch.Tensor) -> torch.Tensor:
-    """Turn places, which start at 1, into weights, in place."""
-    mixed = places.mul_(_MIXERS[0])
-    return mixed.bitwise_xor_(mixed >> 29).mul_(_MIXERS[1])
+    bits = flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.itemsize])
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_A_TIME):
+        values = bits[start : start + _AT_A_TIME].to(torch.int64)
+        mixed = torch.arange(start + 1, start + 1 + len(values), device=bits.device).mul_(_MIXERS[0])
+        weights = mixed.bitwise_xor_(mixed >> 29).mul_(_MIXERS[1])
+        sums += torch.stack([values.sum(), weights.mul_(values).sum()])
+    return sums

@@ -40,7 +40,7 @@ from ds_topo.topology.rank_tables import sample_axes
 
 
 class DealtSamples(EngineOnGrid):
-    """The loaders of an engine."""
+    """An engine whose loaders of ``training_data`` read this rank's share of the samples."""
 
     def deepspeed_io(self, *arguments: Any, **options: Any) -> Any:
         """Build a data loader for this rank's share of samples.

@@ -12,7 +12,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class SummedOverSequence(EngineOnGrid):
-    """An engine at ZeRO 3 over ``seq``."""
+    """An engine at ZeRO 3, which averages over ``seq`` where every other stage sums."""
 
     def complete(self) -> None:
         """Scale the optimizer's averages."""
@@ -23,7 +23,7 @@ class SummedOverSequence(EngineOnGrid):
 class SummedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix, mixin_state = "OnGrid", "keeps_scale"
+    mixin_state = "keeps_scale"
     keeps_scale = False
     """True if the program has an mpu of its own, whose loss fits DeepSpeed's own scale.
 

@@ -27,8 +27,9 @@ Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -43,14 +44,13 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.base.classes import Mixin
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.engine.partition_sums import CopiesOfPartition, PartitionSum, SummedPartitions
+from ds_topo.engine.partition_sums import PartitionSum, SummedPartitions, SumsOfStep
 from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
@@ -64,71 +64,178 @@ class ShardedEngine(EngineOnGrid):
     mixin_state = "partition_copies"
     partition_copies: PartitionHolders | None
     """The ranks with copies of this rank's partition; None if there are no others."""
+    seq_data_parallel_group: Any
 
     def complete(self) -> None:
-        """Sum gradients over the copies, too, and save each partition once."""
+        """Sum gradients over the copies, too, and save each partition once, so that bytes do not grow with copies."""
         super().complete()
-        save_each_partition_once(self)
+        if self.zero_optimization() or isinstance(self.optimizer, BF16_Optimizer):
+            is_first = self.mpu.get_copy_rank() == 0
+            self.save_zero_checkpoint = is_first or self.has_moe_layers
+            if self.zero_optimization_partition_weights():
+                self.save_non_zero_checkpoint = is_first
         self.partition_copies = copies_of(self.mpu)
-        if self.partition_copies is not None and self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions):
-            self.optimizer.copies = CopiesOfPartition(self.partition_copies, set())
+        if self.partition_copies is not None:
+            mixin = self.give_optimizer(ShardedZero, ShardedBF16, SummedPartitions)
+            if mixin is SummedPartitions:
+                self.optimizer.sums = SumsOfStep(self.partition_copies)
+            elif mixin is not None:
+                self.optimizer.copies = CopiesOfPartition(self.partition_copies, set())
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """Partition over the axis ``shard``; DeepSpeed partitions over all replicas."""
-        with partitioned_over_shard(self):
+        with self._partitioned_over_shard():
             super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         """Partition over ``shard`` for ZeRO without an optimizer, too. DeepSpeed then calls only this method."""
-        with partitioned_over_shard(self) if optimizer is None else nullcontext():
+        with self._partitioned_over_shard() if optimizer is None else nullcontext():
             return super()._configure_zero_optimizer(optimizer)
+
+    @contextmanager
+    def _partitioned_over_shard(self) -> Iterator[None]:
+        grid = self.mpu
+        _tell_of_links(grid)
+        whole = self.seq_data_parallel_group
+        partitions_parameters = self.zero_optimization_partition_weights()
+        if partitions_parameters:
+            _make_copies_equal(self.module.parameters(), grid)
+        self.seq_data_parallel_group = grid.get_partition_group()
+        try:
+            if partitions_parameters:
+                self.mpu = _OverPartitions.over(grid)
+            yield
+        finally:
+            self.seq_data_parallel_group, self.mpu = whole, grid
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         """Save the partitions of experts, which all replicas share, in a file of each replica."""
-        with self._in_own_file():
+        with self._with_own_file():
             return super().save_checkpoint(*arguments, **options)
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         """Load them from there."""
-        with self._in_own_file():
+        with self._with_own_file():
             return super().load_checkpoint(*arguments, **options)
 
-    def _in_own_file(self) -> Any:
-        if self.partition_copies is None or not self.has_moe_layers:
-            return nullcontext()
-        return file_of_replica(self, self.partition_copies)
+    @contextmanager
+    def _with_own_file(self) -> Iterator[None]:
+        """Name the file of this rank's partitions by its number among all replicas.
+
+        Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
+        partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
+        """
+        optimizer, copies = self.optimizer, self.partition_copies
+        if copies is None or not self.has_moe_layers:
+            yield
+            return
+        partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
+        _in_own_file.update((self, optimizer))
+        try:
+            yield
+        finally:
+            optimizer.dp_process_group = partitions
+            _in_own_file.difference_update((self, optimizer))
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
         states = super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
-        if self.partition_copies is not None and is_later_copy(self, self.partition_copies):
-            add_states_of_dense(self, self.partition_copies, states, zero_ckpt_names)
+        copies = self.partition_copies
+        if copies is None or not _is_later_copy(self, copies):
+            return states
+        own = states[dist.get_rank(copies.whole)]
+        first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
+        content = self.checkpoint_engine.load(zero_ckpt_names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
+        of_dense = content[BASE_OPTIMIZER_STATE]["state"]
+        for group in _dense_groups(self.optimizer):
+            own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+            own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
         return states
+
+
+@dataclass
+class CopiesOfPartition:
+    """The copies of an optimizer's partition."""
+
+    holders: PartitionHolders
+    """The ranks with copies."""
+    summed: set[int]
+    """The parameter groups whose gradients are summed over the copies, until the step."""
 
 
 class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_suffix, mixin_state = "OnGrid", "copies"
+    mixin_state = "copies"
     copies: CopiesOfPartition
 
     def get_flat_partition(self, *arguments: Any, **options: Any) -> Any:
-        """Sum the partition over its copies here, where programs and DeepSpeed's functions read it until the step."""
-        make = partial(super().get_flat_partition, *arguments, **options)
-        group = options["param_group_idx"]
+        """Sum the partition over its copies here, where programs and DeepSpeed's functions read it until the step.
+
+        DeepSpeed has summed gradients over ``shard``, and divided by the degree of that axis instead of the number of
+        replicas. The whole gradients, from which it cuts the partition, stay as they are, because a checkpointed module
+        that runs again adds to them.
+        """
+        make, group = partial(super().get_flat_partition, *arguments, **options), options["param_group_idx"]
         self.copies.summed.add(group)
-        return partition_over_copies(self.copies.holders, self, group, make)
+        if hasattr(self, "reduction"):  # a reducer has summed over the copies
+            return make()
+        uses_muon = "muon" in type(self.optimizer).__name__.lower()  # DeepSpeed's own criterion
+        if uses_muon and any(getattr(each, "use_muon", False) for each in self.bit16_groups[group]):
+            # Gradients become updates before the step, and a sum of updates is no update of the sum.
+            if gradients := self.all_grad_tensors[group]:
+                self.all_grad_tensors[group] = self._sum_of(group, gradients).take()
+            return make()
+        parts = make()
+        sums = self._sum_of(group, parts).take()
+        for part, total in zip(parts, sums, strict=True):
+            if getattr(part, "_zero_padding", False):
+                total._zero_padding = True  # type: ignore[attr-defined]
+        return sums
 
     def step(self, closure: object = None) -> Any:
-        """Sum over the ranks that hold the same partition what is not summed yet."""
-        sum_over_copies(self.copies.holders, self, self.copies.summed)
+        """Sum over the ranks that hold the same partition what is not summed yet.
+
+        These are gradients in host memory, and those of another type than the parameters, which DeepSpeed collects in
+        memory of the partition.
+        """
+        if not hasattr(self, "reduction"):
+            for group in set(range(len(self.bit16_groups))).difference(self.copies.summed):
+                if self.cpu_offload:
+                    self._sum_offloaded(group)
+                elif gradients := self.averaged_gradients.get(group):
+                    self._sum_of(group, gradients).wait()
         self.copies.summed.clear()
         return super().step(closure)
+
+    def _sum_of(self, group: int, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> PartitionSum:
+        """Start the sum of tensors of a parameter group over the copies."""
+        copies = self.copies.holders
+        among = None if any(map(is_moe_param, self.bit16_groups[group])) else copies.group
+        scale = 1 / copies.number if self.gradient_average else 1.0
+        return PartitionSum(tensors, among, scale, dtype or tensors[0].dtype)
+
+    def _sum_offloaded(self, group: int) -> None:
+        """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
+        get_accelerator().synchronize()  # gradients may still be on their way to host memory
+        (master,) = self.param_groups[group]["params"]
+        gradients = master.grad.view(-1)
+        for piece in gradients.split(int(self.reduce_bucket_size)):
+            self._sum_of(group, [piece], self.bit16_groups_flat[group].dtype).wait()
+        self.local_overflow |= not bool(gradients.isfinite().all())
+        for parameter in self.params_in_partition[group]:
+            number = self.get_param_id(parameter)
+            _, _, start, numel = self.grad_position[number]
+            self.norm_for_param_grads[number] = gradients[start : start + numel].norm()
 
     def has_overflow(self, *arguments: Any, **options: Any) -> bool:
         """Look for overflows on all replicas, because experts may overflow on any of them."""
         found = bool(super().has_overflow(*arguments, **options))
-        return overflows_anywhere(self.copies.holders, self, found)
+        if not self.has_moe_layers:
+            return found
+        flag = torch.tensor([found], dtype=torch.uint8, device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.copies.holders.group)
+        return bool(flag.item())
 
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
@@ -138,18 +245,12 @@ class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 class ShardedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``, whose engine sums whole gradients over all replicas."""
 
-    mixin_suffix, mixin_state = "OnGrid", "copies"
+    mixin_state = "copies"
     copies: CopiesOfPartition
 
     def state_dict(self) -> dict[str, Any]:
         """Leave out partitions of dense parameters, except on the first replica of each: a partition is saved once."""
         return _states_of_replica(self, super().state_dict())
-
-
-def _states_of_replica(optimizer: ShardedZero | ShardedBF16, states: dict[str, Any]) -> dict[str, Any]:
-    if not is_later_copy(optimizer, optimizer.copies.holders):
-        return states
-    return states_of_experts(optimizer, states)
 
 
 def copies_of(grid: object) -> PartitionHolders | None:
@@ -168,100 +269,6 @@ class _OverPartitions(MpuGrid):
 
     def get_data_parallel_group(self) -> ProcessGroup:
         return self.get_partition_group()
-
-
-@contextmanager
-def partitioned_over_shard(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Use the group along ``shard`` while an engine builds an optimizer that partitions."""
-    grid = engine.mpu
-    if not has_shard(grid):
-        yield
-        return
-    _tell_of_links(grid)
-    whole = engine.seq_data_parallel_group
-    partitions_parameters = engine.zero_optimization_partition_weights()
-    if partitions_parameters:
-        _make_copies_equal(engine.module.parameters(), grid)
-    engine.seq_data_parallel_group = grid.get_partition_group()
-    try:
-        if partitions_parameters:
-            engine.mpu = _OverPartitions.over(grid)
-        yield
-    finally:
-        engine.seq_data_parallel_group, engine.mpu = whole, grid
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def save_each_partition_once(engine: DeepSpeedEngine) -> None:
-    """Let the first of the ranks that hold a partition write it, so that the bytes do not grow with the copies."""
-    if has_shard(engine.mpu) and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer)):
-        is_first = engine.mpu.get_copy_rank() == 0
-        engine.save_zero_checkpoint = is_first or engine.has_moe_layers
-        if engine.zero_optimization_partition_weights():
-            engine.save_non_zero_checkpoint = is_first
-
-
-@contextmanager
-def file_of_replica(engine: DeepSpeedEngine, copies: PartitionHolders) -> Iterator[None]:
-    """Name the file of this rank's partitions by its number among all replicas.
-
-    Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
-    partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
-    """
-    optimizer = engine.optimizer
-    partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
-    _in_own_file.update((engine, optimizer))
-    try:
-        yield
-    finally:
-        optimizer.dp_process_group = partitions
-        _in_own_file.difference_update((engine, optimizer))
-
-
-_in_own_file: WeakSet[Any] = WeakSet()
-"""The engines of which each replica is saving or loading a file of its own, and their optimizers."""
-
-
-def is_later_copy(saved: object, copies: PartitionHolders) -> bool:
-    """Tell whether this rank saves or loads the partitions of experts alone, of an engine or its optimizer."""
-    return saved in _in_own_file and dist.get_rank(copies.group) > 0
-
-
-def states_of_experts(optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of an optimizer without its partitions of dense parameters."""
-    masters = list(states[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
-    for group in _dense_groups(optimizer):
-        masters[group] = torch.tensor([])
-        states[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
-    return {**states, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
-
-
-def add_states_of_dense(
-    engine: DeepSpeedEngine, copies: PartitionHolders, states: list[dict[str, Any]], names: list[str]
-) -> None:
-    """Add the partitions of dense parameters to this rank's states, from the file of their first copy.
-
-    Args:
-        engine: the engine that loads.
-        copies: the ranks with copies of this rank's partition.
-        states: the states in the files of all replicas.
-        names: the paths of these files.
-    """
-    own = states[dist.get_rank(copies.whole)]
-    first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
-    content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
-    of_dense = content[BASE_OPTIMIZER_STATE]["state"]
-    for group in _dense_groups(engine.optimizer):
-        own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
-        own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
-
-
-def _dense_groups(optimizer: Any) -> list[int]:
-    """Return the numbers of the groups of parameters that are not experts."""
-    groups = optimizer.optimizer.param_groups
-    return [number for number, group in enumerate(groups) if not is_moe_param_group(group)]
 
 
 def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> None:
@@ -286,91 +293,28 @@ def _tell_of_links(grid: MpuGrid) -> None:
         )
 
 
-# -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+_in_own_file: WeakSet[Any] = WeakSet()
+"""The engines of which each replica is saving or loading a file of its own, and their optimizers."""
 
 
-def partition_over_copies(
-    copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int, make: Callable[[], list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """Return this rank's partition of the averaged gradients of ZeRO 1 or 2, summed over its copies.
-
-    DeepSpeed has summed gradients over ``shard``, and divided by the degree of that axis instead of the number of
-    replicas. The tensors that ``make`` reads stay as they are, because a checkpointed module that runs again adds to
-    them.
-
-    Args:
-        copies: the ranks with copies of this rank's partition.
-        optimizer: the optimizer.
-        group: the number of the parameter group.
-        make: DeepSpeed's function, which cuts the partition from whole gradients.
-    """
-    if hasattr(optimizer, "reduction"):  # a reducer has summed over the copies
-        return make()
-    if _become_updates(optimizer, optimizer.bit16_groups[group]):  # a sum of updates is no update of the sum
-        if gradients := optimizer.all_grad_tensors[group]:
-            optimizer.all_grad_tensors[group] = _sum_of(copies, optimizer, group, gradients).take()
-        return make()
-    parts = make()
-    sums = _sum_of(copies, optimizer, group, parts).take()
-    for part, total in zip(parts, sums, strict=True):
-        if getattr(part, "_zero_padding", False):
-            total._zero_padding = True  # type: ignore[attr-defined]
-    return sums
+def _is_later_copy(saved: object, copies: PartitionHolders) -> bool:
+    """Tell whether this rank saves or loads the partitions of experts alone, of an engine or its optimizer."""
+    return saved in _in_own_file and dist.get_rank(copies.group) > 0
 
 
-def sum_over_copies(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, summed: Collection[int]) -> None:
-    """Sum the gradients of this rank's partition over its copies, before the step of ZeRO 1 or 2.
-
-    These are gradients in host memory, and those of another type than the parameters, which DeepSpeed collects in
-    memory of the partition. ``summed`` has the groups that :func:`partition_over_copies` has summed.
-    """
-    if hasattr(optimizer, "reduction"):  # a reducer has summed over the copies
-        return
-    for group in set(range(len(optimizer.bit16_groups))).difference(summed):
-        if optimizer.cpu_offload:
-            _sum_offloaded(copies, optimizer, group)
-        elif gradients := optimizer.averaged_gradients.get(group):
-            _sum_of(copies, optimizer, group, gradients).wait()
+def _states_of_replica(optimizer: ShardedZero | ShardedBF16, states: dict[str, Any]) -> dict[str, Any]:
+    if not _is_later_copy(optimizer, optimizer.copies.holders):
+        return states
+    masters = list(states[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
+    for group in _dense_groups(optimizer):
+        masters[group] = torch.tensor([])
+        states[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
+    return {**states, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
 
 
-def _sum_of(
-    copies: PartitionHolders,
-    optimizer: DeepSpeedZeroOptimizer,
-    group: int,
-    tensors: list[torch.Tensor],
-    dtype: torch.dtype | None = None,
-) -> PartitionSum:
-    """Start the sum of tensors of a parameter group over the copies of ZeRO 1 or 2."""
-    among = None if any(map(is_moe_param, optimizer.bit16_groups[group])) else copies.group
-    return PartitionSum(
-        tensors, among, 1 / copies.number if optimizer.gradient_average else 1.0, dtype or tensors[0].dtype
-    )
-
-
-def _become_updates(optimizer: DeepSpeedZeroOptimizer, parameters: list[nn.Parameter]) -> bool:
-    """Tell whether ZeRO 1 and 2 turn the gradients of a group into Muon's updates before the step."""
-    uses_muon = "muon" in type(optimizer.optimizer).__name__.lower()  # DeepSpeed's own criterion
-    return uses_muon and any(getattr(parameter, "use_muon", False) for parameter in parameters)
-
-
-def _sum_offloaded(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, group: int) -> None:
-    """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
-    get_accelerator().synchronize()  # gradients may still be on their way to host memory
-    (master,) = optimizer.param_groups[group]["params"]
-    gradients = master.grad.view(-1)
-    for piece in gradients.split(int(optimizer.reduce_bucket_size)):
-        _sum_of(copies, optimizer, group, [piece], optimizer.bit16_groups_flat[group].dtype).wait()
-    optimizer.local_overflow |= not bool(gradients.isfinite().all())
-    for parameter in optimizer.params_in_partition[group]:
-        number = optimizer.get_param_id(parameter)
-        _, _, start, numel = optimizer.grad_position[number]
-        optimizer.norm_for_param_grads[number] = gradients[start : start + numel].norm()
-
-
-def overflows_anywhere(copies: PartitionHolders, optimizer: DeepSpeedZeroOptimizer, found: bool) -> bool:
-    """Return whether gradients overflow on any replica. Those of experts may overflow on another replica only."""
-    if not optimizer.has_moe_layers:
-        return found
-    flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
-    return bool(flag.item())
+def _dense_groups(optimizer: Any) -> list[int]:
+    """Return the numbers of the groups of parameters that are not experts."""
+    groups = optimizer.optimizer.param_groups
+    return [number for number, group in enumerate(groups) if not is_moe_param_group(group)]

@@ -87,7 +87,13 @@ def init_distributed(
     with _naming_builds():
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=as_timeout(timeout))
     if get_accelerator().device_name() == "cpu":
-        _unlink_shared_memory(launch)
+        # DeepSpeed never unlinks its shared buffers, 66 MiB per rank. Ranks keep those that they have open, and the
+        # memory is freed when the last rank ends, however it ends.
+        dist.barrier()
+        name = f"deepspeed_allreduce_buffer_{os.getuid()}_{launch.master_addr}_{launch.master_port}_*"
+        for leftover in Path("/dev/shm").glob(name):
+            leftover.unlink(missing_ok=True)
+        dist.barrier()
     if limit is not None:
         job_watch.start(limit)
     else:
@@ -157,18 +163,6 @@ def _builds() -> list[str]:
             if "-v" in words and "ninja" in map(os.path.basename, words[:2]):  # others ask for ninja's version
                 found.append(Path(f"/proc/{pid}/cwd").readlink().name)
     return found
-
-
-def _unlink_shared_memory(launch: Launch) -> None:
-    """Unlink DeepSpeed's shared buffers, 66 MiB per rank, which DeepSpeed never unlinks.
-
-    Ranks keep the buffers that they have open. The memory is freed when the last rank ends, however it ends.
-    """
-    dist.barrier()
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{launch.master_addr}_{launch.master_port}_*"
-    for leftover in Path("/dev/shm").glob(name):
-        leftover.unlink(missing_ok=True)
-    dist.barrier()
 
 
 @guard.over(INITIALIZE)
@@ -265,11 +259,7 @@ def initialize(
 
 
 def _content_of(config: str | Path | Mapping[str, Any] | None, args: Any) -> Mapping[str, Any]:
-    """Return the content of a config; an empty mapping if only DeepSpeed can read it.
-
-    Raises:
-        ValueError: the file does not exist or cannot be read.
-    """
+    """Return the content of a config; an empty mapping if only DeepSpeed can read it."""
     config = config if config is not None else getattr(args, "deepspeed_config", None)
     if isinstance(config, Mapping):
         return config

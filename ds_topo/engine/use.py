@@ -91,7 +91,11 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     require_grid(grid)
     before = grid_in_use()
     if before is None:
-        _warn_of_earlier_engines(grid)
+        if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
+            warn(
+                f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an "
+                "mpu: it averages the gradients of all ranks; call use() before deepspeed.initialize"
+            )
     elif not before.shares_groups_with(grid):
         raise RuntimeError(
             f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
@@ -118,14 +122,6 @@ class GridInUse(ExitStack):
     def release(self) -> None:
         """End the use of the grid. The last release restores the patched names. Idempotent."""
         self.close()
-
-
-def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
-    if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
-        warn(
-            f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
-            "it averages the gradients of all ranks; call use() before deepspeed.initialize"
-        )
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -194,7 +190,11 @@ def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
     grid = grid_in_use()
     if context.enabled and grid is not None and context.src_rank is not None:
         rank = dist.get_group_rank(context.params[0].ds_process_group, context.src_rank)  # of what was given
-        _send_to_copies(context.params, grid)
+        copies = grid.get_copy_group()
+        if dist.get_world_size(copies) > 1:  # other copies of the partitions, which the modifier does not reach
+            for parameter in context.params:
+                if parameter.ds_process_group == grid.get_partition_group():
+                    dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(copies, 0), group=copies)
         if grid.get_axis_size(MODEL) > 1:
             replicas = grid.get_partition_group()
             group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
@@ -202,15 +202,6 @@ def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
                 if parameter.ds_process_group == replicas and not _may_differ_on_slices(parameter):
                     dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
     return end(context, *exception)
-
-
-def _send_to_copies(parameters: Iterable[Any], grid: MpuGrid) -> None:
-    """Send modified values to the ranks that hold other copies of the partitions, which the modifier does not reach."""
-    copies = grid.get_copy_group()
-    if dist.get_world_size(copies) > 1:
-        for parameter in parameters:
-            if parameter.ds_process_group == grid.get_partition_group():
-                dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(copies, 0), group=copies)
 
 
 def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
@@ -257,11 +248,6 @@ _OF_SEQUENCES: tuple[tuple[Patch, Make], ...] = (
 
 @around
 def _with_group_of_grid(create_group: Any, engine: InferenceEngine, config: DeepSpeedInferenceConfig) -> None:
-    """Set the group along ``model`` in ``InferenceEngine._create_model_parallel_group`` while a grid is in use.
-
-    Raises:
-        EngineOptionError: the size is not the degree of ``model``, or DeepSpeed would sum over all ranks.
-    """
     grid = grid_in_use()
     if grid is None:
         create_group(engine, config)
@@ -294,10 +280,7 @@ def _while_in_use(replacement: Any) -> Make:
 def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
-    Without the patches it distributes the batches of data loaders over all ranks, so the slices and stages of one
-    replica train on different samples. It also steps a scheduler once for every rank, and divides the length of a
-    ``DummyScheduler`` and the batch size by the same number. Nothing is patched unless the program has imported
-    accelerate or transformers.
+    Nothing is patched unless the program has imported accelerate or transformers.
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
         return
@@ -367,11 +350,7 @@ def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
 
 
 def _is_dealt(loader: Any, grid: MpuGrid) -> bool:
-    """Tell whether a loader, such as that of ``grid.data_loader``, reads this rank's share of the samples already.
-
-    Raises:
-        ValueError: each of several ranks of a share would need other samples of it.
-    """
+    """Tell whether a loader, such as that of ``grid.data_loader``, reads this rank's share of the samples already."""
     sampler, shares = getattr(loader, "sampler", None), grid.get_sample_world_size()
     if not isinstance(sampler, DistributedSampler) or shares == 1 or sampler.num_replicas != shares:
         return False
@@ -386,10 +365,6 @@ def _is_dealt(loader: Any, grid: MpuGrid) -> bool:
 
 @_while_in_use
 def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
-    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``.
-
-    Warn if it will save no weights of the engine's model.
-    """
     count = Patch(
         find("accelerate.accelerator.Accelerator"),
         "num_processes",
@@ -421,7 +396,6 @@ def _warn_of_unsaved_slices(engine: DeepSpeedEngine) -> None:
 
 @_while_in_use
 def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
-    """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
     from accelerate.utils import recursively_apply
 
     of_tensors_row = Patch(

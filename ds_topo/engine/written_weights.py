@@ -40,7 +40,7 @@ _SWITCH = "set grid.check_weights = False if that is intended"
 
 
 class NoticedWrites(EngineOnGrid):
-    """An engine with master weights."""
+    """An engine with master weights, which overwrite what a program writes."""
 
     mixin_state = "written_weights"
     written_weights: WrittenWeights | None
@@ -54,7 +54,7 @@ class NoticedWrites(EngineOnGrid):
 
     def _take_model_step(self, *arguments: Any) -> None:
         """Warn of parameters that the program has changed: the optimizer overwrites them by its own copy."""
-        if self.written_weights is not None:
+        if self.written_weights is not None and self.mpu.check_weights:
             self.written_weights.look()
         super()._take_model_step(*arguments)
 
@@ -63,11 +63,11 @@ class WrittenWeights:
     """The search for parameters of one engine that a program has changed since the engine was built.
 
     Args:
-        engine: an engine whose optimizer has master weights. ``check_weights`` of its grid switches the search off.
+        engine: an engine whose optimizer has master weights.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._grid, self._optimizer = engine.mpu, engine.optimizer
+        self._optimizer = engine.optimizer
         self._named = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
         self._parameters = [each for _, each in self._named]
         self._before: list[tuple[int, int]] | None = [*map(_marks_of, self._parameters)]
@@ -77,8 +77,6 @@ class WrittenWeights:
 
     def look(self) -> None:
         """Warn of what has changed, at the beginning of a step; local to this rank."""
-        if not self._grid.check_weights:
-            return
         if not self._has_frozen and not all(map(_is_trained, self._parameters)):
             self._has_frozen = True
             names = [name for name, parameter in self._named if not parameter.requires_grad]

@@ -1,8 +1,8 @@
 """Reduce gradients during backward, as views of contiguous buckets, and partition them as ZeRO does, over torch alone.
 
 A module and a process group enter; averaged gradients leave. Open ``reducer.py`` first: its
-:class:`~ds_topo.reduction.reducer.BucketReducer` has the states of a step. ``ds_topo.GradientReducer`` is the public
-class; it adds ``attach()`` for DeepSpeed's engines.
+:class:`~ds_topo.reduction.reducer.StandaloneReducer` has the states of a step. ``ds_topo.GradientReducer`` is the
+public class; it adds ``attach()`` for DeepSpeed's engines.
 
 For ZeRO 1 and 2 ``partitions.py`` says which rank owns which slice of a flat tensor: it is cut into regions, and each
 region evenly over the ranks. ``exchange.py`` sums slices for their owners and gathers them into whole regions, and
@@ -37,7 +37,7 @@ MANAGED = OnDemand("ds_topo.reduction.managed", "the option manager, or replicas
 REPORT = OnDemand("ds_topo.reduction.report", "a call of report()")
 
 _MODULES = {
-    "BucketReducer": "reducer",
+    "StandaloneReducer": "reducer",
     "BucketSizes": "options",
     "GradientReport": "report",
     "ReductionOptions": "options",

@@ -486,17 +486,6 @@ def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-def add_late_gradients(late: Sequence[ParameterState], scales: tuple[float, float]) -> None:
-    """Reduce the gradients that arrived after the copy and add them to the sums; collective over each one's group.
-
-    Args:
-        late: the parameters, the same on all ranks.
-        scales: the factors before and after the sum.
-    """
-    for state in sorted(late, key=operator.attrgetter("index")):
-        state.bucket.add_late(state, *scales)
-
-
 def hand_out(
     states: Sequence[ParameterState],
     options: ReductionOptions,

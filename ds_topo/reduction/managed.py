@@ -12,12 +12,10 @@ Source: torchft, ``Manager.allreduce`` and ``ddp.DistributedDataParallel``.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,9 +43,7 @@ class ReplicaSums:
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
         self._streams: dict[torch.device, SideStream] = {}
-        self._jobs: queue.SimpleQueue[_ManagedSum | None] = queue.SimpleQueue()
-        self._end: Callable[[], object] | None = None
-        """Ends the thread; None while there is none."""
+        self._thread = _new_thread()
 
     def start(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp = dist.ReduceOp.AVG) -> Pending:
         """Start to reduce ``tensor`` over the replicas, in place, when ``after()`` has returned.
@@ -58,17 +54,8 @@ class ReplicaSums:
             op: the average, or what torch reduces with.
         """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if tensor.device.type != "cpu":
-            return self._start_on_stream(after, tensor, op)
-        if self._end is None:
-            thread = threading.Thread(target=_run, args=(self._jobs,), name="ds_topo sums over replicas", daemon=True)
-            thread.start()
-            self._end = weakref.finalize(self, _end, thread, self._jobs)
-        job = _ManagedSum(self.manager, after, tensor, op)
-        self._jobs.put(job)
-        return job
-
-    def _start_on_stream(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> Pending:
+        if tensor.device.type == "cpu":
+            return _ManagedSum(self._thread.submit(_sum, self.manager, after, tensor, op))
         stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
         with stream.after_current(tensor):
             after()
@@ -89,25 +76,26 @@ class ReplicaSums:
 
     def rest(self) -> None:
         """End the thread. Idempotent; the next sum starts another one."""
-        if self._end is not None:
-            self._end()
-            self._end = None
+        self._thread.shutdown()
+        self._thread = _new_thread()
 
 
+def _new_thread() -> ThreadPoolExecutor:
+    """Return a thread that starts with the first sum."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_topo sums over replicas")
+
+
+def _sum(manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> Any:
+    """Wait for the sum inside the replica, and start the one over replicas."""
+    after()
+    return manager.allreduce(tensor, reduce_op=op)
+
+
+@dataclass(frozen=True)
 class _ManagedSum:
     """One tensor in flight over the replicas."""
 
-    def __init__(self, manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> None:
-        self._manager, self._after, self._tensor, self._op = manager, after, tensor, op
-        self._started: Future[Any] = Future()
-
-    def begin(self) -> None:
-        """Wait for the sum inside the replica, and start the one over replicas; called by the thread."""
-        try:
-            self._after()
-            self._started.set_result(self._manager.allreduce(self._tensor, reduce_op=self._op))
-        except BaseException as error:  # passed to the caller of wait()
-            self._started.set_exception(error)
+    started: Future[Any]
 
     def is_done(self) -> bool:
         """Return False: torchft completes its sums in ``wait()``."""
@@ -115,20 +103,8 @@ class _ManagedSum:
 
     def wait(self) -> int:
         """Wait until the result is in the tensor, or undefined after an error that torchft has noted."""
-        self._started.result().wait()
+        self.started.result().wait()
         return time.perf_counter_ns()
-
-
-def _run(jobs: queue.SimpleQueue[_ManagedSum | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.begin()
-        del job  # it would keep its tensor alive until the next one
-
-
-def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_ManagedSum | None]) -> None:
-    jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join()
 
 
 class ManagedExchange(Exchange):

@@ -189,7 +189,15 @@ class ReductionOptions:
     manager: Any = None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for option in fields(self):  # such as the string "false", which Python takes for true
+            kinds, choices = _KINDS.get(str(option.type).partition("[")[0], ((object, bool), ""))
+            value = getattr(self, option.name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise TypeError(f"{option.name}={abridged(value)}: give {choices}")
+        if isinstance(self.ignored_parameters, (str, nn.Parameter)):
+            raise TypeError(
+                f"ignored_parameters={abridged(self.ignored_parameters)}: give a collection of names or parameters"
+            )
         if self.op not in ("average", "sum"):
             raise ValueError(f"op={self.op!r} is not a reduction: choose 'average' or 'sum'")
         for name in ("divisor", "predivide_factor"):
@@ -228,18 +236,6 @@ class ReductionOptions:
                     "the same device"
                 )
         self.bucket_sizes(MIB)  # validates the capacities
-
-    def _check_types(self) -> None:
-        """Refuse values of wrong types, such as the string ``"false"``, which Python takes for true."""
-        for option in fields(self):
-            kinds, choices = _KINDS.get(str(option.type).partition("[")[0], ((object, bool), ""))
-            value = getattr(self, option.name)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise TypeError(f"{option.name}={abridged(value)}: give {choices}")
-        if isinstance(self.ignored_parameters, (str, nn.Parameter)):
-            raise TypeError(
-                f"ignored_parameters={abridged(self.ignored_parameters)}: give a collection of names or parameters"
-            )
 
     def bucket_sizes(self, suitable_bytes: int) -> BucketSizes:
         """Return the capacities of the buckets; ``suitable_bytes`` is the default of ``bucket_bytes``."""

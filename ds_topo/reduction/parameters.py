@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self
 
@@ -38,7 +37,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import ReductionArguments, ReductionOptions, unknown_option
 
 if TYPE_CHECKING:
-    from ds_topo.reduction.exchange import Exchange, Pending
+    from ds_topo.reduction.exchange import Exchange
 
 # -- routes ------------------------------------------------------------------------------------------------------------
 
@@ -82,21 +81,6 @@ class Route:
         return dist.get_world_size(self.group)
 
 
-class WiderSums(Protocol):
-    """Continue sums beyond the group of a route, as :mod:`~ds_topo.reduction.managed` does over replicas of a job."""
-
-    def exchange(self, group: ProcessGroup, inside: Exchange | None) -> Exchange:
-        """Return the exchange of a group whose sums go on; ``inside`` sums within the group, or torch if it is None."""
-        ...
-
-    def start(self, after: Callable[[], object], tensor: torch.Tensor) -> Pending:
-        """Start to average a tensor, in place, when ``after()`` has returned."""
-        ...
-
-    def refuse_late(self, names: str) -> RuntimeError: ...
-    def rest(self) -> None: ...
-
-
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +118,7 @@ class GradientPlace:
         """Refuse a parameter of a module that this place cannot serve."""
 
     def check_wider(self) -> None:
-        """Refuse it if its sums cannot go on beyond the group of the route (:class:`WiderSums`)."""
+        """Refuse it if its sums cannot go on beyond the group of the route (:class:`ReplicaSums`)."""
 
     def address_of(self, parameter: nn.Parameter) -> int:
         """Return the sort key of a gradient among those of its bucket."""
@@ -370,21 +354,6 @@ def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]
             )
         ignored.add(id(named[entry] if isinstance(entry, str) else entry))
     return ignored
-
-
-def check_module(module: object) -> None:
-    """Refuse a value that is not a module, and one whose gradients torch reduces already.
-
-    Raises:
-        TypeError: not a module.
-        ValueError: torch's DDP.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
-    if isinstance(module, DistributedDataParallel):
-        raise ValueError(
-            "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
-        )
 
 
 class HasDataParallelGroup(Protocol):
@@ -634,7 +603,18 @@ class Changes:
         Args:
             absent: the parameters without a gradient in the last micro-batch.
         """
-        return self._changed_parameters(absent) or self._replaced_gradients()
+        if (changed := self._changed_parameters(absent)) is not None:
+            return changed
+        gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
+        if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
+            return None
+        replaced = [state.name for state in self._states if state.contribution is COPIED and state.is_replaced]
+        if not replaced:
+            return None
+        return (
+            f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, or "
+            "after finish()"
+        )
 
     def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
         if not self._holds_the_same():
@@ -664,18 +644,6 @@ class Changes:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         return _changed(unfrozen, "unfrozen", self._remedy) if unfrozen else None
-
-    def _replaced_gradients(self) -> str | None:
-        gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
-        if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
-            return None
-        replaced = [state.name for state in self._states if state.contribution is COPIED and state.is_replaced]
-        if replaced:
-            return (
-                f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
-                "or after finish()"
-            )
-        return None
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return (

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,10 @@ from ds_topo.base.torch_names import ReduceOp
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import GradientBucket
 from ds_topo.reduction.exchange import Exchange, PartitionHolders, Pending, exchange_of
-from ds_topo.reduction.parameters import PARTITION, GradientPlace, ParameterState, WiderSums
+from ds_topo.reduction.parameters import PARTITION, GradientPlace, ParameterState
+
+if TYPE_CHECKING:
+    from ds_topo.reduction.managed import ReplicaSums
 
 ALIGNMENT = 2
 """The number of elements that slices are a multiple of, as DeepSpeed's partitions."""
@@ -260,7 +264,7 @@ class PartitionedGradients:
         memory: torch.Tensor | GradientMemory,
         whole: Collection[int] = (),
         copies: PartitionHolders | None = None,
-        wider: WiderSums | None = None,
+        wider: ReplicaSums | None = None,
         ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layout, self.group, self.whole = layout, group, frozenset(whole)

@@ -28,24 +28,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from ds_topo.base.marks import owners
-from ds_topo.errors import listed, warn
+from ds_topo.errors import abridged, listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reduction import MANAGED, REPORT, SPARSE_ROWS
 from ds_topo.reduction.buckets import (
     BucketLayout,
     BucketTiming,
     StepTiming,
-    add_late_gradients,
     hand_out,
     is_copied_at_once,
 )
@@ -61,9 +62,7 @@ from ds_topo.reduction.parameters import (
     ParameterState,
     ReducerReference,
     Route,
-    WiderSums,
     agreed_inputs,
-    check_module,
     data_parallel_group,
     make_equal,
     watch,
@@ -71,6 +70,7 @@ from ds_topo.reduction.parameters import (
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, different_steps
 
 if TYPE_CHECKING:
+    from ds_topo.reduction.managed import ReplicaSums
     from ds_topo.reduction.report import GradientReport
 
 
@@ -117,9 +117,9 @@ def _missing_gradients(states: Iterable[ParameterState], whose: str) -> RuntimeE
     )
 
 
-def wider_sums(manager: object) -> WiderSums | None:
+def wider_sums(manager: object) -> ReplicaSums | None:
     """Return what continues sums over the replicas of a ``Manager``; None without one."""
-    return None if manager is None else cast("WiderSums", MANAGED.load().ReplicaSums(manager))
+    return None if manager is None else cast("ReplicaSums", MANAGED.load().ReplicaSums(manager))
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ class ReductionStep:
 class StepDriver:
     """Step control of a reducer. This base class serves a user's training loop; drivers of engines override it."""
 
-    wider: WiderSums | None = None
+    wider: ReplicaSums | None = None
     """What continues the sums, if the engine's optimizer uses it, too."""
 
     def options(self) -> ReductionArguments:
@@ -189,7 +189,7 @@ class StepDriver:
         """Undo the driver's changes for this reducer, which is being detached."""
 
 
-class BucketReducer:
+class StandaloneReducer:
     """Average a module's gradients over a data-parallel group while backward is still running.
 
     Gradients are views of contiguous buckets. Accumulated gradients are added in place; a first one (after
@@ -226,7 +226,13 @@ class BucketReducer:
         **options: Unpack[ReductionArguments],
     ) -> None:
         require_initialized("GradientReducer")
-        check_module(module)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of "
+                "them"
+            )
         self.module = module
         self.group = data_parallel_group(grid, process_group)
         self.driver = driver or StepDriver()
@@ -334,7 +340,8 @@ class BucketReducer:
                 unused, late = self._read(notes)
                 if late and self._wider is not None:
                     raise self._wider.refuse_late(_listed(late))
-                add_late_gradients(late, self.options.scales(self._dense.size))
+                for state in sorted(late, key=attrgetter("index")):  # the same order on all ranks
+                    state.bucket.add_late(state, *self.options.scales(self._dense.size))
                 for state in self._step.late.values():
                     state.expected = max(state.expected or 1, state.arrived)
                 hand_out(self._states, self.options, without, unused)

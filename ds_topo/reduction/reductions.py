@@ -25,11 +25,12 @@ from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction import EXCHANGE
 from ds_topo.reduction.buckets import BucketTiming, CommHookBucket, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route, WiderSums
+from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route
 from ds_topo.topology.rank_tables import has_two_levels
 
 if TYPE_CHECKING:
     from ds_topo.reduction.exchange import Exchange, Pending
+    from ds_topo.reduction.managed import ReplicaSums
 
 
 def assign_routes(
@@ -37,7 +38,7 @@ def assign_routes(
     options: ReductionOptions,
     group: ProcessGroup,
     device: torch.device,
-    wider: WiderSums | None = None,
+    wider: ReplicaSums | None = None,
 ) -> Route:
     """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
 
@@ -195,7 +196,7 @@ class Reduction:
         """The version of the bucket's memory at the start, if only writes of the program change it until the wait."""
         self._pending: Pending | None = None
         """The exchange of a region, or one in two levels, which knows its end; None for torch's own all-reduce."""
-        self._finish = self._start(is_last)
+        self._finish: Callable[[], object] | None = bucket.start() or self._start_sum(is_last)
         """Waits for the sum and writes it to the bucket; None after the wait, so that memory is freed."""
 
     @property
@@ -219,16 +220,11 @@ class Reduction:
             timing.done_ns = timing.done_ns or timing.wait_ended_ns
         return timing.done_ns
 
-    def _start(self, is_last: bool) -> Callable[[], object] | None:
-        if (wait := self.bucket.start()) is not None:
-            return wait
-        if self.route.hook is not None:
-            return self._call_hook(self.route.hook, is_last)
-        return self._start_sum()
-
-    def _start_sum(self) -> Callable[[], object]:
+    def _start_sum(self, is_last: bool) -> Callable[[], object]:
         """Sum the bucket in the communication data type, for all ranks, or each part for its owner."""
         bucket, route = self.bucket, self.route
+        if route.hook is not None:
+            return self._call_hook(route.hook, is_last)
         if route.size == 1 and route.exchange is None and not bucket.is_scattered:
             return lambda: None
         payload, dtype = bucket.flat, route.communication_dtype

@@ -390,7 +390,7 @@ class Recorder:
 class Recorded(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """An engine of which a recorder writes what it computes."""
 
-    mixin_order, mixin_suffix, mixin_state = RECORDED, "Recorded", "recorder"
+    mixin_order, mixin_state = RECORDED, "recorder"
     recorder: Recorder
 
     def clip_fp32_gradients(self) -> None:

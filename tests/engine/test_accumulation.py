@@ -372,6 +372,24 @@ def test_a_loss_through_two_engines_is_divided_once(world: Worlds, losses: Losse
     world(RANKS).run(_two_engines, losses, name, own)
 
 
+def _after_the_grid() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid:
+        engine, *_ = initialize(model=Net(), mpu=grid, config=configured("zero1"))
+        (loss,) = _with("AB")(engine, sample(0, 0, 0))
+    loss.backward()
+    alone = Net()
+    (loss,) = _with("AB")(alone, sample(0, 0, 0))
+    (loss / 2).backward()
+    for ours, wanted in zip(engine.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, wanted.grad)
+    destroy_engine(engine)
+
+
+def test_backward_after_the_end_of_the_grid_divides_once(world: Worlds) -> None:
+    world(RANKS).run(_after_the_grid)
+
+
 # -- outputs and inputs that a program changes in place ----------------------------------------------------------------
 
 

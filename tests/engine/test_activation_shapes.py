@@ -15,6 +15,7 @@ from torch import nn
 from ds_topo import DualPipeVModule, PipelineModule, PipelineParallelGrid
 from ds_topo.base.supported import DUALPIPEV, require
 from ds_topo.engine.pipelines import activation_shapes
+from ds_topo.engine.pipelines.batches import Starts
 from ds_topo.errors import DisagreementError, EngineOptionError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
@@ -179,6 +180,7 @@ class Sender:
     stage_id, dynamic_shape = 1, False
 
     def __init__(self) -> None:
+        self.starts = Starts()
         self.sent: list[torch.Tensor] = []
         self.pipe_buffers: dict[str, list[Any]] = {"outputs": []}
 
@@ -202,7 +204,7 @@ def test_a_stage_refuses_to_send_shapes_that_the_next_one_does_not_expect() -> N
         with pytest.raises(EngineOptionError):
             send(sender, buffer)
     assert sender.sent == [first, same]
-    activation_shapes.forget_announced(sender)  # as reset_activation_shape() does
+    sender.starts.announced.clear()  # as reset_activation_shape() does
     send(sender, 2)
     sender.dynamic_shape = True
     send(sender, 0)

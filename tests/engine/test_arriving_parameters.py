@@ -743,7 +743,7 @@ def _with_a_gather_that_does_not_start() -> None:
                 raise RuntimeError("no memory")
             return gather(self, flat)
 
-        kind = type(engine.gradient_reducer.driver._gradients.groups[0].gradients.exchange)
+        kind = type(engine.gradient_reducer.driver.gradients.groups[0].gradients.exchange)
         gather = kind.gather
         with mock.patch.object(kind, "gather", fails), pytest.raises(RuntimeError, match="no memory"):
             engine.step()
@@ -762,7 +762,7 @@ def _compiles() -> None:
     with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = _engine(grid, _layers())
-        parameters = engine.gradient_reducer.driver._gradients.parameters
+        parameters = engine.gradient_reducer.driver.gradients.parameters
         assert parameters.overlaps
         engine.compile(backend="eager")
         assert not parameters.overlaps

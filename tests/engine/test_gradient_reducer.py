@@ -66,9 +66,8 @@ def test_a_stage_defers_its_reduction_if_it_waits_longer_for_earlier_stages(
 
 def test_last_backward_is_of_this_engine_in_the_last_micro_batch() -> None:
     engine: Any = SimpleNamespace(inside_no_sync_ctxt=False, is_gradient_accumulation_boundary=lambda: is_boundary)
-    gradients, is_boundary = SimpleNamespace(reduces_always=False), True
-    connect: Any = lambda *_: gradients  # noqa: E731
-    driver = EngineDriver(engine, {}, connect)
+    is_boundary, driver = True, EngineDriver(engine, {})
+    driver.gradients = gradients = SimpleNamespace(reduces_always=False)  # type: ignore[assignment]
     assert not driver.is_last_backward(), "of another engine's loss"
     with driver.in_backward():
         driver.begin_backward()
@@ -115,7 +114,7 @@ def test_factors_of_the_reduction_are_those_of_the_engine(
             communication_data_type=torch.float32,
             has_moe_layers=False,
         )
-        driver._gradients = SimpleNamespace(grad_buffers={}, partitions=())
+        driver.gradients = SimpleNamespace(grad_buffers={}, partitions=())
         options = driver.options()
     factors = {name: options.get(name) for name in ("op", "divisor", "predivide_factor") if name in options}
     assert factors == ({} if kind is PipelineDriver and "divisor" in expected else expected)

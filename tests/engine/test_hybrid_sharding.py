@@ -128,16 +128,17 @@ def test_gradients_of_zero_3_are_summed_over_the_copies_once_in_a_step(rank: int
                 tensor += part
             return kept
 
-        partition_sums.wait_for_sums(copies, None, optimizer)
+        sums = partition_sums.SumsOfStep(copies)
+        sums.end(optimizer)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             for step in (1, 2):
                 for micro_batch in range(3):
                     optimizer.ends_step = micro_batch == 2
                     ones = [torch.ones_like(each) for each in kept]
-                    assert partition_sums.partition_and_sum(copies, None, add, optimizer, parameters, ones) is kept
+                    assert sums.start(add, optimizer, parameters, ones) is kept
                     assert optimizer.ends_step is (micro_batch == 2)
                     assert all_reduce.call_count == step - 1 + (micro_batch == 2), "in the last micro-batch alone"
-                    partition_sums.wait_for_sums(copies, None, optimizer)
+                    sums.end(optimizer)
                 assert all(set(each.tolist()) == {1.5} for each in kept), "half of 3, as the other copy adds nothing"
                 for each in kept:
                     each.zero_()

@@ -52,6 +52,7 @@ def imports_in(
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             if ast.unparse(node.args[0]) == "self.where":  # the rows of a table in this module
                 rows = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+                rows |= {f"{package}.{row}" for row in rows}  # within the package
                 found.update(rows & set(modules) if of_tables_too else ())
                 continue
             found.add(_text_of(node.args[0], constants, f"{module}, line {node.lineno}"))

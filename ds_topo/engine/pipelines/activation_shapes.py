@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.runtime.pipe import schedule
@@ -25,21 +24,11 @@ from ds_topo.errors import EngineOptionError, abridged
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and the type of each tensor."""
 
-_last: WeakKeyDictionary[PipelineEngine, tuple[str, list[Shapes] | None]] = WeakKeyDictionary()
-"""The method that each engine ran last, and the shapes of one micro-batch on this rank; None if they differed."""
-_sent: WeakKeyDictionary[PipelineEngine, dict[int, Shapes]] = WeakKeyDictionary()
-"""The shapes of activations that each engine has announced to its next stage, by phase (which only DualPipeV has)."""
-
 
 def shapes_of(tensors: Any) -> Shapes:
     """Return the shape and the type of a tensor, or of each tensor in a sequence."""
     found = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return tuple((tuple(each.shape), each.dtype) for each in found if isinstance(each, torch.Tensor))
-
-
-def have_changed(engine: PipelineEngine, shapes: list[Shapes]) -> bool:
-    """Tell whether the shapes of micro-batches on this rank differ from those of the engine's last call."""
-    return engine not in _last or _last[engine][1] != shapes[:1]
 
 
 @contextmanager
@@ -67,7 +56,7 @@ def buffers_for(
             "the shapes of activations once in a step: pad samples to one length and leave out incomplete batches "
             "(drop_last=True), or use PipelineModule"
         )
-    if changed or _last[engine][0] != method:
+    if changed or engine.starts.last_call != method:
         engine.reset_activation_shape()
     names = ("dynamic_shape", "is_pipe_partitioned", "is_grad_partitioned", "micro_batches")
     before = {name: getattr(engine, name) for name in names}
@@ -76,18 +65,13 @@ def buffers_for(
     engine.dynamic_shape = engine.dynamic_shape or uneven
     if engine.dynamic_shape:  # parts of activations come with their shapes, which DeepSpeed reads in the first one only
         engine.is_pipe_partitioned = engine.is_grad_partitioned = False
-    _last[engine] = method, None
+    engine.starts.last_call, engine.starts.shapes = method, None
     try:
         yield
     finally:
         vars(engine).update(before)
     if not uneven:
-        _last[engine] = method, shapes[:1]
-
-
-def forget_announced(engine: PipelineEngine) -> None:
-    """Let an engine announce the shapes of its next activations, whatever they are."""
-    _sent.pop(engine, None)
+        engine.starts.shapes = shapes[:1]
 
 
 def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
@@ -114,7 +98,7 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
 
     @wraps(send)
     def checked(engine: PipelineEngine, buffer_id: int, phase: int = 0, **options: Any) -> None:
-        outputs, announced = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), _sent.setdefault(engine, {})
+        outputs, announced = shapes_of(engine.pipe_buffers["outputs"][buffer_id]), engine.starts.announced
         if engine.dynamic_shape or phase not in announced:
             announced[phase] = outputs
         elif announced[phase] != outputs:
@@ -129,11 +113,7 @@ def with_checked_sends(instructions: dict[type, Any]) -> dict[type, Any]:
 
 
 def _require_sendable(engine: PipelineEngine, module: Any, _: Any, outputs: Any) -> None:
-    """Refuse outputs of a stage that it cannot send, or for which the next one would return no gradient.
-
-    Raises:
-        EngineOptionError: the message names the layers, the output and the remedy.
-    """
+    """Refuse outputs of a stage that it cannot send, or for which the next one would return no gradient."""
     if module._local_stop == len(module._layer_specs):
         return
     several = outputs if isinstance(outputs, tuple) else (outputs,)

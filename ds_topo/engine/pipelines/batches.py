@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import cycle, islice, repeat
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.engine.pipelines.activation_shapes import Shapes, buffers_for, have_changed, shapes_of
+from ds_topo.engine.pipelines.activation_shapes import Shapes, buffers_for, shapes_of
 from ds_topo.engine.samples import described, digest, require_equal
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
@@ -33,10 +32,6 @@ from ds_topo.topology.axes import MODEL
 
 _ENDLESS = 2**31
 _NO_ITERATOR, _FAILED = -1, -2
-
-
-_checked: WeakSet[PipelineEngine] = WeakSet()
-"""The engines whose first batch has been checked."""
 
 
 class ReadAhead(Iterator[Any]):
@@ -155,10 +150,10 @@ def _require(
             if call == "train_batch" and not is_own:
                 iterator = engine.starts.look(engine, iterator, wanted)
             iterator, left = _read_ahead(iterator, wanted)
-            if engine not in _checked and left and engine.batch_fn is None:
+            if not engine.starts.is_checked and left and engine.batch_fn is None:
                 iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
                 _check_batch(iterator.first(), engine.is_first_stage())
-                _checked.add(engine)
+                engine.starts.is_checked = True
             if left >= wanted and _are_shapes_read(engine):
                 iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
                 iterator.fill(wanted)
@@ -169,7 +164,7 @@ def _require(
         if is_own:
             engine.data_iterator = iterator
     uneven = len({*shapes}) > 1 and engine.is_first_stage()
-    flags = have_changed(engine, shapes), uneven, call == "train_batch", call != "train_batch"
+    flags = engine.starts.shapes != shapes[:1], uneven, call == "train_batch", call != "train_batch"
     fewest, rank, (changed, uneven, trains, evaluates) = _fewest(left, engine.grid, *flags)
     if trains and evaluates:
         raise DisagreementError(
@@ -203,11 +198,7 @@ def _are_shapes_read(engine: PipelineEngine) -> bool:
 
 
 def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], int]:
-    """Return an iterator of the same elements, and how many it has left, or ``wanted`` if it has at least as many.
-
-    Raises:
-        TypeError: the argument is not an iterator.
-    """
+    """Return an iterator of the same elements, and how many it has left, or ``wanted`` if it has at least as many."""
     if not hasattr(iterator, "__next__"):
         raise TypeError(f"data_iter={abridged(iterator)} is not an iterator: pass iter(...) of it, not the samples")
     known = remaining(iterator)
@@ -218,11 +209,7 @@ def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], in
 
 
 def _check_batch(batch: Any, is_first_stage: bool) -> None:
-    """Refuse a batch of which DeepSpeed would take wrong parts as inputs and labels, or fail on some stages only.
-
-    Raises:
-        TypeError: the message says what the batch must be.
-    """
+    """Refuse a batch of which DeepSpeed would take wrong parts as inputs and labels, or fail on some stages only."""
     if isinstance(batch, (torch.Tensor, Mapping, str)) or not hasattr(batch, "__getitem__"):
         problem = f"is a {type(batch).__name__}"
     elif isinstance(batch, (tuple, list)) and len(batch) < 2:
@@ -251,7 +238,8 @@ _STARTS = 3
 class Starts:
     """Notice iterators of which a program makes one for each step of a pipeline, and which all begin with one batch.
 
-    Only the first rank looks at them, until an iterator is passed again or begins with another batch.
+    Only the first rank looks at them, until an iterator is passed again or begins with another batch. This is also the
+    place for what the engine's steps have read, run and sent.
     """
 
     def __init__(self) -> None:
@@ -263,6 +251,14 @@ class Starts:
         """The digests of a step of the last of them, of which the next batch is looked at."""
         self.instructions: dict[type, Any] | None = None
         """The instructions of the engine's schedule, with checks; None until the first step."""
+        self.is_checked = False
+        """True once the engine's first batch has been checked."""
+        self.last_call = ""
+        """The method that the engine ran last."""
+        self.shapes: list[Shapes] | None = None
+        """The shapes of one micro-batch in it on this rank; None if they differed."""
+        self.announced: dict[int, Shapes] = {}
+        """The shapes of activations that the next stage expects, by phase (which only DualPipeV has)."""
 
     def look(self, engine: PipelineEngine, iterator: Any, wanted: int) -> Any:
         """Return the iterator to use for a step of ``wanted`` micro-batches in place of the one that was passed."""

@@ -21,7 +21,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class EngineWithPlaceholders(EngineOnGrid):
-    """An engine of a pipeline with several stages."""
+    """An engine of a pipeline with several stages, of which one without trainable parameters fails alone."""
 
     def _configure_distributed_model(self, model: Any) -> None:
         """Remove a placeholder that is not needed."""
@@ -30,11 +30,13 @@ class EngineWithPlaceholders(EngineOnGrid):
         super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Add a placeholder to each group of a pipeline without a trainable parameter.
-
-        A stage without trainable parameters, or without those of a group, fails alone.
-        """
-        model_parameters = _with_placeholders(self, client_optimizer, model_parameters)
+        """Add a placeholder to each group of a pipeline without a trainable parameter."""
+        are_counted = self.client_lr_scheduler is not None
+        model_parameters = fill_groups(self.module, client_optimizer, model_parameters, self.device, some=are_counted)
+        made: Iterable[nn.Parameter] = getattr(self.module, PLACEHOLDERS, ())
+        if made:
+            self.mpu.on_destroy(self.module.register_forward_hook(_connect).remove)
+        self.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
         super()._configure_optimizer(client_optimizer, model_parameters)
 
 
@@ -72,17 +74,6 @@ def add_placeholders(module: nn.Module, number: int, device: Any = None) -> list
 def _ignore_missing(_: nn.Module, keys: Any) -> None:
     """Let a stage load weights that a program saved without placeholders."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if PLACEHOLDERS not in key]
-
-
-def _with_placeholders(engine: EngineOnGrid, optimizer: Any, parameters: list[Any]) -> list[Any]:
-    """Give groups of the optimizer of a pipeline's stage a trainable parameter where needed, before it is built."""
-    are_counted = engine.client_lr_scheduler is not None
-    parameters = fill_groups(engine.module, optimizer, parameters, engine.device, some=are_counted)
-    made: Iterable[nn.Parameter] = getattr(engine.module, PLACEHOLDERS, ())
-    if made:
-        engine.mpu.on_destroy(engine.module.register_forward_hook(_connect).remove)
-    engine.param_names.update({each: f"{PLACEHOLDERS}.{number}" for number, each in enumerate(made)})
-    return parameters
 
 
 def fill_groups(module: nn.Module, optimizer: Any, parameters: list[Any], device: Any, *, some: bool) -> list[Any]:

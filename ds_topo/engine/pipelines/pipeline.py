@@ -349,11 +349,7 @@ def _layout_of(
     config: str | Path | Mapping[str, object] | None,
     grid: MpuGrid | None,
 ) -> MpuGrid | ProcessTopology | Spec:
-    """Return the only layout that was given.
-
-    Raises:
-        TopologyError: several layouts were given, or none.
-    """
+    """Return the only layout that was given."""
     ways = {"topology": topology, "config": config, "grid": grid}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.classes import Mixin
 from ds_topo.base.patches import DualPipeVEngine
-from ds_topo.engine.engine_driver import Connect, EngineDriver, ReducedEngine
+from ds_topo.engine.engine_driver import EngineDriver, ReducedEngine
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import StepTiming
 from ds_topo.reduction.options import ReductionArguments
@@ -29,8 +29,8 @@ class PipelineDriver(EngineDriver):
     so the reducer learns how many gradients a parameter gets in them (``static_graph``).
     """
 
-    def __init__(self, engine: PipelineEngine, options: ReductionArguments, connect: Connect) -> None:
-        super().__init__(engine, options, connect)
+    def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
+        super().__init__(engine, options)
         self._passes: Counter[int | None] = Counter()
         """The number of backward passes in this step so far, in each phase of the schedule."""
         self._phase: int | None = None
@@ -52,7 +52,7 @@ class PipelineDriver(EngineDriver):
 
     def reduce(self, *_: object, **__: object) -> None:
         """Note that gradients are reduced: the reducer has completed where the schedule reduces tied layers."""
-        self._gradients.mark_reduced()
+        self.gradients.mark_reduced()
 
     def give_up_unfinished(self) -> None:
         """Discard a step that an exception in backward has ended: training may go on with the same engine."""
@@ -76,7 +76,7 @@ class PipelineDriver(EngineDriver):
         def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
             self._passes.clear()
             self.reducer.complete()
-            self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
+            self.gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
 
         ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
         self._instructions = {**instructions, **ours}

@@ -24,7 +24,7 @@ from ds_topo.topology.axes import PIPE
 
 
 class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine."""
+    """A pipeline engine, whose steps start on all ranks or on none, and whose stages send what others expect."""
 
     mixin_state = "starts"
     starts: Starts
@@ -66,10 +66,7 @@ class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
                 super()._build_data_iter(dataset)
 
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Start on all ranks or on none.
-
-        If one rank runs out of samples within a step, the others wait for its activations without end.
-        """
+        """Start on all ranks or on none."""
         return run_with_enough(super().train_batch, self, *arguments, **options)
 
     def eval_batch(self, *arguments: Any, **options: Any) -> Any:
@@ -95,7 +92,7 @@ class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
 
     def reset_activation_shape(self) -> None:
         """Forget which shapes of activations were announced to the next stage."""
-        activation_shapes.forget_announced(self)
+        self.starts.announced.clear()
         super().reset_activation_shape()
 
     @property

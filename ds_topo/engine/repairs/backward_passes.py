@@ -51,6 +51,304 @@ from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import abridged, warn
 
 
+@dataclasses.dataclass(eq=False)
+class BackwardPasses:
+    """The backward passes of an engine's step."""
+
+    are_reduced: bool = False
+    """True if a backward pass has reduced the gradients of the step, until the end of the step."""
+    are_discarded: bool = False
+    """True if the program has discarded gradients since the last backward pass."""
+    is_penalized: bool = False
+    """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned in this micro-batch."""
+    is_of_engine: bool = False
+    """True while ``engine.backward`` runs."""
+    have_run: bool = False
+    """True after a backward pass, until the end of the step."""
+    number: int = 0
+    """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
+    is_local: bool = False
+    """True if gradients of the last backward pass were not reduced, because it was inside ``no_sync()``."""
+    finds_discarded: bool = True
+    """False after a warning, or if zero_grad() discards nothing."""
+    finds_local: bool = True
+    """False after a warning."""
+    witness: torch.nn.Parameter | None = None
+    """A parameter with a gradient after a backward pass that is not the last one of a step."""
+    kept: tuple[torch.Tensor, int] | None = None
+    """That gradient and its version after the last pass; None if there is none."""
+    has_sums: bool = False
+    """True if a reducer had gradients of earlier micro-batches after the last pass."""
+
+
+class BackwardPassesOfProgram(EngineOnGrid):
+    """A plain engine, whose program may run backward passes as it likes."""
+
+    mixin_state = "backward_passes"
+    backward_passes: BackwardPasses
+
+    def complete(self) -> None:
+        """Note when the program discards gradients by the optimizer."""
+        super().complete()
+        self.backward_passes = BackwardPasses()
+        if self.give_optimizer(NotedDiscards):
+            self.optimizer.engines_passes = self.backward_passes
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return outputs by which gradients enter the engine once and are divided.
+
+        Outputs of other engines among the inputs are not divided again; with one micro-batch in a step nothing is.
+        Without ZeRO, DeepSpeed refuses ``loss.backward()``, and ``engine.backward`` divides the loss.
+        """
+        if not isinstance(self.optimizer, ZeROOptimizer) or not torch.is_grad_enabled() or is_functorch_transforming():
+            return super().forward(*inputs, **named)
+        if self.gradient_accumulation_steps() > 1:
+            inputs, named = _changed((inputs, named), self._restored)
+        outputs, enter = super().forward(*inputs, **named), partial(self._enter, [])
+        if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None and outputs._base is None:
+            node: Any = outputs.grad_fn
+            if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
+                node.metadata[_OUTPUT] = True
+                outputs.register_hook(enter)
+                return outputs
+        return _with_entries(outputs, enter)
+
+    def _enter(self, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
+        if is_functorch_transforming():
+            return gradient
+        if not isinstance(self, BackwardPassesOfProgram):  # the grid was destroyed since the forward pass
+            return _divided(self, gradient)
+        is_partitioned = self.zero_optimization_partition_weights()
+        if not self._brings_gradients():
+            if torch.is_grad_enabled():
+                if is_partitioned:
+                    raise RuntimeError(
+                        "torch.autograd.grad(create_graph=True) of an engine's output at ZeRO stage 3: its backward "
+                        "pass needs parameters a second time, which are partitioned again by then; use ZeRO stage 0, "
+                        "1 or 2"
+                    )
+                self.backward_passes.is_penalized = self.gradient_accumulation_steps() > 1
+            return gradient
+        current = current_backward()
+        if used_by and used_by[0] != current and is_partitioned:
+            raise RuntimeError(
+                "a second backward pass through one forward pass at ZeRO stage 3, whose parameters are partitioned "
+                "again after the first one: call engine.backward(first_loss + second_loss), or engine() for each loss"
+            )
+        used_by[:] = [current]
+        if not _is_prepared(self.optimizer):
+            self._backward_prologue()
+        return _divided(self, gradient)
+
+    def _restored(self, value: torch.Tensor) -> torch.Tensor:
+        """Return an input that depends on an engine's output so that this engine does not divide its gradient."""
+        if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
+            return value
+        of_engine: Any = _InputOfEngine
+        view: torch.Tensor = of_engine.apply(value)
+
+        def multiply(gradient: torch.Tensor) -> torch.Tensor:
+            is_on_grid = isinstance(self, BackwardPassesOfProgram)
+            if is_functorch_transforming() or (is_on_grid and not self._brings_gradients()):
+                return gradient
+            one = gradient.new_ones(())
+            factor = _divided(self, one)
+            return gradient if factor is one else gradient / factor
+
+        view.register_hook(multiply)
+        return view
+
+    def _brings_gradients(self) -> bool:
+        """Tell whether the running backward pass brings gradients, unlike one of ``torch.autograd.grad``."""
+        if self.backward_passes.is_of_engine:
+            return True
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        if is_whole_backward():  # also if checkpointed layers run a pass of their own
+            return any(True for _ in trained)
+        return any(count_used_parameters_in_backward([each]) for each in trained)
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        """Refuse what is no loss, and gradients that the step cannot take any more."""
+        check_loss(*arguments[:1], **options)
+        passes, outer = self.backward_passes, self.backward_passes.is_of_engine
+        self._require_unreduced()
+        passes.number += 1
+        passes.is_of_engine = True
+        try:
+            return super().backward(*arguments, **options)
+        finally:
+            passes.is_of_engine = outer
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Refuse a step without gradients: it would count a micro-batch, and move the schedule.
+
+        Refuse, or warn of, an optimizer step with gradients that no backward pass has reduced. ZeRO has none then.
+        """
+        passes, is_last = self.backward_passes, self.is_gradient_accumulation_boundary()
+        if not passes.have_run:
+            raise RuntimeError(
+                "engine.step() without a backward pass since the last step: call loss = engine(inputs), "
+                "engine.backward(loss) and engine.step() once each for every micro-batch (gradient_accumulation_steps "
+                f"is {self.gradient_accumulation_steps()})"
+            )
+        if is_last and passes.is_local and not passes.are_reduced:
+            said = (
+                "the last backward pass of this step was inside engine.no_sync(), so gradients were not averaged over "
+                f"the {self.dp_world_size} replicas"
+            )
+            remedy = "leave no_sync() before the forward pass of the last micro-batch of a step"
+            if self.zero_optimization():
+                raise RuntimeError(f"{said}, and ZeRO has none to step with: {remedy}")
+            if passes.finds_local and self.dp_world_size > 1 and self.mpu.check_weights and self.mpu.grid_rank == 0:
+                passes.finds_local = False
+                warn(
+                    f"{said}, which have different parameters from now on: {remedy}; set grid.check_weights = False if "
+                    "they are meant to train apart"
+                )
+        result = super().step(*arguments, **options)
+        passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
+        passes.have_run, passes.number = not is_last, 0
+        return result
+
+    def zero_grad(self) -> None:
+        """Discard the partitions of ZeRO 3, too. The step may then have another backward pass."""
+        super().zero_grad()
+        if self.zero_optimization_partition_weights():
+            self.optimizer.zero_grad()
+        if not isinstance(self.optimizer, BF16_Optimizer):  # it keeps its sums
+            self.backward_passes.are_discarded = True
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone."""
+        self._require_unreduced()
+        try:
+            with super().coalesce_grad_reduction():
+                yield
+        finally:  # gradients are reduced at its end, in any micro-batch
+            self.backward_passes.are_reduced, self.backward_passes.are_discarded = True, False
+
+    # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
+
+    def _backward_prologue(self) -> None:
+        """Prepare once in each backward pass that brings gradients; the engine's own mpu is current from here."""
+        passes, optimizer = self.backward_passes, self.optimizer
+        if is_functorch_transforming() or not self._brings_gradients():
+            return
+        if isinstance(optimizer, ZeROOptimizer):
+            if _is_prepared(optimizer):
+                return
+            if not passes.is_of_engine:
+                self._require_unreduced()
+                if passes.is_penalized:
+                    raise RuntimeError(
+                        "loss.backward() of a loss that contains a gradient (torch.autograd.grad(create_graph=True) of "
+                        "an engine's output), with gradient_accumulation_steps above 1: only engine.backward(loss) "
+                        "divides that part by this number. Call it instead"
+                    )
+            state = optimizer._backward_hook_state
+            if not state.backward_active_depth and state.backward_seen_this_step:
+                optimizer.clear_backward_seen_flag()  # as a forward pass does
+        self._warn_of_discarded()
+        current.begin_backward(self)
+        try:
+            super()._backward_prologue()
+        except BaseException:
+            current.end_backward(self)
+            raise
+
+    def _backward_epilogue(self) -> None:
+        """Note that gradients are reduced; the engine's own mpu is current until here."""
+        current.set(self.mpu)
+        try:
+            super()._backward_epilogue()
+        finally:
+            current.end_backward(self)
+        passes = self.backward_passes
+        passes.is_penalized, passes.have_run, passes.are_discarded = False, True, False
+        passes.is_local, passes.kept = self.inside_no_sync_ctxt, None
+        if self.is_gradient_accumulation_boundary():
+            passes.are_reduced |= not self.inside_no_sync_ctxt
+            return
+        if passes.witness is None and passes.finds_discarded:
+            passes.finds_discarded = self.zero_optimization_stage() != 2 and self.mpu.check_weights
+            if not isinstance(self.optimizer, BF16_Optimizer):
+                passes.witness = next((each for each in self.module.parameters() if each.grad is not None), None)
+        if passes.witness is not None and passes.witness.grad is not None:
+            passes.kept = passes.witness.grad, passes.witness.grad._version
+        passes.has_sums = _has_sums(self)
+
+    def allreduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """Note it: a program may call it after the backward passes of ``no_sync()``."""
+        super().allreduce_gradients(*arguments, **options)
+        self.backward_passes.is_local = False
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient itself: hooks of the outputs divide it.
+
+        An output that depends on another output, or on one of another engine, would be divided twice.
+        """
+        return grad
+
+    def _warn_of_discarded(self) -> None:
+        """Warn, before a backward pass, if the program has discarded gradients of earlier micro-batches of the step.
+
+        Without ZeRO it may do so by functions of torch. ZeRO 2 does not discard gradients that it has reduced.
+        """
+        passes = self.backward_passes
+        if not passes.finds_discarded or not self.mpu.check_weights:
+            return
+        done = passes.number - 1
+        if self.managed_gradient_accumulation():
+            is_stated = self._is_gradient_accumulation_boundary is not None  # the program says which one is the last
+            done = 0 if is_stated else int(self.micro_steps % self.gradient_accumulation_steps())
+        if not done:
+            return
+        is_discarded = passes.are_discarded or (passes.has_sums and not _has_sums(self))
+        if passes.witness is not None and passes.kept is not None:
+            kept, version = passes.kept
+            gradient = passes.witness.grad
+            is_discarded |= gradient is None or (gradient is kept and kept._version != version and not kept.any())
+        if is_discarded:
+            passes.finds_discarded = False
+            if self.mpu.grid_rank == 0:
+                warn(
+                    f"zero_grad() has discarded the gradients of the first {done} of "
+                    f"{self.gradient_accumulation_steps()} micro-batches of a step, which the step would have "
+                    "averaged: leave it out, because engine.step() clears gradients after each optimizer step, or call "
+                    "it only if engine.is_gradient_accumulation_boundary() was True before engine.step(); set "
+                    "grid.check_weights = False if it is intended"
+                )
+
+    def _require_unreduced(self) -> None:
+        """Refuse a backward pass after gradients were reduced, unless it can add to them or may replace them."""
+        passes = self.backward_passes
+        if not passes.are_reduced or _takes_further_gradients(self):
+            return
+        replaces = self.gradient_accumulation_steps() == 1 and _replaces_gradients(self)
+        if passes.are_discarded and replaces:
+            return
+        discarding = "; to discard the first gradients, call engine.zero_grad()"
+        raise RuntimeError(
+            "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
+            f"stage {int(self.zero_optimization_stage())}): their sum would be wrong. Call "
+            "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
+            f" at ZeRO 1 and 2, or engine.step() after each{discarding if replaces else ''}"
+        )
+
+
+class NotedDiscards(Mixin, ZeROOptimizer):  # type: ignore[misc]
+    """An optimizer of ZeRO, or of bf16, of such an engine."""
+
+    mixin_state = "engines_passes"
+    engines_passes: BackwardPasses
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Note that the step may have another backward pass: programs discard gradients by this method, too."""
+        super().zero_grad(*arguments, **options)
+        self.engines_passes.are_discarded = True
+
+
 def check_loss(loss: Any = None, **_: object) -> None:
     """Refuse an argument of ``engine.backward`` that is no loss.
 
@@ -68,352 +366,11 @@ def check_loss(loss: Any = None, **_: object) -> None:
     raise ValueError(f"engine.backward(loss): {abridged(loss)} {problem}")
 
 
-def refuse_step(engine: DeepSpeedEngine) -> None:
-    """Refuse ``engine.step()`` without gradients: it would count a micro-batch, and move the schedule.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(
-        "engine.step() without a backward pass since the last step: call loss = engine(inputs), engine.backward(loss) "
-        f"and engine.step() once each for every micro-batch (gradient_accumulation_steps is "
-        f"{engine.gradient_accumulation_steps()})"
-    )
-
-
-# -- backward passes --------------------------------------------------------------------------------------------------
-
-
 def _is_prepared(optimizer: ZeROOptimizer) -> bool:
     """Tell whether the running backward pass has been prepared already."""
     state = optimizer._backward_hook_state
     is_current = state.post_backward_callback_graph_task_id == current_backward()
     return bool(state.backward_active_depth and state.post_backward_callback_queued and is_current)
-
-
-def _reaches_parameters(engine: DeepSpeedEngine) -> bool:
-    """Tell whether a backward pass that the program runs brings gradients, unlike ``torch.autograd.grad``."""
-    trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    if is_whole_backward():  # also if checkpointed layers run a pass of their own
-        return any(True for _ in trained)
-    return any(count_used_parameters_in_backward([each]) for each in trained)
-
-
-class BackwardPassesOfProgram(EngineOnGrid):
-    """A plain engine, whose program may run backward passes as it likes."""
-
-    mixin_state = "backward_passes"
-    backward_passes: BackwardPasses
-
-    def complete(self) -> None:
-        """Note when the program discards gradients by the optimizer."""
-        super().complete()
-        self.backward_passes = BackwardPasses()
-        if self.give_optimizer(NotedDiscards):
-            self.optimizer.engines_passes = self.backward_passes
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return outputs by which gradients enter the engine once."""
-        if self.gradient_accumulation_steps() > 1:
-            inputs, named = self.backward_passes.of_inputs(self, (inputs, named))
-        return self.backward_passes.of_outputs(self, super().forward(*inputs, **named))
-
-    def backward(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse what is no loss, and gradients that the step cannot take any more."""
-        check_loss(*arguments[:1], **options)
-        passes, outer = self.backward_passes, self.backward_passes.is_of_engine
-        if passes.are_reduced:
-            passes.require_unreduced(self)
-        passes.number += 1
-        passes.is_of_engine = True
-        try:
-            return super().backward(*arguments, **options)
-        finally:
-            passes.is_of_engine = outer
-
-    def step(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse a step without gradients."""
-        passes = self.backward_passes
-        if not passes.have_run:
-            refuse_step(self)
-        is_last = self.is_gradient_accumulation_boundary()
-        if is_last and passes.is_local and not passes.are_reduced:
-            passes.check_reduced(self)
-        result = super().step(*arguments, **options)
-        passes.is_penalized, passes.are_reduced = False, passes.are_reduced and not is_last
-        passes.have_run, passes.number = not is_last, 0
-        return result
-
-    def zero_grad(self) -> None:
-        """Discard the partitions of ZeRO 3, too. The step may then have another backward pass.
-
-        ZeRO keeps the gradients of a second backward pass alone, or adds them to discarded ones, which is refused.
-        """
-        super().zero_grad()
-        if self.zero_optimization_partition_weights():
-            self.optimizer.zero_grad()
-        if not isinstance(self.optimizer, BF16_Optimizer):  # it keeps its sums
-            self.backward_passes.are_discarded = True
-
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Refuse a second one in a step: ZeRO 1 and 2 would keep the gradients of the last one alone."""
-        with self.backward_passes.coalesced(self), super().coalesce_grad_reduction():
-            yield
-
-    # A program may call loss.backward() itself, for several losses, or a loss of several forward passes.
-
-    def _backward_prologue(self) -> None:
-        """Prepare once in each backward pass; the engine's own mpu is current from here."""
-        passes = self.backward_passes
-        if not passes.must_be_prepared(self):
-            return
-        passes.warn_of_discarded(self)
-        current.begin_backward(self)
-        try:
-            super()._backward_prologue()
-        except BaseException:
-            current.end_backward(self)
-            raise
-
-    def _backward_epilogue(self) -> None:
-        """Note that gradients are reduced; the engine's own mpu is current until here."""
-        current.set(self.mpu)
-        try:
-            super()._backward_epilogue()
-        finally:
-            current.end_backward(self)
-        self.backward_passes.end_backward(self)
-
-    def allreduce_gradients(self, *arguments: Any, **options: Any) -> None:
-        """Note it: a program may call it after the backward passes of ``no_sync()``."""
-        super().allreduce_gradients(*arguments, **options)
-        self.backward_passes.is_local = False
-
-    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient itself: hooks of the outputs divide it.
-
-        An output that depends on another output, or on one of another engine, would be divided twice.
-        """
-        return grad
-
-
-class NotedDiscards(Mixin, ZeROOptimizer):  # type: ignore[misc]
-    """An optimizer of ZeRO, or of bf16, of such an engine."""
-
-    mixin_suffix, mixin_state = "OnGrid", "engines_passes"
-    engines_passes: BackwardPasses
-
-    def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """Note that the step may have another backward pass: programs discard gradients by this method, too."""
-        super().zero_grad(*arguments, **options)
-        self.engines_passes.are_discarded = True
-
-
-class BackwardPasses:
-    """The backward passes of an engine's step."""
-
-    def __init__(self) -> None:
-        self.are_reduced = False
-        """True if a backward pass has reduced the gradients of the step, until the end of the step."""
-        self.are_discarded = False
-        """True if the program has discarded gradients since the last backward pass."""
-        self.is_penalized = False
-        """True if a loss may depend on gradients that ``torch.autograd.grad`` has returned in this micro-batch."""
-        self.is_of_engine = False
-        """True while ``engine.backward`` runs."""
-        self.have_run = False
-        """True after a backward pass, until the end of the step."""
-        self.number = 0
-        """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
-        self.is_local = False
-        """True if gradients of the last backward pass were not reduced, because it was inside ``no_sync()``."""
-        self._finds_discarded = True
-        """False after a warning, or if zero_grad() discards nothing."""
-        self._finds_local = True
-        """False after a warning."""
-        self._witness: torch.nn.Parameter | None = None
-        """A parameter with a gradient after a backward pass that is not the last one of a step."""
-        self._kept: tuple[torch.Tensor, int] | None = None
-        """That gradient and its version after the last pass; None if there is none."""
-        self._has_sums = False
-        """True if a reducer had gradients of earlier micro-batches after the last pass."""
-
-    # -- forward
-
-    def of_inputs(self, engine: DeepSpeedEngine, inputs: Any) -> Any:
-        """Return the inputs of a forward pass so that outputs of other engines among them are not divided again.
-
-        With one micro-batch in a step nothing is divided.
-        """
-        if not torch.is_grad_enabled() or is_functorch_transforming():
-            return inputs
-        return _changed(inputs, partial(_restored, engine, self))
-
-    def of_outputs(self, engine: DeepSpeedEngine, outputs: Any) -> Any:
-        """Return the outputs of a forward pass, by which gradients enter the engine and are divided."""
-        if not torch.is_grad_enabled() or is_functorch_transforming():
-            return outputs
-        enter = partial(self._enter, engine, [])
-        if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None and outputs._base is None:
-            node: Any = outputs.grad_fn
-            if _OUTPUT not in node.metadata:  # no second hook of an output that another forward pass has returned too
-                node.metadata[_OUTPUT] = True
-                outputs.register_hook(enter)
-                return outputs
-        return _with_entries(outputs, enter)
-
-    def _enter(self, engine: DeepSpeedEngine, used_by: list[int], gradient: torch.Tensor) -> torch.Tensor:
-        if is_functorch_transforming():
-            return gradient
-        if not (self.is_of_engine or _reaches_parameters(engine)):
-            if torch.is_grad_enabled():
-                self._note_penalty(engine)
-            return gradient
-        current = current_backward()
-        if used_by and used_by[0] != current and engine.zero_optimization_partition_weights():
-            raise RuntimeError(
-                "a second backward pass through one forward pass at ZeRO stage 3, whose parameters are partitioned "
-                "again after the first one: call engine.backward(first_loss + second_loss), or engine() for each loss"
-            )
-        used_by[:] = [current]
-        optimizer = engine.optimizer
-        if isinstance(optimizer, ZeROOptimizer):
-            if not _is_prepared(optimizer):
-                engine._backward_prologue()
-        elif not self.is_of_engine:
-            engine._backward_prologue()  # it refuses loss.backward() without ZeRO
-        return _divided(engine, gradient)
-
-    def _note_penalty(self, engine: DeepSpeedEngine) -> None:
-        if engine.zero_optimization_partition_weights():
-            raise RuntimeError(
-                "torch.autograd.grad(create_graph=True) of an engine's output at ZeRO stage 3: its backward pass needs "
-                "parameters a second time, which are partitioned again by then; use ZeRO stage 0, 1 or 2"
-            )
-        self.is_penalized = engine.gradient_accumulation_steps() > 1
-
-    # -- backward
-
-    def must_be_prepared(self, engine: DeepSpeedEngine) -> bool:
-        """Tell whether the running backward pass brings gradients to the engine and has not been prepared yet.
-
-        Raises:
-            RuntimeError: the step cannot take its gradients.
-        """
-        optimizer = engine.optimizer
-        if is_functorch_transforming() or not (self.is_of_engine or _reaches_parameters(engine)):
-            return False
-        if not isinstance(optimizer, ZeROOptimizer):
-            return True
-        if _is_prepared(optimizer):
-            return False
-        if not self.is_of_engine:
-            if self.are_reduced:
-                self.require_unreduced(engine)
-            self._require_scaled()
-        state = optimizer._backward_hook_state
-        if not state.backward_active_depth and state.backward_seen_this_step:
-            optimizer.clear_backward_seen_flag()  # as a forward pass does
-        return True
-
-    def end_backward(self, engine: DeepSpeedEngine) -> None:
-        """Note whether the gradients of the step are reduced now."""
-        self.is_penalized, self.have_run, self.are_discarded = False, True, False
-        self.is_local, self._kept = engine.inside_no_sync_ctxt, None
-        if not engine.is_gradient_accumulation_boundary():
-            self._look_at_kept(engine)
-        elif not engine.inside_no_sync_ctxt:
-            self.are_reduced = True
-
-    def _look_at_kept(self, engine: DeepSpeedEngine) -> None:
-        if self._witness is None and self._finds_discarded:
-            self._finds_discarded = engine.zero_optimization_stage() != 2 and engine.mpu.check_weights
-            if not isinstance(engine.optimizer, BF16_Optimizer):
-                self._witness = next((each for each in engine.module.parameters() if each.grad is not None), None)
-        if self._witness is not None and self._witness.grad is not None:
-            self._kept = self._witness.grad, self._witness.grad._version
-        self._has_sums = _has_sums(engine)
-
-    def warn_of_discarded(self, engine: DeepSpeedEngine) -> None:
-        """Warn, before a backward pass, if the program has discarded gradients of earlier micro-batches of the step.
-
-        Without ZeRO it may do so by functions of torch. ZeRO 2 does not discard gradients that it has reduced.
-        """
-        if not self._finds_discarded or not engine.mpu.check_weights:
-            return
-        done = self.number - 1
-        if engine.managed_gradient_accumulation():
-            is_stated = engine._is_gradient_accumulation_boundary is not None  # the program says which one is the last
-            done = 0 if is_stated else int(engine.micro_steps % engine.gradient_accumulation_steps())
-        if not done:
-            return
-        is_discarded = self.are_discarded or (self._has_sums and not _has_sums(engine))
-        if self._witness is not None and self._kept is not None:
-            kept, version = self._kept
-            gradient = self._witness.grad
-            is_discarded |= gradient is None or (gradient is kept and kept._version != version and not kept.any())
-        if is_discarded:
-            self._finds_discarded = False
-            if engine.mpu.grid_rank == 0:
-                warn(
-                    f"zero_grad() has discarded the gradients of the first {done} of "
-                    f"{engine.gradient_accumulation_steps()} micro-batches of a step, which the step would have "
-                    "averaged: leave it out, because engine.step() clears gradients after each optimizer step, or call "
-                    "it only if engine.is_gradient_accumulation_boundary() was True before engine.step(); set "
-                    "grid.check_weights = False if it is intended"
-                )
-
-    def check_reduced(self, engine: DeepSpeedEngine) -> None:
-        """Refuse or warn of an optimizer step with gradients that no backward pass has reduced.
-
-        Raises:
-            RuntimeError: ZeRO has no gradients then.
-        """
-        said = (
-            "the last backward pass of this step was inside engine.no_sync(), so gradients were not averaged over the "
-            f"{engine.dp_world_size} replicas"
-        )
-        remedy = "leave no_sync() before the forward pass of the last micro-batch of a step"
-        if engine.zero_optimization():
-            raise RuntimeError(f"{said}, and ZeRO has none to step with: {remedy}")
-        if self._finds_local and engine.dp_world_size > 1 and engine.mpu.check_weights and engine.mpu.grid_rank == 0:
-            self._finds_local = False
-            warn(
-                f"{said}, which have different parameters from now on: {remedy}; set grid.check_weights = False if "
-                "they are meant to train apart"
-            )
-
-    @contextmanager
-    def coalesced(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Note that gradients are reduced at the end of ``coalesce_grad_reduction``, in any micro-batch."""
-        if self.are_reduced:
-            self.require_unreduced(engine)
-        try:
-            yield
-        finally:
-            self.are_reduced, self.are_discarded = True, False
-
-    def require_unreduced(self, engine: DeepSpeedEngine) -> None:
-        """Refuse a backward pass after gradients were reduced, unless it can add to them or may replace them."""
-        replaces = engine.gradient_accumulation_steps() == 1 and _replaces_gradients(engine)
-        if _takes_further_gradients(engine) or (self.are_discarded and replaces):
-            return
-        discarding = "; to discard the first gradients, call engine.zero_grad()"
-        raise RuntimeError(
-            "a second backward pass in the last micro-batch of a step, whose gradients are reduced already (ZeRO "
-            f"stage {int(engine.zero_optimization_stage())}): their sum would be wrong. Call "
-            "engine.backward(first_loss + second_loss), or both inside one `with engine.coalesce_grad_reduction():`"
-            f" at ZeRO 1 and 2, or engine.step() after each{discarding if replaces else ''}"
-        )
-
-    def _require_scaled(self) -> None:
-        if self.is_penalized:
-            raise RuntimeError(
-                "loss.backward() of a loss that contains a gradient (torch.autograd.grad(create_graph=True) of an "
-                "engine's output), with gradient_accumulation_steps above 1: only engine.backward(loss) "
-                "divides that part by this number. Call it instead"
-            )
 
 
 def _has_sums(engine: DeepSpeedEngine) -> bool:
@@ -506,24 +463,6 @@ _OUTPUT = "ds_topo: output of an engine"
 
 _divided: Callable[[DeepSpeedEngine, torch.Tensor], torch.Tensor] = DeepSpeedEngine._backward_prologue_per_tensor
 """Return the gradient divided by the number of micro-batches, unless ``engine.backward`` has divided the loss."""
-
-
-def _restored(engine: DeepSpeedEngine, passes: BackwardPasses, value: torch.Tensor) -> torch.Tensor:
-    """Return an input that depends on an engine's output so that this engine does not divide its gradient."""
-    if value.grad_fn is None or not _depends_on_engine(value.grad_fn):
-        return value
-    of_engine: Any = _InputOfEngine
-    view: torch.Tensor = of_engine.apply(value)
-
-    def multiply(gradient: torch.Tensor) -> torch.Tensor:
-        if is_functorch_transforming() or not (passes.is_of_engine or _reaches_parameters(engine)):
-            return gradient
-        one = gradient.new_ones(())
-        factor = _divided(engine, one)
-        return gradient if factor is one else gradient / factor
-
-    view.register_hook(multiply)
-    return view
 
 
 def _depends_on_engine(node: Any) -> bool:

@@ -22,7 +22,7 @@ from ds_topo.mpu import MpuGrid
 
 
 class WithoutInfinities(EngineOnGrid):
-    """An engine in bf16, maybe with ``BF16_Optimizer``."""
+    """An engine in bf16, maybe with ``BF16_Optimizer``, which fails on gradients that are not finite."""
 
     def complete(self) -> None:
         """Look at the gradients of each step."""
@@ -34,7 +34,6 @@ class WithoutInfinities(EngineOnGrid):
 class FiniteBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``."""
 
-    mixin_suffix = "OnGrid"
     mpu: MpuGrid
 
     def step(self, closure: Any = None) -> None:

@@ -17,7 +17,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class FreedModule(EngineOnGrid):
-    """An engine at ZeRO 3."""
+    """An engine at ZeRO 3, which keeps destroyed modules."""
 
     def complete(self) -> None:
         """Free the module when the optimizer is destroyed."""
@@ -27,8 +27,6 @@ class FreedModule(EngineOnGrid):
 
 class FreedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
-
-    mixin_suffix = "OnGrid"
 
     def destroy(self) -> None:
         """Take the module out of the list."""

@@ -19,7 +19,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class LinkedStates(EngineOnGrid):
-    """An engine at ZeRO 1 or 2."""
+    """An engine at ZeRO 1 or 2, which links the states of the first group alone."""
 
     def complete(self) -> None:
         """Link all states after the first step."""
@@ -30,7 +30,6 @@ class LinkedStates(EngineOnGrid):
 class LinkedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``."""
 
-    mixin_suffix = "OnGrid"
     _hp_optimizer_states_linked: bool
 
     def step(self, closure: object = None) -> Any:

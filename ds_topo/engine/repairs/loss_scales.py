@@ -9,7 +9,7 @@ loss, decides on each rank alone whether a step overflowed, and with ZeRO it div
 clipped: a norm of 1.1 counts as 72,000. Here ZeRO's optimizers use their own loss scale instead, as in fp16 without
 autocast. An engine without ZeRO gets a scaler that decides with all ranks, and reports a step that it skips as ZeRO
 does. DeepSpeed also keeps for the whole process that an engine has used ``torch_autocast``, so that later engines get a
-loss scale, and communicate in other data types: ``_of_its_own`` hides that from them.
+loss scale, and communicate in other data types: that is hidden from them.
 
 But for that stage, a program sees no error: a loss that hardly falls, a norm that is too large by the loss scale, or a
 loss scale of an engine in fp32.
@@ -24,8 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch.nn.utils import get_total_norm
 
@@ -52,18 +48,37 @@ from ds_topo.mpu import MpuGrid
 class LossScales(EngineOnGrid):
     """An engine in fp16 or with ``torch_autocast``, or in a process where another engine has used that."""
 
+    torch_autocast_z0_gradscaler: Any
+
     def built_inside(self, undo: ExitStack, case: Case) -> None:
         """Use ``torch_autocast`` only if the engine's own config says so."""
         super().built_inside(undo, case)
-        undo.enter_context(_of_its_own())
+        for name in ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"):
+            undo.callback(setattr, torch_autocast, name, getattr(torch_autocast, name))
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
     def complete(self) -> None:
-        """Replace the scaler by one with a decision of all ranks; let losses be scaled."""
+        """Replace the scaler of ``torch_autocast`` by one with a decision of all ranks.
+
+        In fp16 without ZeRO let losses be scaled, and log that DeepSpeed's own engine does not.
+        """
         super().complete()
-        before = self.torch_autocast_z0_gradscaler
-        _share_scale(self)
-        if self.mpu.settle_norms():
-            _scale_losses(self)
+        before, optimizer = self.torch_autocast_z0_gradscaler, self.optimizer
+        if before is not None:
+            self.torch_autocast_z0_gradscaler = AutocastScaler(self.mpu, optimizer)
+        elif getattr(optimizer, "torch_autocast_gradscaler", None) is not None:  # of ZeRO
+            optimizer.torch_autocast_gradscaler = None
+            optimizer.loss_scaler = _dynamic_scale()
+            optimizer.dynamic_loss_scale = optimizer.check_grad_overflow = True
+        is_of_fp16 = self.fp16_enabled() and isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
+        if self.mpu.settle_norms() and is_of_fp16:
+            log_dist(
+                "ds_topo: losses are multiplied by the loss scale, which DeepSpeed's own engine omits in fp16 without "
+                "ZeRO: its updates are smaller, and it clips nothing. To compare runs, set grid.correct_norms = False",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+            self.torch_autocast_z0_gradscaler = LossScaler(optimizer.loss_scale_config)
         self.mpu.on_destroy(partial(_restore_scaler, weakref.ref(self), before))
         if self.torch_autocast_enabled():
             self.give_optimizer(Autocast)
@@ -85,8 +100,6 @@ class LossScales(EngineOnGrid):
 class Autocast(Mixin, ZeROOptimizer):  # type: ignore[misc]
     """An optimizer of ZeRO with ``torch_autocast``."""
 
-    mixin_suffix = "OnGrid"
-
     def get_param_comm_dtype(self, param: torch.nn.Parameter) -> torch.dtype:
         """Return the type in which gradients travel: DeepSpeed asks for the last engine of the process."""
         dtype: torch.dtype = torch_autocast.get_comm_dtype(param)
@@ -107,19 +120,6 @@ def _release_scaler(scaler: Any) -> None:
 
 
 # -- fp16 without ZeRO -----------------------------------------------------------------------------------------------
-
-
-def _scale_losses(engine: DeepSpeedEngine) -> None:
-    """Let an engine in fp16 without ZeRO multiply losses by the loss scale, and log that DeepSpeed's own does not."""
-    if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
-        return
-    log_dist(
-        "ds_topo: losses are multiplied by the loss scale, which DeepSpeed's own engine omits in fp16 without ZeRO: "
-        "its updates are smaller, and it clips nothing. To compare runs, set grid.correct_norms = False",
-        ranks=[0],
-        level=logging.WARNING,
-    )
-    engine.torch_autocast_z0_gradscaler = LossScaler(engine.optimizer.loss_scale_config)
 
 
 class LossScaler:
@@ -154,30 +154,6 @@ class LossScaler:
 FIRST_SCALE, STEPS_TO_GROW, LOWEST_SCALE = 2.0**16, 2000, 2.0**-14
 """The scale of the first step and the steps without overflow before it grows, as in torch's ``GradScaler``; and the
 lowest scale."""
-
-
-def _share_scale(engine: DeepSpeedEngine) -> None:
-    """Replace the scaler of an engine that uses ``torch_autocast`` in fp16."""
-    optimizer = engine.optimizer
-    if engine.torch_autocast_z0_gradscaler is not None:
-        engine.torch_autocast_z0_gradscaler = AutocastScaler(engine.mpu, optimizer)
-    elif isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-        if optimizer.torch_autocast_gradscaler is None:
-            return
-        optimizer.torch_autocast_gradscaler = None
-        optimizer.loss_scaler = _dynamic_scale()
-        optimizer.dynamic_loss_scale = optimizer.check_grad_overflow = True
-
-
-@contextmanager
-def _of_its_own() -> Iterator[None]:
-    """Build an engine in this block that uses ``torch_autocast`` only if its own config says so."""
-    before = torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    try:
-        yield
-    finally:
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = before
 
 
 def _dynamic_scale() -> DynamicLossScaler:

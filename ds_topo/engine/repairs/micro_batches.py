@@ -12,13 +12,25 @@ Reports: no public report found; deepspeedai/DeepSpeed#2798 names ``set_train_ba
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, abridged, warn
+
+
+@dataclass
+class MicroBatches:
+    """The number of micro-batches in a step of one engine, and what has run in this step."""
+
+    number: int
+    backwards: int = 0
+    """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
+    forwards: int = 0
+    """The number of forward passes in training since then."""
+    has_stepped: bool = False
 
 
 class CountedMicroBatches(EngineOnGrid):
@@ -26,26 +38,69 @@ class CountedMicroBatches(EngineOnGrid):
 
     mixin_state = "micro_batch_count"
     micro_batch_count: MicroBatches
+    micro_steps: int
 
     def complete(self) -> None:
         """Count from here."""
         super().complete()
-        number = self.gradient_accumulation_steps()
-        self.micro_batch_count = MicroBatches(number, takes_whole_steps=self.is_pipeline)
+        self.micro_batch_count = MicroBatches(self.gradient_accumulation_steps())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refuse sizes that do not fit; the count of micro-batches starts with the next step.
-
-        In DeepSpeed a step ends where the count of all micro-batches is a multiple of the new number.
-        """
-        self.micro_batch_count.check_batch_size(self, train_batch_size)
+        """Refuse sizes that do not fit, and a call within a step; count anew from the next step."""
+        micro, samples = self.train_micro_batch_size_per_gpu(), self.dp_world_size
+        number, done = self.micro_batch_count.number, self._done_in_this_step()
+        if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
+            raise EngineOptionError(
+                f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples "
+                f"in a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * number}"
+            )
+        if done and train_batch_size != self.train_batch_size():
+            raise EngineOptionError(
+                f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "
+                f"gradients are divided by {number}: call it after engine.step() has ended the step"
+            )
         super().set_train_batch_size(train_batch_size)
-        self.micro_batch_count.settle(self)
+        self._settle_number()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Refuse it with a loader of ``training_data``, which keeps its size."""
-        check_micro_batch_size(self, micro_batch_size)
+        if not _is_count(micro_batch_size):
+            raise EngineOptionError(
+                f"set_train_micro_batch_size({abridged(micro_batch_size)}): give a number of samples, at least 1"
+            )
+        has_loader = self.training_data is not None  # training_dataloader is None on some stages of a pipeline
+        if has_loader and micro_batch_size != self.train_micro_batch_size_per_gpu():
+            raise EngineOptionError(
+                f"set_train_micro_batch_size({micro_batch_size}): the data loader of training_data= goes on with "
+                f"batches of {self.train_micro_batch_size_per_gpu()} samples. Omit training_data= and read batches of "
+                "the new size from a loader of your own, such as engine.deepspeed_io(dataset, "
+                f"batch_size={micro_batch_size})"
+            )
         super().set_train_micro_batch_size(micro_batch_size)
+
+    def _done_in_this_step(self) -> int:
+        """Return how many micro-batches of the current step have gradients already."""
+        if not self.managed_gradient_accumulation():
+            return self.micro_batch_count.backwards  # micro_steps counts steps
+        if self._is_gradient_accumulation_boundary is not None or self.is_pipeline:
+            return 0  # the program, or the pipeline, says which micro-batch is the last
+        return int(self.micro_steps % self.micro_batch_count.number)
+
+    def _settle_number(self) -> None:
+        """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
+        number, former = self.gradient_accumulation_steps(), self.micro_batch_count.number
+        if number == former:
+            return
+        done = self._done_in_this_step()
+        if done:
+            raise EngineOptionError(
+                f"gradient_accumulation_steps has become {number} after {done} of the {former} micro-batches of a "
+                f"step, whose gradients are divided by {former}: change it after "
+                "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
+            )
+        if self.managed_gradient_accumulation():
+            self.micro_steps = self.micro_steps // former * number
+        self.micro_batch_count.number = number
 
 
 class CountedMicroBatchesOfPlain(CountedMicroBatches):
@@ -54,21 +109,29 @@ class CountedMicroBatchesOfPlain(CountedMicroBatches):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Count the forward pass."""
         if self.training:
-            self.micro_batch_count.settle(self)
+            self._settle_number()
             self.micro_batch_count.forwards += 1
         return super().forward(*inputs, **named)
 
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Count the backward pass."""
         if self.training:
-            self.micro_batch_count.settle(self)
+            self._settle_number()
         self.micro_batch_count.backwards += 1
         return super().backward(*arguments, **options)
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        """Begin to count again."""
+        """Begin to count again. Warn at the first call if it seems to come once in a step only."""
         result = super().step(*arguments, **options)
-        self.micro_batch_count.note_step(self)
+        count, number = self.micro_batch_count, self.gradient_accumulation_steps()
+        seems_once = not count.has_stepped and count.forwards == count.backwards == number > 1
+        if seems_once and self._is_gradient_accumulation_boundary is None and self.managed_gradient_accumulation():
+            warn(
+                f"engine.step() after {number} forward and backward passes, with gradient_accumulation_steps {number}: "
+                f"it counts one micro-batch, so the optimizer steps after {number * number} passes. Call it after the "
+                "backward pass of each micro-batch; if these passes are of one micro-batch, ignore this"
+            )
+        self.micro_batch_count = MicroBatches(count.number, has_stepped=True)
         return result
 
 
@@ -77,7 +140,12 @@ class CountedMicroBatchesOfPipeline(CountedMicroBatches, PipelineEngine):  # typ
 
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Refuse a step whose numbers of micro-batches to run and to divide by differ."""
-        check_number(self)
+        if self.micro_batches != self.gradient_accumulation_steps():
+            raise EngineOptionError(
+                f"the pipeline runs {self.micro_batches} micro-batches in a step, but gradient_accumulation_steps is "
+                f"{self.gradient_accumulation_steps()}, by which gradients are divided: call "
+                "engine.set_train_batch_size(samples), which sets both"
+            )
         return super().train_batch(*arguments, **options)
 
 
@@ -86,96 +154,3 @@ def _is_count(value: object) -> bool:
         return not isinstance(value, bool) and operator.index(value) > 0  # type: ignore[arg-type]
     except TypeError:
         return False
-
-
-class MicroBatches:
-    """The number of micro-batches in a step of one engine.
-
-    Args:
-        number: the number now.
-        takes_whole_steps: the engine is a pipeline, which runs all micro-batches of a step itself.
-    """
-
-    def __init__(self, number: int, *, takes_whole_steps: bool) -> None:
-        self._number, self.takes_whole_steps = number, takes_whole_steps
-        self.backwards = 0
-        """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
-        self.forwards = 0
-        """The number of forward passes in training since then."""
-        self._has_stepped = False
-
-    def note_step(self, engine: DeepSpeedEngine) -> None:
-        """Begin to count again. Warn at the first call of ``engine.step`` if it seems to come once in a step only."""
-        number = engine.gradient_accumulation_steps()
-        seems_once = not self._has_stepped and self.forwards == self.backwards == number > 1
-        if seems_once and engine._is_gradient_accumulation_boundary is None and engine.managed_gradient_accumulation():
-            warn(
-                f"engine.step() after {number} forward and backward passes, with gradient_accumulation_steps {number}: "
-                f"it counts one micro-batch, so the optimizer steps after {number * number} passes. Call it after the "
-                "backward pass of each micro-batch; if these passes are of one micro-batch, ignore this"
-            )
-        self._has_stepped, self.backwards, self.forwards = True, 0, 0
-
-    def _in_this_step(self, engine: DeepSpeedEngine) -> int:
-        """Return how many micro-batches of the current step have gradients already."""
-        if not engine.managed_gradient_accumulation():
-            return self.backwards  # micro_steps counts steps
-        if engine._is_gradient_accumulation_boundary is not None or self.takes_whole_steps:
-            return 0  # the program says which micro-batch is the last
-        return int(engine.micro_steps % self._number)
-
-    def settle(self, engine: DeepSpeedEngine) -> None:
-        """Move the engine's count of micro-batches if their number in a step has changed since the last call."""
-        number, former = engine.gradient_accumulation_steps(), self._number
-        if number == former:
-            return
-        done = self._in_this_step(engine)
-        if done:
-            raise EngineOptionError(
-                f"gradient_accumulation_steps has become {number} after {done} of the {former} micro-batches of a "
-                f"step, whose gradients are divided by {former}: change it after "
-                "engine.is_gradient_accumulation_boundary() was True and engine.step() has returned"
-            )
-        if engine.managed_gradient_accumulation():
-            engine.micro_steps = engine.micro_steps // former * number
-        self._number = number
-
-    def check_batch_size(self, engine: DeepSpeedEngine, train_batch_size: int) -> None:
-        """Refuse an argument of ``set_train_batch_size``, or a call within a step."""
-        micro, samples, number = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, self._number
-        if not _is_count(train_batch_size) or train_batch_size % (micro * samples):
-            raise EngineOptionError(
-                f"set_train_batch_size({abridged(train_batch_size)}): each of {samples} replicas reads {micro} samples "
-                f"in a micro-batch, so give a multiple of {micro * samples}, such as {micro * samples * number}"
-            )
-        done = self._in_this_step(engine)
-        if done and train_batch_size != engine.train_batch_size():
-            raise EngineOptionError(
-                f"set_train_batch_size({train_batch_size}) after {done} of the {number} micro-batches of a step, whose "
-                f"gradients are divided by {number}: call it after engine.step() has ended the step"
-            )
-
-
-def check_micro_batch_size(engine: DeepSpeedEngine, micro_batch_size: int) -> None:
-    """Refuse an argument of ``set_train_micro_batch_size`` that the loader of ``training_data`` does not follow."""
-    if not _is_count(micro_batch_size):
-        raise EngineOptionError(
-            f"set_train_micro_batch_size({abridged(micro_batch_size)}): give a number of samples, at least 1"
-        )
-    has_loader = engine.training_data is not None  # training_dataloader is None on some stages of a pipeline
-    if has_loader and micro_batch_size != engine.train_micro_batch_size_per_gpu():
-        raise EngineOptionError(
-            f"set_train_micro_batch_size({micro_batch_size}): the data loader of training_data= goes on with batches "
-            f"of {engine.train_micro_batch_size_per_gpu()} samples. Omit training_data= and read batches of the new "
-            f"size from a loader of your own, such as engine.deepspeed_io(dataset, batch_size={micro_batch_size})"
-        )
-
-
-def check_number(engine: PipelineEngine) -> None:
-    """Refuse a step of a pipeline whose numbers of micro-batches to run and to divide by differ."""
-    if engine.micro_batches != engine.gradient_accumulation_steps():
-        raise EngineOptionError(
-            f"the pipeline runs {engine.micro_batches} micro-batches in a step, but gradient_accumulation_steps is "
-            f"{engine.gradient_accumulation_steps()}, by which gradients are divided: call "
-            "engine.set_train_batch_size(samples), which sets both"
-        )

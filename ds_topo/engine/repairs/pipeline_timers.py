@@ -17,7 +17,7 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class TimedOnce(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine."""
+    """A pipeline engine, whose timers of a backward pass two places start."""
 
     def complete(self) -> None:
         """Leave the timers to the pipeline."""

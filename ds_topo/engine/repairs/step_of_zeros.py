@@ -10,7 +10,6 @@ Reports: deepspeedai/DeepSpeed#5104, which has removed this step from ZeRO's opt
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -20,27 +19,26 @@ from ds_topo.engine.on_grid import EngineOnGrid
 
 
 class WithoutStepOfZeros(EngineOnGrid):
-    """An engine in fp16 or bf16 without ZeRO."""
+    """An engine in fp16 or bf16 without ZeRO, whose optimizer has taken a step of zeros."""
 
     def complete(self) -> None:
-        """Undo the step, unless the program asks for DeepSpeed's own results."""
+        """Undo the step, unless the program asks for DeepSpeed's own results.
+
+        The optimizer must be known to start again without states: torch's, and DeepSpeed's Adam.
+        """
         super().complete()
-        if self.mpu.settle_norms():
-            _undo_step_of_zeros(self.optimizer)
-
-
-def _undo_step_of_zeros(optimizer: Any) -> None:
-    """Undo the step if the optimizer is known to start again without states: torch's, and DeepSpeed's Adam."""
-    if isinstance(optimizer, FP16_Optimizer):
-        pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
-    else:
-        return
-    inner = optimizer.optimizer
-    if not type(inner).__module__.startswith(("torch.optim.", "deepspeed.ops.adam.")):
-        return
-    with torch.no_grad():
-        for master, parameter in pairs:
-            master.copy_(parameter)
-    inner.state.clear()
+        optimizer = self.optimizer
+        if not self.mpu.settle_norms():
+            return
+        if isinstance(optimizer, FP16_Optimizer):
+            pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
+        elif isinstance(optimizer, FP16_UnfusedOptimizer):
+            pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
+        else:
+            return
+        inner = optimizer.optimizer
+        if type(inner).__module__.startswith(("torch.optim.", "deepspeed.ops.adam.")):
+            with torch.no_grad():
+                for master, parameter in pairs:
+                    master.copy_(parameter)
+            inner.state.clear()

@@ -45,7 +45,7 @@ class UnusedParameters(EngineOnGrid):
 class ClearedOffload(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2, with an offloaded optimizer."""
 
-    mixin_suffix = "OnGrid"
+    _offload_accumulated_param_ids: set[int]
 
     def async_accumulate_grad_in_cpu_via_gpu(self, param: torch.nn.Parameter) -> Any:
         """Clear the memory of a gradient before the first one of a step is added."""
@@ -58,65 +58,49 @@ class ClearedOffload(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def step(self, closure: object = None) -> Any:
         """Hand over what the last micro-batch left out first."""
-        _hand_over_offloaded(self)
+        used, handed_over = self._offload_accumulated_param_ids, self.norm_for_param_grads
+        if used or handed_over:  # else a compiled graph has reduced the gradients
+            missing = set()
+            for parameter in chain.from_iterable(self.params_in_partition):
+                number = self.get_param_id(parameter)
+                if number in handed_over or not parameter.requires_grad:
+                    continue
+                missing.add(number)
+                if number not in used:
+                    group, _, start, numel = self.grad_position[number]
+                    (master,) = self.param_groups[group]["params"]
+                    master.grad.view(-1)[start : start + numel].zero_()
+            if missing & used:
+                self._offload_accumulated_param_ids = missing & used
+                self._finalize_cpu_offload_gradient_accumulation()
         return super().step(closure)
 
 
 class ClearedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_suffix = "OnGrid"
+    _offload_boundary_param_ids: set[int]
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
         """Clear gradients of an earlier step, to which DeepSpeed adds if the first micro-batch does not use one."""
         if self.micro_step_id > 0:
-            for parameter in params_to_release:
-                if parameter.ds_id not in self._offload_boundary_param_ids:
-                    _clear(self, parameter)
+            self._clear_unless(self._offload_boundary_param_ids, params_to_release)
         return super().partition_grads(params_to_release, grad_partitions)
 
     def step(self, closure: object = None) -> Any:
-        """Clear the gradients of unused parameters first, and hand them over."""
-        _hand_over_partitions(self)
+        """Clear the gradients of parameters that no micro-batch used first, and hand over those left out."""
+        if used := self._offload_boundary_param_ids:  # else a compiled graph has reduced the gradients
+            trained = [each for each in chain.from_iterable(self.fp16_groups) if each.requires_grad]
+            self._clear_unless(used, trained)
+            if self.offload_optimizer:
+                handed_over = self.norm_for_param_grads
+                missing = {each.ds_id for each in trained if self.get_param_id(each) not in handed_over}
+                if missing:
+                    self._offload_boundary_param_ids = missing
+                    self._finalize_offload_gradient_accumulation()
         return super().step(closure)
 
-
-def _hand_over_offloaded(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Hand gradients that the last micro-batch left out over to an offloaded optimizer of ZeRO 1 or 2."""
-    used = optimizer._offload_accumulated_param_ids
-    handed_over = optimizer.norm_for_param_grads
-    if used or handed_over:  # else a compiled graph has reduced the gradients
-        missing = set()
-        for parameter in chain.from_iterable(optimizer.params_in_partition):
-            number = optimizer.get_param_id(parameter)
-            if number in handed_over or not parameter.requires_grad:
-                continue
-            missing.add(number)
-            if number not in used:
-                group, _, start, numel = optimizer.grad_position[number]
-                (master,) = optimizer.param_groups[group]["params"]
-                master.grad.view(-1)[start : start + numel].zero_()
-        if missing & used:
-            optimizer._offload_accumulated_param_ids = missing & used
-            optimizer._finalize_cpu_offload_gradient_accumulation()
-
-
-def _hand_over_partitions(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Clear the gradients of parameters that no micro-batch used at ZeRO 3, and hand over those left out."""
-    used = optimizer._offload_boundary_param_ids
-    if used:  # else a compiled graph has reduced the gradients
-        trained = [each for each in chain.from_iterable(optimizer.fp16_groups) if each.requires_grad]
-        for parameter in trained:
+    def _clear_unless(self, used: set[int], parameters: list[Any]) -> None:
+        for parameter in parameters:
             if parameter.ds_id not in used:
-                _clear(optimizer, parameter)
-        if optimizer.offload_optimizer:
-            handed_over = optimizer.norm_for_param_grads
-            missing = {each.ds_id for each in trained if optimizer.get_param_id(each) not in handed_over}
-            if missing:
-                optimizer._offload_boundary_param_ids = missing
-                optimizer._finalize_offload_gradient_accumulation()
-
-
-def _clear(optimizer: DeepSpeedZeroOptimizer_Stage3, parameter: Any) -> None:
-    """Clear the memory of a parameter's gradient at ZeRO 3."""
-    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id].zero_()
+                self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[parameter.ds_id].zero_()
