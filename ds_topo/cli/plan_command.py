@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
@@ -151,7 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
     compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
     if arguments.picture:
         plan_report.save_picture(found, arguments.picture)
-        print(f"picture: {arguments.picture}", file=sys.stderr)
     if arguments.write:
         config = json.dumps(plan_report.deepspeed_config(job, found.best), indent=2)
         write_file("--write", arguments.write, config)
@@ -213,7 +211,9 @@ def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
             )
         cluster = replace(cluster, memory_limit=limit)
     if machine is not None:
-        cluster = machine.applied_to(cluster)
+        start = cluster.start_seconds if machine.start_seconds is None else machine.start_seconds
+        inside, across = machine.inside or cluster.inside, machine.across or cluster.across
+        cluster = replace(cluster, inside=inside, across=across, start_seconds=start)
     inside, across = arguments.link_inside_gbps, arguments.link_across_gbps
     if inside:
         cluster = replace(cluster, inside=hardware.Link(inside * GIGA, cluster.inside.latency))
@@ -391,7 +391,7 @@ def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -
         "explained": {
             "seconds": [vars(term) for term in explain_time(costs, best)],
             "bytes": [vars(term) for term in explain_memory(costs, best)],
-            "axes": [{**vars(use), "link": use.link} for use in explain_axes(costs, best.layout)],
+            "axes": explain_axes(costs, best.layout),
         },
         "orders": [{"topology": plan.layout.topology.spec, "seconds": plan.seconds} for plan in orders_of(job, best)],
         "search": {
