@@ -60,7 +60,6 @@ def name_and_memory(device: torch.device) -> tuple[str, float]:
 
 
 def _measure_speeds(device: torch.device) -> Speeds:
-    """Measure this process's GPU."""
     name, memory = name_and_memory(device)
     flops: dict[str, float] = {}
     depth = 0
@@ -111,7 +110,6 @@ def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
 
 
 def _block_step(shape: tuple[int, int, int, int], device: torch.device) -> Callable[[], None]:
-    """Return forward and backward of a block in torch."""
     sequences, positions, hidden, heads = shape
     half = FORMATS["bf16"]
     norms = [torch.nn.LayerNorm(hidden, device=device, dtype=half) for _ in range(2)]
@@ -237,17 +235,14 @@ def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: i
         pair = grid.create_group(RankGroup((f"ranks {ends[0]} and {ends[1]}",), ends))
     large, small = torch.ones(MESSAGE_BYTES // 4, device=device), torch.ones(1, device=device)
 
+    is_first = peer is not None and min(rank, peer) == 0
+    calls = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+
     def there_and_back() -> None:
-        assert peer is not None
-        if rank < peer:
-            dist.send(small, peer)
-            dist.recv(small, peer)
-        else:
-            dist.recv(small, peer)
-            dist.send(small, peer)
+        for call in calls:
+            call(small, peer)
 
     dist.barrier()
-    is_first = peer is not None and min(rank, peer) == 0
     latency = max(gathered(_best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0))
     dist.barrier()
     # the mean, not the best: a round in which other pairs pause has the link alone

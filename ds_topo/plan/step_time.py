@@ -9,7 +9,7 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -63,11 +63,6 @@ class Span:
     ring_edges: float
     remote_pairs: float
     forward_edges: float
-
-    @property
-    def crosses(self) -> bool:
-        """True if its messages leave hosts."""
-        return self.hosts > 1
 
 
 Spans: TypeAlias = Mapping[str, Span]
@@ -206,7 +201,7 @@ def latency_seconds(operation: str, span: Span, cluster: Cluster) -> float:
     A ring passes every rank once per pass. NCCL takes a tree over hosts for an all_reduce, whose depth is the logarithm
     of their number (NCCL 2.4's double binary trees).
     """
-    across = span.hosts if span.crosses else 0
+    across = span.hosts if span.hosts > 1 else 0
     inside = max(0, span.size - max(1, span.hosts))
     if operation == "all_to_all":
         hops = (min(inside, span.size // span.hosts - 1), min(across, 1) * ceil(log2(span.size)))
@@ -228,7 +223,7 @@ def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
     """Return the seconds for every rank to send ``size`` bytes to the next along an axis."""
     if span.size == 1 or not size:
         return 0.0
-    if not span.crosses:
+    if span.hosts == 1:
         return size / cluster.inside.bandwidth + cluster.inside.latency + cluster.start_seconds
     edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
     return size * edges / cluster.across.bandwidth + cluster.across.latency + cluster.start_seconds
@@ -250,7 +245,7 @@ class StepTime(Sum):
         bubble: waiting for the first micro-batch and for the last.
         gradients: the part of their reduction that backward does not hide.
         parameters: the part of gathering sharded parameters that is not hidden.
-        agreement: small collectives about losses, norms and overflows.
+        agreement: small collectives about losses, norms and overflows, each over the axis that takes longest.
     """
 
     compute: float
@@ -294,7 +289,7 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
     micro_batches = layout.micro_batches(job.batch)
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
-    slowest, _ = slowest_stage(passes, kinds)
+    slowest = max(passes, key=lambda one: one.total)
     sending = _send_seconds(costs, layout, spans)
     bubble = 0.0
     if layout.pipe > 1:
@@ -303,6 +298,8 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
             others *= mirrored_bubble(layout.pipe, slowest)
         bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * sending
     reduced, gathered = _replica_seconds(costs, layout, spans, passes)
+    wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
+    longest = max((latency_seconds("all_reduce", span, job.cluster) for span in wide), default=0.0)
     return StepTime(
         compute=micro_batches * (slowest.compute_forward + slowest.compute_backward),
         recompute=micro_batches * slowest.recompute,
@@ -314,7 +311,7 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
         gradients=reduced,
         parameters=gathered,
         optimizer=_optimizer_seconds(costs, layout),
-        agreement=_agreement_seconds(costs, spans),
+        agreement=job.software.agreements * longest,
     )
 
 
@@ -351,11 +348,6 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
         return 1.0
     both = forward + backward
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
-
-
-def slowest_stage(passes: Sequence[PassTime], kinds: Sequence[Stage]) -> tuple[PassTime, Stage]:
-    """Return the pass of the stage for which the others wait, and its kind."""
-    return max(zip(passes, kinds, strict=True), key=lambda one: one[0].total)
 
 
 def stage_pass(costs: Costs, kind: Stage, layout: JobLayout, spans: Spans) -> PassTime:
@@ -421,7 +413,7 @@ def _send_seconds(costs: Costs, layout: JobLayout, spans: Spans) -> float:
     cluster, size = costs.job.cluster, layout.activation_bytes(costs.job)
     span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
     within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
-    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
+    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.hosts > 1 else 0.0
     sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
     if layout.sequence_parallel:
         return sent
@@ -567,10 +559,3 @@ def _optimizer_seconds(costs: Costs, layout: JobLayout) -> float:
         for updated, held in zip(updated_parameters(costs, layout), costs.all_parameters(layout), strict=True)
     )
     return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
-
-
-def _agreement_seconds(costs: Costs, spans: Spans) -> float:
-    """Return the seconds of a step's small collectives, each over the axis that takes longest."""
-    wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
-    longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in wide), default=0.0)
-    return costs.job.software.agreements * longest
