@@ -374,24 +374,18 @@ def _factor(
     if factor is None:
         return
     degrees = {axis: found.run.degree(axis) for axis in found.run.coordinates[0] if axis not in unused}
-    for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
-        axes = [
-            axis for axis, size in degrees.items() if size > 1 and math.isclose(factor, size**power, rel_tol=_CLOSE)
-        ]
-        if axes:
-            names = " or ".join(map(repr, axes))
-            axis = axes[0] if len(axes) == 1 else None
-            yield Cause(f"it is the right value times {factor:.3g}, {text}the degree of {names}: {what}", axis)
-            return
-    several = [axis for axis, size in degrees.items() if size > 1]
-    for count in range(2, len(several) + 1):
-        for axes_ in combinations(several, count):
-            size = math.prod(degrees[axis] for axis in axes_)
-            for power, text in ((1, ""), (-1, "1/ ")):
-                if math.isclose(factor, size**power, rel_tol=_CLOSE):
-                    product = f"{text}the product of the degrees of {' and '.join(map(repr, axes_))}"
-                    yield Cause(f"it is the right value times {factor:.3g}, {product}: {what}")
-                    return
+    wide = [axis for axis, size in degrees.items() if size > 1]
+    powers = ((1, ""), (-1, "1/ "), (2, "the square of "), (-2, "1/ the square of "))
+    for count in range(1, len(wide) + 1):
+        sizes = {axes: math.prod(degrees[axis] for axis in axes) for axes in combinations(wide, count)}
+        for power, text in powers if count == 1 else powers[:2]:
+            near = [axes for axes, size in sizes.items() if math.isclose(factor, size**power, rel_tol=_CLOSE)]
+            if near:
+                of = "the degree of" if count == 1 else "the product of the degrees of"
+                names = " or ".join(" and ".join(map(repr, axes)) for axes in near)
+                axis = near[0][0] if near == [near[0][:1]] else None
+                yield Cause(f"it is the right value times {factor:.3g}, {text}{of} {names}: {what}", axis)
+                return
 
 
 def _is_of_degrees(factor: float, found: RecordedStep) -> bool:

@@ -396,15 +396,17 @@ def _compared_steps(
     uncertain: dict[str, torch.Tensor] = {}
     for number in range(min(found.steps, expected.steps)):
         mine, theirs = found.step(number), expected.step(number)
-        if number < noisy.steps:
+        if is_measured := number < noisy.steps:
             dtype, noise = found.about[0]["dtype"], noisy.step(number)
-            uncertain = _joined(uncertain, uncertain_updates(mine, theirs, Allowed(_gradients(noise, theirs), dtype)))
-            theirs.uncertain = uncertain
-            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
+            allowed = Allowed(_gradients(noise, theirs), dtype)
         else:
             allowed.growth = _GROWTH
-            uncertain = _joined(uncertain, uncertain_updates(mine, theirs, allowed))
-            theirs.uncertain = uncertain
+        # the change of a weight since the start stays uncertain
+        for name, where in uncertain_updates(mine, theirs, allowed).items():
+            uncertain[name] = uncertain[name] | where if name in uncertain else where
+        theirs.uncertain = dict(uncertain)
+        if is_measured:
+            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
         step = _compared_step(mine, theirs, allowed, differs_at_start, same_samples)
         yield step
         if differs_at_start or step.findings:
@@ -486,11 +488,6 @@ def _notes(missing: Sequence[str], steps: Sequence[ComparedStep]) -> Iterator[st
         yield f"{len(unlike)} outputs are not compared, because they have other shapes in the layout: {unlike[0]!r}"
     if names := sorted(frozenset[str]().union(*(step.incomparable for step in steps))):
         yield f"rounding alone changes {len(names)} tensors by half of their value or more: {names[0]!r}, ..."
-
-
-def _joined(found: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add what is uncertain in a step: the change of a weight since the start then stays so."""
-    return {**found, **{name: found[name] | where if name in found else where for name, where in more.items()}}
 
 
 class Allowed:
@@ -604,7 +601,6 @@ def _undecided(mine: RecordedStep, theirs: RecordedStep, is_different: bool) -> 
 
 
 def _explained(findings: Sequence[Deviation], mine: RecordedStep, theirs: RecordedStep) -> Deviation:
-    """Return the first finding with its causes."""
     first = findings[0]
     if first.causes:
         return first
