@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.svg, arguments.png):
         if path is not None:
             show_report.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
-            print(f"picture: {path}", file=sys.stderr)
     console = new_console()
     if arguments.json:
         content = [layout_as_json(view, groups=arguments.groups) for view in views]

@@ -149,16 +149,15 @@ class LayoutView:
         return self.topology.world_size() > MOST_RANKS or len(self.rows) > MOST_ROWS
 
     @property
-    def stages(self) -> list[int]:
-        """The pipeline stage of every rank, or its index along the outermost axis where there is no pipeline."""
-        axes = self.topology.axes
-        axis = axes.index("pipe") if "pipe" in axes else 0
-        return [self.topology.layout.index_of(rank, axis) for rank in range(self.topology.world_size())]
+    def stage_axis(self) -> int:
+        """The position of the axis that has a colour for each index: ``pipe``, or the outermost one without it."""
+        return self.topology.axes.index(PIPE) if PIPE in self.topology.axes else 0
 
     @property
-    def stage_axis(self) -> str:
-        """The user's name of the axis of ``stages``."""
-        return self.names["pipe" if "pipe" in self.topology.axes else self.topology.axes[0]]
+    def stages(self) -> list[int]:
+        """The index of every rank along ``stage_axis``."""
+        layout, axis = self.topology.layout, self.stage_axis
+        return [layout.index_of(rank, axis) for rank in range(self.topology.world_size())]
 
     def axis_to_draw(self, name: str | None) -> str:
         """Return the axis whose links a picture shows: the named one, or the first whose groups cross hosts."""
@@ -418,7 +417,7 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
             break
     console.print(table)
     in_colour = console.color_system is not None and not console.no_color
-    colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
+    colours = f"; a colour for each {view.axis_names[view.stage_axis]}" if in_colour else ""
     say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
 
 
@@ -519,12 +518,10 @@ class _Sheet:
         self.host_size: Point = self.inner + 0.3, self.header + (inner_rows - 1) * self.row_pitch + 1.15
 
     def host_corner(self, host: int) -> Point:
-        """Return the upper left corner of a host."""
         width, height = self.host_size
         return (host % self.columns) * (width + self.gap), (host // self.columns) * (height + self.gap)
 
     def rank_corner(self, host: int, position: int) -> Point:
-        """Return the upper left corner of the box at this position of a host."""
         x, y = self.host_corner(host)
         return x + 0.15 + position % self.inner, y + self.header + position // self.inner * self.row_pitch
 
@@ -562,7 +559,7 @@ def draw(view: LayoutView, axis: str) -> Figure:
         lines += ", red between hosts"
     plot.set_title(f"{title}\neach rank: {', '.join(view.axis_names)}; {lines}", loc="left", fontsize=8, color=INK)
     shown = range(stages) if stages <= 8 else [0, stages // 4, stages // 2, 3 * stages // 4, stages - 1]
-    patches = [Patch(color=colors[stage], label=f"{view.stage_axis} {stage}") for stage in shown]
+    patches = [Patch(color=colors[stage], label=f"{view.axis_names[view.stage_axis]} {stage}") for stage in shown]
     plot.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=5, frameon=False, fontsize=7)
     return figure
 
