@@ -398,7 +398,7 @@ def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -
             "timed": tally.evaluated,
             "cut": tally.bounded,
             "too_large": tally.too_large,
-            "problems": dict(tally.problems),
+            "problems": dict(tally.degree_problems + tally.layout_problems),
         },
     }
     if isinstance(compared, str):

@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
-    """Refuse output options that do not go together, and would be ignored."""
     if len(arguments.specs) > 2:
         raise TopologyError(f"{len(arguments.specs)} specs given: give one to show it, or two to compare them")
     check_ending("--svg", arguments.svg, (".svg",))

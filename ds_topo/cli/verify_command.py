@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_topo.cli.shared import check_ending, counted, new_figure, progress_of, report, save_figure, say, say_rows
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
-from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
+from ds_topo.topology.axes import leaves_out_a_degree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,8 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise TopologyError('--topology is missing: give the layout to verify, such as --topology "pipe=2,data=2"')
     if leaves_out_a_degree(topology):
         raise TopologyError(f"--topology {topology!r}: give all degrees, none is computed")
-    layout = ProcessTopology.from_spec(topology)
-    check_meanings(layout.axes, layout.extra_axes)
     check_ending("--png", arguments.png, (".png",))
     if not 0 < arguments.timeout < math.inf:
         raise TopologyError(f"--timeout {arguments.timeout}: give seconds above 0")

@@ -179,7 +179,8 @@ def rejections(tally: Tally) -> list[str]:
     if tally.smallest is not None:
         layout, memory = tally.smallest
         lines.append(f"closest to fitting: {layout}: {memory.total / 1e9:.1f} GB")
-    return lines + [f"{count:,} x {problem}" for problem, count in tally.problems.most_common(5)]
+    problems = tally.degree_problems + tally.layout_problems
+    return lines + [f"{count:,} x {problem}" for problem, count in problems.most_common(5)]
 
 
 def _where(span: Span) -> str:

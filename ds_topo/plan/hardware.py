@@ -274,18 +274,6 @@ class Machine:
         return {**content, "hosts": [{"ranks": slots}] * self.hosts}
 
 
-def read_machine(path: str | Path) -> Machine:
-    """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes."""
-    content = read_json(path, "machine file")
-    try:
-        return machine_from_json(content)
-    except ValueError as error:
-        raise TopologyError(
-            f"machine file {str(path)!r} cannot be used: {error}; give a file that ds-topo plan --calibrate FILE or "
-            "ds-topo check SPEC --json FILE has written"
-        ) from error
-
-
 @dataclass(frozen=True)
 class _Host:
     ranks: int | list[int]
@@ -300,15 +288,18 @@ class _MachineFile:
     start_seconds: ZeroOrMore | None = None
 
 
-def machine_from_json(content: Mapping[str, Any]) -> Machine:
-    """Return the machine of a loaded file of ``plan --calibrate`` or ``check --json``.
-
-    >>> machine_from_json({"hosts": [{"ranks": [0, 1]}], "inside": {"bandwidth": 1e9, "latency": 1e-4}}).slots
-    2
-    """
-    known: _MachineFile = built_from(_MachineFile, content)
-    if not (known.speeds or known.inside or known.across):
-        raise ValueError("it has no links and no speeds: measure them with more than one rank")
-    ranks = known.hosts[0].ranks
-    slots = ranks if isinstance(ranks, int) else len(ranks)
-    return Machine(len(known.hosts), slots, known.speeds, known.inside, known.across, known.start_seconds)
+def read_machine(path: str | Path) -> Machine:
+    """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes."""
+    content = read_json(path, "machine file")
+    try:
+        known: _MachineFile = built_from(_MachineFile, content)
+        if not (known.speeds or known.inside or known.across):
+            raise ValueError("it has no links and no speeds: measure them with more than one rank")
+        ranks = known.hosts[0].ranks
+        slots = ranks if isinstance(ranks, int) else len(ranks)
+        return Machine(len(known.hosts), slots, known.speeds, known.inside, known.across, known.start_seconds)
+    except ValueError as error:
+        raise TopologyError(
+            f"machine file {str(path)!r} cannot be used: {error}; give a file that ds-topo plan --calibrate FILE or "
+            "ds-topo check SPEC --json FILE has written"
+        ) from error

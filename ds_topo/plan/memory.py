@@ -222,7 +222,6 @@ def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
 
 
 def _measured_bytes(layer: MeasuredLayer, layout: JobLayout, job: Job) -> PieceBytes:
-    """Return the bytes of a live module's layer, from the measurement of one sequence."""
     size, count = job.precision.activation_bytes, layout.sequences_of(layer, job)
     output = layer.output * size * count
     kept = layer.kept * size * count + layer.kept_indices * count

@@ -293,7 +293,7 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
     sending = _send_seconds(costs, layout, spans)
     bubble = 0.0
     if layout.pipe > 1:
-        others = sum(kind.count * one.total for kind, one in zip(kinds, passes, strict=True)) - slowest.total
+        others = sum(len(kind.numbers) * one.total for kind, one in zip(kinds, passes, strict=True)) - slowest.total
         if job.software.mirrors:
             others *= mirrored_bubble(layout.pipe, slowest)
         bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * sending
@@ -327,7 +327,7 @@ def schedule_bound(costs: Costs, layout: JobLayout, *, even: bool = False) -> fl
     best = {axis: span_of(((degree, 1),), ranks, job.cluster.slots) for axis, degree in degrees.items()}
     kinds = costs.stage_kinds(layout)
     totals = [stage_pass(costs, kind, layout, best).total for kind in kinds]
-    every = sum(kind.count * total for kind, total in zip(kinds, totals, strict=True))
+    every = sum(len(kind.numbers) * total for kind, total in zip(kinds, totals, strict=True))
     micro_batches = layout.micro_batches(job.batch)
     if even:
         stages = 2 if job.software.mirrors else min(job.software.virtual_stages, -(-job.model.layers // layout.pipe))

@@ -307,7 +307,6 @@ def _summed(layout: JobLayout, size: float) -> Transfers:
 
 
 def _gathered(layout: JobLayout, size: float) -> Transfers:
-    """Return the all_gather of an activation that is split along the sequence."""
     return (Transfer("model", "all_gather", size),) if layout.sequence_parallel else ()
 
 

@@ -99,7 +99,7 @@ def _of_loss(_: str, rank: int, found: RecordedStep, reference: RecordedStep) ->
         return
     right = torch.tensor(expected)
     alternatives = [torch.tensor(own)]
-    if (total := _over_seq(rank, found)) is not None:  # each rank may have its part of a sum or of a mean
+    if (total := losses_over_seq(rank, found)) is not None:  # each rank may have its part of a sum or of a mean
         alternatives = [torch.tensor(total), torch.tensor(total) / found.run.degree(SEQ)]
     nearest = min(alternatives, key=lambda losses: abs(math.log(max(_times(losses, right) or math.inf, 1e-9))))
     yield from _factor(nearest, right, found, "averaged over the wrong number of ranks")
@@ -117,7 +117,7 @@ def _of_loss(_: str, rank: int, found: RecordedStep, reference: RecordedStep) ->
         yield Cause("the loss function, or other labels: all recorded outputs are right")
 
 
-def _over_seq(rank: int, found: RecordedStep) -> list[float] | None:
+def losses_over_seq(rank: int, found: RecordedStep) -> list[float] | None:
     """Return the sums of the losses of ranks that differ only in ``seq``; None without that axis."""
     peers = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
     each = [found.ranks[other]["losses"] for other in peers]
@@ -187,7 +187,7 @@ def _of_reduced(
 
 def _of_losses_over_seq(rank: int, factor: float | None, found: RecordedStep, reference: RecordedStep) -> Cause | None:
     """Explain gradients that are too large or too small by a factor that the losses along ``seq`` have, too."""
-    total, right = _over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
+    total, right = losses_over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
     if factor is None or not total or len(total) != len(right):
         return None
     of_losses, size = math.fsum(total) / math.fsum(right) if math.fsum(right) else 0.0, found.run.degree(SEQ)
@@ -224,7 +224,6 @@ def _weights(own: torch.Tensor, basis: Sequence[torch.Tensor]) -> list[float] | 
 
 
 def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, found: RecordedStep) -> Iterator[Cause]:
-    """Explain by how much the gradient of each rank counts."""
     run = found.run
     shares, coordinate = run.shares, run.coordinates[rank]
 
@@ -415,5 +414,4 @@ def _in_words(own: torch.Tensor, expected: torch.Tensor, found: RecordedStep) ->
 
 
 def _places(found: RecordedStep, rank: int, name: str) -> tuple[tuple[int, ...], ...]:
-    """Return where in the whole parameter a rank's gradient is."""
     return places(found.ranks[rank]["before"].get(name, ((), [])))

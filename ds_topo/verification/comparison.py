@@ -21,7 +21,7 @@ import torch
 
 from ds_topo.checkpoint.table import head_of
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.verification.causes import explain
+from ds_topo.verification.causes import explain, losses_over_seq
 from ds_topo.verification.recorder import (
     MASTER,
     WEIGHT,
@@ -211,9 +211,7 @@ def _losses(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTe
         if len(expected) != len(record["losses"]):
             errors[rank] = math.inf
         elif expected:
-            together = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
-            parts = [found.ranks[other]["losses"] for other in together]
-            sums = [math.fsum(each) for each in zip(*parts)]  # noqa: B905 - a rank may have lost a micro-batch
+            sums = losses_over_seq(rank, found) or record["losses"]
             errors[rank] = min(
                 max(ratio((own - there) ** 2, there**2) for own, there in zip(losses, expected, strict=False))
                 for losses in (record["losses"], sums, [total / pieces for total in sums])

@@ -14,7 +14,7 @@ import torch
 
 from ds_topo.cli import main
 from ds_topo.plan import calibrate as calibrating
-from ds_topo.plan.hardware import Link, Machine, machine_from_json, read_machine, usable_bytes
+from ds_topo.plan.hardware import Link, Machine, read_machine, usable_bytes
 from tests.plan.jobs import SPEEDS
 from tests.support.world import Worlds
 
@@ -140,7 +140,7 @@ def _calibrated() -> Machine:
         return calibrating.calibrate()
 
 
-def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds) -> None:
+def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds, tmp_path: Path) -> None:
     first, second = world(2).run(_calibrated)
     assert first == second
     assert (first.hosts, first.slots) == (1, 2)
@@ -149,4 +149,5 @@ def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds) -> None:
     assert first.inside is not None
     assert first.inside.bandwidth > 1e6
     assert first.across is None
-    assert machine_from_json(json.loads(json.dumps(first.as_json()))) == first
+    (tmp_path / "machine.json").write_text(json.dumps(first.as_json()))
+    assert read_machine(tmp_path / "machine.json") == first
