@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if not planning:
             if not arguments.calibrate:
-                print(json.dumps(machine.as_json(), indent=1))
+                print(json.dumps(asdict(machine), indent=1))
             return 0
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
@@ -250,7 +250,7 @@ def _hosts_and_slots(
     arguments: argparse.Namespace, accelerator: Accelerator, machine: Machine | None
 ) -> tuple[int, int]:
     if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
-        return machine.hosts, machine.slots if arguments.slots is None else arguments.slots
+        return len(machine.hosts), machine.slots if arguments.slots is None else arguments.slots
     if arguments.hosts and arguments.slots is None:
         arguments.slots = machine.slots if machine else accelerator.slots
     host_map = host_map_of(arguments)
@@ -364,7 +364,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
 
         dist.destroy_process_group()
     if path and rank == 0:
-        write_file("--calibrate", path, json.dumps(machine.as_json(), indent=1))
+        write_file("--calibrate", path, json.dumps(asdict(machine), indent=1))
     return machine, rank == 0
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.base.backends import current_device, synchronize
-from ds_topo.plan.hardware import Link, Machine, Speeds, cluster_of
+from ds_topo.plan.hardware import Host, Link, Machine, Speeds, cluster_of
 from ds_topo.plan.job import BF16, DEEPSPEED, Job, JobLayout
 from ds_topo.plan.model import transformer
 from ds_topo.plan.stages import Costs
@@ -43,14 +43,15 @@ def calibrate() -> Machine:
     device = current_device()
     speeds = _measure_speeds(device)
     if not dist.is_initialized():
-        return Machine(1, torch.accelerator.device_count(), speeds)
+        return Machine([Host(torch.accelerator.device_count())], speeds)
     speeds, *_ = gathered(speeds)
     teams: dict[str, list[int]] = {}
     for rank, name in enumerate(gathered(socket.gethostname())):
         teams.setdefault(name, []).append(rank)
     hosts = list(teams.values())
     inside, across = _links(device, hosts)
-    return Machine(len(hosts), len(hosts[0]), speeds, inside, across, _start_seconds(device, inside, across))
+    start_seconds = _start_seconds(device, inside, across)
+    return Machine([Host(len(team)) for team in hosts], speeds, inside, across, start_seconds)
 
 
 def name_and_memory(device: torch.device) -> tuple[str, float]:

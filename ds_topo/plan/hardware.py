@@ -7,9 +7,9 @@ measured links.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -257,49 +257,39 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The measured links and speeds of a cluster; None for what was not measured."""
+class Host:
+    """The ranks of a host, or their number."""
 
-    hosts: int
-    slots: int
-    speeds: Speeds | None = None
-    inside: Link | None = None
-    across: Link | None = None
-    start_seconds: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of a machine file."""
-        content = asdict(self)
-        slots = content.pop("slots")
-        return {**content, "hosts": [{"ranks": slots}] * self.hosts}
-
-
-@dataclass(frozen=True)
-class _Host:
     ranks: int | list[int]
 
 
 @dataclass(frozen=True)
-class _MachineFile:
-    hosts: Annotated[list[_Host], Field(min_length=1)]
+class Machine:
+    """The content of a machine file: the measured links and speeds of a cluster; None for what was not measured."""
+
+    hosts: Annotated[list[Host], Field(min_length=1)]
     speeds: Speeds | None = None
     inside: Link | None = None
     across: Link | None = None
     start_seconds: ZeroOrMore | None = None
+
+    @property
+    def slots(self) -> int:
+        """The number of ranks of a host."""
+        ranks = self.hosts[0].ranks
+        return ranks if isinstance(ranks, int) else len(ranks)
 
 
 def read_machine(path: str | Path) -> Machine:
     """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes."""
     content = read_json(path, "machine file")
     try:
-        known: _MachineFile = built_from(_MachineFile, content)
-        if not (known.speeds or known.inside or known.across):
+        machine: Machine = built_from(Machine, content)
+        if not (machine.speeds or machine.inside or machine.across):
             raise ValueError("it has no links and no speeds: measure them with more than one rank")
-        ranks = known.hosts[0].ranks
-        slots = ranks if isinstance(ranks, int) else len(ranks)
-        return Machine(len(known.hosts), slots, known.speeds, known.inside, known.across, known.start_seconds)
     except ValueError as error:
         raise TopologyError(
             f"machine file {str(path)!r} cannot be used: {error}; give a file that ds-topo plan --calibrate FILE or "
             "ds-topo check SPEC --json FILE has written"
         ) from error
+    return machine

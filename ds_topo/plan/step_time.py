@@ -51,15 +51,13 @@ class Span:
     Args:
         size: ranks of a group.
         hosts: hosts on which a group has ranks.
-        groups: groups that have ranks on one host.
-        ring_edges: neighbors in those groups' rings of which the first is on the host and the second is not.
+        ring_edges: neighbors in the groups' rings of which the first is on the host and the second is not.
         remote_pairs: ordered pairs of group members of which the first is on the host and the second is not.
         forward_edges: ranks on the host whose next rank along the axis (without wrap-around) is elsewhere.
     """
 
     size: int
     hosts: int
-    groups: int
     ring_edges: float
     remote_pairs: float
     forward_edges: float
@@ -128,7 +126,7 @@ def ends_span(stages: int, stride: int, world: int, slots: int) -> Span:
         sum(rank // stride % stages == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
         for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
     )
-    return Span(2, 2 if edges else 1, slots, edges, edges, edges)
+    return Span(2, 2 if edges else 1, edges, edges, edges)
 
 
 @lru_cache(maxsize=65536)
@@ -136,7 +134,7 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     """Return the span of the groups ``{base + sum of digit x stride}`` if every host has ``slots`` consecutive ranks.
 
     >>> span_of(((2, 1),), world=8, slots=4).hosts, span_of(((2, 4),), world=8, slots=4)
-    (1, Span(size=2, hosts=2, groups=4, ring_edges=4, remote_pairs=4, forward_edges=4))
+    (1, Span(size=2, hosts=2, ring_edges=4, remote_pairs=4, forward_edges=4))
     """
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     offsets = sorted(offsets_of(factors))
@@ -161,7 +159,7 @@ def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots:
         ring_edges += leaving + (is_here[-1] and not is_here[0])
         remote_pairs += sum(is_here) * (len(hosts) - sum(is_here))
         most_hosts = max(most_hosts, len(set(hosts)))
-    return Span(len(offsets), most_hosts, len(bases), ring_edges, remote_pairs, forward_edges)
+    return Span(len(offsets), most_hosts, ring_edges, remote_pairs, forward_edges)
 
 
 def _ranks_on(host: int, world: int, slots: int) -> range:
@@ -530,8 +528,8 @@ def two_level_pays(costs: Costs, layout: JobLayout, spans: Spans) -> bool:
 def _two_level_seconds(size: float, span: Span, cluster: Cluster) -> float:
     """Time a reduce_scatter inside hosts, an all_reduce of each part across them, and an all_gather inside."""
     local = span.size // span.hosts
-    inner = Span(local, 1, span.groups, 0, 0, 0)
-    outer = Span(span.hosts, span.hosts, cluster.slots, cluster.slots, cluster.slots * (span.hosts - 1), 0)
+    inner = Span(local, 1, 0, 0, 0)
+    outer = Span(span.hosts, span.hosts, cluster.slots, cluster.slots * (span.hosts - 1), 0)
     inside = sum(collective_seconds(operation, size, inner, cluster) for operation in ("reduce_scatter", "all_gather"))
     return inside + collective_seconds("all_reduce", size / local, outer, cluster)
 

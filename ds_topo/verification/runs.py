@@ -119,12 +119,12 @@ def verify_program(
         TopologyError: an argument is invalid.
         VerificationError: a run failed; the message has the last lines of a rank.
     """
+    layout = ProcessTopology.from_spec(topology)
+    check_meanings(layout.axes, layout.extra_axes)
     if not Path(program).is_file():
         raise TopologyError(f"program {str(program)!r}: there is no such file: give the program that trains")
     if steps < 1:
         raise TopologyError(f"steps={steps}: give a number of steps from 1 on")
-    layout = ProcessTopology.from_spec(topology)
-    check_meanings(layout.axes, layout.extra_axes)
     execute = partial(run, wanted=layout.world_size(), timeout=timeout, progress=progress)
     with tempfile.TemporaryDirectory(prefix="ds_topo_verify_") as scratch:
         folder, whole = Path(scratch if keep is None else keep), layout_of_reference(layout)
