@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.base.backends import current_device, synchronize
-from ds_topo.plan.hardware import Host, Link, Machine, Speeds, cluster_of
+from ds_topo.plan.hardware import HostRanks, Link, Machine, Speeds, cluster_of
 from ds_topo.plan.job import BF16, DEEPSPEED, Job, JobLayout
 from ds_topo.plan.model import transformer
 from ds_topo.plan.stages import Costs
@@ -43,7 +43,7 @@ def calibrate() -> Machine:
     device = current_device()
     speeds = _measure_speeds(device)
     if not dist.is_initialized():
-        return Machine([Host(torch.accelerator.device_count())], speeds)
+        return Machine([HostRanks(torch.accelerator.device_count())], speeds)
     speeds, *_ = gathered(speeds)
     teams: dict[str, list[int]] = {}
     for rank, name in enumerate(gathered(socket.gethostname())):
@@ -51,7 +51,7 @@ def calibrate() -> Machine:
     hosts = list(teams.values())
     inside, across = _links(device, hosts)
     start_seconds = _start_seconds(device, inside, across)
-    return Machine([Host(len(team)) for team in hosts], speeds, inside, across, start_seconds)
+    return Machine([HostRanks(len(team)) for team in hosts], speeds, inside, across, start_seconds)
 
 
 def name_and_memory(device: torch.device) -> tuple[str, float]:

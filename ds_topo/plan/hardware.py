@@ -257,7 +257,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostRanks:
     """The ranks of a host, or their number."""
 
     ranks: int | list[int]
@@ -267,7 +267,7 @@ class Host:
 class Machine:
     """The content of a machine file: the measured links and speeds of a cluster; None for what was not measured."""
 
-    hosts: Annotated[list[Host], Field(min_length=1)]
+    hosts: Annotated[list[HostRanks], Field(min_length=1)]
     speeds: Speeds | None = None
     inside: Link | None = None
     across: Link | None = None

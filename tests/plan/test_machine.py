@@ -14,7 +14,7 @@ import torch
 
 from ds_topo.cli import main
 from ds_topo.plan import calibrate as calibrating
-from ds_topo.plan.hardware import Host, Link, Machine, read_machine, usable_bytes
+from ds_topo.plan.hardware import HostRanks, Link, Machine, read_machine, usable_bytes
 from tests.plan.jobs import SPEEDS
 from tests.support.world import Worlds
 
@@ -65,11 +65,11 @@ def test_plan_uses_the_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (json.dumps(CHECKED | {"inside": {"bandwidth": 1e9, "latency": -1}}), "inside.latency: -1 is wrong"),
         (
-            json.dumps(asdict(Machine([Host(4)], replace(SPEEDS, memory_bandwidth=0.0)))),
+            json.dumps(asdict(Machine([HostRanks(4)], replace(SPEEDS, memory_bandwidth=0.0)))),
             "speeds.memory_bandwidth: 0.0 is wrong: Input should be greater than 0",
         ),
         (
-            json.dumps(asdict(Machine([Host(4)], replace(SPEEDS, product_flops={})))),
+            json.dumps(asdict(Machine([HostRanks(4)], replace(SPEEDS, product_flops={})))),
             "speeds.product_flops: {} is wrong",
         ),
         (json.dumps(CHECKED | {"start_seconds": -1}), "start_seconds: -1 is wrong"),
@@ -114,7 +114,7 @@ def test_calibrate_without_a_gpu_names_what_to_do(capsys: pytest.CaptureFixture[
 
 def test_plan_reads_the_speeds_of_a_machine_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
-    machine = Machine([Host(4)], SPEEDS, inside=Link(1e9, 1e-4))
+    machine = Machine([HostRanks(4)], SPEEDS, inside=Link(1e9, 1e-4))
     path.write_text(json.dumps(asdict(machine)))
     assert read_machine(path) == machine
     content = _plan(capsys, "--machine", str(path))
