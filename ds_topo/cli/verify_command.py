@@ -167,7 +167,7 @@ def draw_errors(found: Report) -> Figure:
         axes.set_facecolor("lightgray")  # such a layer has no tensor of this kind
         axes.set_yticks(range(len(layers)), list(layers), fontsize=6)
         axes.set_xticks(range(len(kinds)), list(kinds), fontsize=7, rotation=30, ha="right")
-        figure.colorbar(image, label=f"error / allowed in step {rows[0].step + 1}, powers of 10")
+        figure.colorbar(image).set_label(f"error / allowed in step {rows[0].step + 1}, powers of 10", fontsize=7)
         legend = [
             Patch(color="#b2182b", label="a difference"),
             Patch(color="#2166ac", label="within what rounding allows"),
