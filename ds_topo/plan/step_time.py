@@ -70,21 +70,16 @@ Spans: TypeAlias = Mapping[str, Span]
 def layout_spans(costs: Costs, layout: JobLayout) -> dict[str, Span]:
     """Return the span of every group of the layout, by axis or group."""
     topology, slots, world = layout.topology, costs.job.cluster.slots, costs.job.cluster.ranks
-    factors = {axis: factors_of(topology, [axis]) for axis in (PIPE, SEQ, MODEL)}
-    factors[DATA] = factors_of(topology, [DATA, SHARD])
-    spans = {axis: span_of(factors[axis], world, slots) for axis in factors}
-    replicas = factors_of(topology, [DATA, SHARD, SEQ])
-    spans[GRADIENTS] = span_of(replicas, world, slots)
+    axes = {PIPE: [PIPE], SEQ: [SEQ], MODEL: [MODEL], GRADIENTS: [DATA, SHARD, SEQ]}
     if SHARD in topology.axes:
-        spans[SHARD] = span_of(factors_of(topology, [SHARD]), world, slots)
-        spans[COPIES] = span_of(factors_of(topology, [DATA, SEQ]), world, slots)
+        axes |= {SHARD: [SHARD], COPIES: [DATA, SEQ]}
+    factors = {group: factors_of(topology, along) for group, along in axes.items()}
+    if costs.job.model.expert_count:
+        factors[EXPERT], factors[EXPERT_DATA] = split_factors(factors[GRADIENTS], layout.expert_parallel)
+    spans = {group: span_of(each, world, slots) for group, each in factors.items()}
     if costs.job.model.tied and layout.pipe > 1:
         [(stages, stride)] = factors[PIPE]
         spans[ENDS] = ends_span(stages, stride, world, slots)
-    if costs.job.model.expert_count:
-        near, far = split_factors(replicas, layout.expert_parallel)
-        spans[EXPERT] = span_of(near, world, slots)
-        spans[EXPERT_DATA] = span_of(far, world, slots)
     return spans
 
 
