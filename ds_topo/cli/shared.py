@@ -227,7 +227,7 @@ def new_figure(**options: Any) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
-    """Write a figure into a file, and tell so."""
+    """Write a figure into a file, and print its path to standard error."""
     try:
         figure.savefig(path, **options)
     except (OSError, ValueError) as error:
