@@ -95,7 +95,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser, also for each command, whose errors are one line as those of commands are."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong with an argument, and exit."""
         for given, better in (
             ("invalid int value:", "give a whole number, not"),
             ("invalid float value:", "give a number, not"),

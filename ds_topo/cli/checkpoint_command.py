@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, check_folder
 from ds_topo.checkpoint.manifest import SavedParameter
-from ds_topo.cli.shared import aligned, cells, counted, new_console, say
-from ds_topo.errors import CheckpointError, MissingCheckpointError, bytes_text, fold_numbers, printable
+from ds_topo.cli.shared import counted, new_console, say, say_rows
+from ds_topo.errors import CheckpointError, MissingCheckpointError, bytes_text, fold_numbers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,7 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
             layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}{experts}"
         state = _state(checkpoint, "verified" if verified else "complete")
         rows.append([checkpoint.tag, state, step, bytes_text(checkpoint.bytes), layout_text])
-    _print_rows(console, rows, right={2, 3})
+    say_rows(console, rows, right={2, 3})
     console.print()
     for checkpoint in found:
         if problem := folders.told(checkpoint.problems) or checkpoint.needs:
@@ -103,10 +103,9 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
 
 
 def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bool, verified: bool) -> None:
-    """Print the layout, the files and the parameters of one checkpoint."""
     state = _state(checkpoint, "complete, digests agree" if verified else "complete")
     title = f"{checkpoint.tag}: {state}{', latest' if is_latest else ''}"
-    console.print(*cells(title), style="bold", highlight=False)
+    say(console, title, "bold")
     for problem in checkpoint.problems:
         say(console, f"  {problem}")
     manifest = checkpoint.manifest
@@ -127,15 +126,7 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
         ranks = fold_numbers(list(row.model_ranks))
         split = " ".join(text for text in (_split(row), "" if row.is_trained else "frozen") if text)
         rows.append([row.dtype, shape, ranks, split, row.name])
-    _print_rows(console, rows)
-
-
-def _print_rows(console: Console, rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """Print a header and rows."""
-    header, *lines = aligned([[printable(text) for text in row] for row in rows], right)
-    console.print(header, style="bold", highlight=False, markup=False, soft_wrap=True)
-    for line in lines:
-        say(console, line)
+    say_rows(console, rows)
 
 
 def _split(row: SavedParameter) -> str:

@@ -90,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _names(path: Path) -> dict[str, str]:
-    """Return the new names that a file of JSON holds."""
     try:
         names = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -101,7 +100,6 @@ def _names(path: Path) -> dict[str, str]:
 
 
 def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
-    """Return the checkpoint that a folder and a tag mean."""
     if os.path.lexists(source / manifests.NAME):
         path = source.resolve()
         if tag not in (None, path.name):

@@ -6,9 +6,8 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if not planning:
             if not arguments.calibrate:
-                print(json.dumps(machine.as_json(), indent=1))
+                print(json.dumps(asdict(machine), indent=1))
             return 0
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
@@ -151,7 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
     compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
     if arguments.picture:
         plan_report.save_picture(found, arguments.picture)
-        print(f"picture: {arguments.picture}", file=sys.stderr)
     if arguments.write:
         config = json.dumps(plan_report.deepspeed_config(job, found.best), indent=2)
         write_file("--write", arguments.write, config)
@@ -213,7 +211,9 @@ def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
             )
         cluster = replace(cluster, memory_limit=limit)
     if machine is not None:
-        cluster = machine.applied_to(cluster)
+        start = cluster.start_seconds if machine.start_seconds is None else machine.start_seconds
+        inside, across = machine.inside or cluster.inside, machine.across or cluster.across
+        cluster = replace(cluster, inside=inside, across=across, start_seconds=start)
     inside, across = arguments.link_inside_gbps, arguments.link_across_gbps
     if inside:
         cluster = replace(cluster, inside=hardware.Link(inside * GIGA, cluster.inside.latency))
@@ -250,7 +250,7 @@ def _hosts_and_slots(
     arguments: argparse.Namespace, accelerator: Accelerator, machine: Machine | None
 ) -> tuple[int, int]:
     if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
-        return machine.hosts, machine.slots if arguments.slots is None else arguments.slots
+        return len(machine.hosts), machine.slots if arguments.slots is None else arguments.slots
     if arguments.hosts and arguments.slots is None:
         arguments.slots = machine.slots if machine else accelerator.slots
     host_map = host_map_of(arguments)
@@ -364,7 +364,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
 
         dist.destroy_process_group()
     if path and rank == 0:
-        write_file("--calibrate", path, json.dumps(machine.as_json(), indent=1))
+        write_file("--calibrate", path, json.dumps(asdict(machine), indent=1))
     return machine, rank == 0
 
 
@@ -391,14 +391,14 @@ def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -
         "explained": {
             "seconds": [vars(term) for term in explain_time(costs, best)],
             "bytes": [vars(term) for term in explain_memory(costs, best)],
-            "axes": [{**vars(use), "link": use.link} for use in explain_axes(costs, best.layout)],
+            "axes": explain_axes(costs, best.layout),
         },
         "orders": [{"topology": plan.layout.topology.spec, "seconds": plan.seconds} for plan in orders_of(job, best)],
         "search": {
             "timed": tally.evaluated,
             "cut": tally.bounded,
             "too_large": tally.too_large,
-            "problems": dict(tally.problems),
+            "problems": dict(tally.degree_problems + tally.layout_problems),
         },
     }
     if isinstance(compared, str):

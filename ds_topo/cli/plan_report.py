@@ -107,8 +107,8 @@ def _print_explained(console: Console, found: Found) -> None:
     console.print("\n[bold]axes on hosts[/bold]")
     table = table_of("axis", ">ranks", ">hosts", "link", ">leave a host per step")
     for use in explain.explain_axes(costs, best.layout):
-        sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
-        table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
+        sent = bytes_text(use["bytes_per_host"]) if use["bytes_per_host"] else "-"
+        table.add_row(use["axis"], str(use["ranks"]), str(use["hosts"]), use["link"], sent)
     console.print(table)
     console.print("\n[bold]the same degrees in other orders[/bold]")
     for plan in orders_of(found.job, best)[:SHOWN_ORDERS]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 """Matches numbers, which are not names of hosts."""
@@ -163,16 +162,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def say(console: Console, text: str) -> None:
-    """Print a line as it is, without colours and without breaking it; names in it cannot control the terminal."""
-    console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is, without breaking it; names in it cannot control the terminal."""
+    console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def cells(*texts: str) -> list[Text]:
-    """Return the cells of a row of a table as they are; names in them cannot control the terminal."""
-    from rich.text import Text
-
-    return [Text(printable(text)) for text in texts]
+def say_rows(console: Console, rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+    """Print a header and rows, aligned, without breaking a cell."""
+    for number, line in enumerate(aligned([[printable(text) for text in row] for row in rows], right)):
+        say(console, line, None if number else "bold")
 
 
 def table_of(*columns: str) -> Table:
@@ -229,11 +227,12 @@ def new_figure(**options: Any) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
-    """Write a figure into a file."""
+    """Write a figure into a file, and print its path to standard error."""
     try:
         figure.savefig(path, **options)
     except (OSError, ValueError) as error:
         raise TopologyError(f"picture {str(path)!r} cannot be written: {error}") from error
+    print(f"picture: {path}", file=sys.stderr)
 
 
 @contextmanager

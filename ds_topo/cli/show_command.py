@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.svg, arguments.png):
         if path is not None:
             show_report.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
-            print(f"picture: {path}", file=sys.stderr)
     console = new_console()
     if arguments.json:
         content = [layout_as_json(view, groups=arguments.groups) for view in views]
@@ -97,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
-    """Refuse output options that do not go together, and would be ignored."""
     if len(arguments.specs) > 2:
         raise TopologyError(f"{len(arguments.specs)} specs given: give one to show it, or two to compare them")
     check_ending("--svg", arguments.svg, (".svg",))

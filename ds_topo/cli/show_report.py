@@ -149,16 +149,15 @@ class LayoutView:
         return self.topology.world_size() > MOST_RANKS or len(self.rows) > MOST_ROWS
 
     @property
-    def stages(self) -> list[int]:
-        """The pipeline stage of every rank, or its index along the outermost axis where there is no pipeline."""
-        axes = self.topology.axes
-        axis = axes.index("pipe") if "pipe" in axes else 0
-        return [self.topology.layout.index_of(rank, axis) for rank in range(self.topology.world_size())]
+    def stage_axis(self) -> int:
+        """The position of the axis that has a colour for each index: ``pipe``, or the outermost one without it."""
+        return self.topology.axes.index(PIPE) if PIPE in self.topology.axes else 0
 
     @property
-    def stage_axis(self) -> str:
-        """The user's name of the axis of ``stages``."""
-        return self.names["pipe" if "pipe" in self.topology.axes else self.topology.axes[0]]
+    def stages(self) -> list[int]:
+        """The index of every rank along ``stage_axis``."""
+        layout, axis = self.topology.layout, self.stage_axis
+        return [layout.index_of(rank, axis) for rank in range(self.topology.world_size())]
 
     def axis_to_draw(self, name: str | None) -> str:
         """Return the axis whose links a picture shows: the named one, or the first whose groups cross hosts."""
@@ -355,8 +354,7 @@ def print_replicas(console: Console, view: LayoutView, axis: str) -> None:
     table = table_of(">replica", "ranks", *(["hosts"] if view.host_map is not None else []))
     for number in range(topology.get_dim(axis)):
         ranks = topology.get_axis_list(axis, number)
-        hosts = [] if view.host_map is None else [view.host_map.host_of(rank).name for rank in ranks]
-        where = [_few_names(list(dict.fromkeys(hosts)))] if hosts else []
+        where = [] if view.placement is None else [_few_names(view.placement.hosts_of(ranks))]
         table.add_row(str(number), placements.few_ranks(ranks, 8), *where)
     console.print(table)
 
@@ -418,7 +416,7 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
             break
     console.print(table)
     in_colour = console.color_system is not None and not console.no_color
-    colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
+    colours = f"; a colour for each {view.axis_names[view.stage_axis]}" if in_colour else ""
     say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
 
 
@@ -507,26 +505,22 @@ class _Sheet:
     def __init__(self, rows: Sequence[tuple[str, Sequence[int]]]) -> None:
         slots = max(len(ranks) for _, ranks in rows)
         self.labelled = sum(len(ranks) for _, ranks in rows) <= MOST_LABELLED
-        self.inner = slots if slots <= 4 else ceil(slots / 2) if slots <= 16 else ceil(sqrt(slots))
-        """The number of ranks in a row of one host."""
-        inner_rows = ceil(slots / self.inner)
+        inner = slots if slots <= 4 else ceil(slots / 2) if slots <= 16 else ceil(sqrt(slots))  # ranks in a row
+        inner_rows = ceil(slots / inner)
         # wider than high, as a page is
-        columns = max(1, min(len(rows), round(sqrt(len(rows) * 3 * (inner_rows + 1) / (self.inner + 1)))))
+        columns = max(1, min(len(rows), round(sqrt(len(rows) * 3 * (inner_rows + 1) / (inner + 1)))))
         # stages, whose hosts are mostly a power of two, then start at the left edge
-        self.columns = 2 ** round(log2(columns)) if columns > 4 else columns
-        """The number of hosts in a row."""
-        self.header, self.gap, self.row_pitch = (0.8, 0.9, 1.35) if self.labelled else (0.15, 0.35, 1.0)
-        self.host_size: Point = self.inner + 0.3, self.header + (inner_rows - 1) * self.row_pitch + 1.15
-
-    def host_corner(self, host: int) -> Point:
-        """Return the upper left corner of a host."""
-        width, height = self.host_size
-        return (host % self.columns) * (width + self.gap), (host // self.columns) * (height + self.gap)
-
-    def rank_corner(self, host: int, position: int) -> Point:
-        """Return the upper left corner of the box at this position of a host."""
-        x, y = self.host_corner(host)
-        return x + 0.15 + position % self.inner, y + self.header + position // self.inner * self.row_pitch
+        columns = 2 ** round(log2(columns)) if columns > 4 else columns
+        header, gap, pitch = (0.8, 0.9, 1.35) if self.labelled else (0.15, 0.35, 1.0)
+        width, height = self.host_size = inner + 0.3, header + (inner_rows - 1) * pitch + 1.15
+        places = (divmod(host, columns) for host in range(len(rows)))
+        self.hosts: list[Point] = [(column * (width + gap), row * (height + gap)) for row, column in places]
+        """The upper left corner of each host."""
+        self.ranks: dict[int, Point] = {}
+        """The upper left corner of each rank's box."""
+        for (x, y), (_, ranks) in zip(self.hosts, rows, strict=True):
+            for position, rank in enumerate(ranks):
+                self.ranks[rank] = x + 0.15 + position % inner, y + header + position // inner * pitch
 
 
 def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
@@ -543,8 +537,8 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
 def draw(view: LayoutView, axis: str) -> Figure:
     """Return the figure that ``save_picture`` writes: hosts, ranks and links below a title, and a legend of stages."""
     sheet = _Sheet(view.rows)
-    corners = [sheet.host_corner(host) for host in (min(len(view.rows), sheet.columns) - 1, len(view.rows) - 1)]
-    width, height = (max(ends) + size for ends, size in zip(zip(*corners, strict=True), sheet.host_size, strict=True))
+    ends = zip(*sheet.hosts, strict=True)
+    width, height = (max(corners) + size for corners, size in zip(ends, sheet.host_size, strict=True))
     scale = min(0.62, 9.0 / width) if sheet.labelled else 9.0 / width
     figure = new_figure(figsize=(width * scale, height * scale))
     from matplotlib.patches import Patch
@@ -562,7 +556,7 @@ def draw(view: LayoutView, axis: str) -> Figure:
         lines += ", red between hosts"
     plot.set_title(f"{title}\neach rank: {', '.join(view.axis_names)}; {lines}", loc="left", fontsize=8, color=INK)
     shown = range(stages) if stages <= 8 else [0, stages // 4, stages // 2, 3 * stages // 4, stages - 1]
-    patches = [Patch(color=colors[stage], label=f"{view.stage_axis} {stage}") for stage in shown]
+    patches = [Patch(color=colors[stage], label=f"{view.axis_names[view.stage_axis]} {stage}") for stage in shown]
     plot.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, 0), ncols=5, frameon=False, fontsize=7)
     return figure
 
@@ -583,21 +577,19 @@ def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, colors: Sequence[An
     stages, hosts, boxes, fills = view.stages, [], [], []
     inset = 0.05 if sheet.labelled else 0.0
 
-    def box_of(place: tuple[int, int]) -> tuple[int, int, int]:
-        position, rank = place
-        return position // sheet.inner, stages[rank], position if sheet.labelled else 0
+    def box_of(rank: int) -> tuple[float, int, int]:
+        return sheet.ranks[rank][1], stages[rank], rank if sheet.labelled else 0
 
-    for host, (name, ranks) in enumerate(view.rows):
-        x, y = sheet.host_corner(host)
+    for (x, y), (name, ranks) in zip(sheet.hosts, view.rows, strict=True):
         hosts.append(_box(x, y, *sheet.host_size))
-        for (_, stage, _), run in groupby(enumerate(ranks), key=box_of):
-            first, *others = (position for position, _ in run)
-            boxes.append(_box(*sheet.rank_corner(host, first), 1 + len(others), 1, inset))
+        for (_, stage, _), run in groupby(ranks, key=box_of):
+            first, *others = run
+            boxes.append(_box(*sheet.ranks[first], 1 + len(others), 1, inset))
             fills.append(colors[stage])
         if sheet.labelled:
             plot.text(x + 0.2, y + 0.27, name, fontsize=0.22 * points, color=INK, va="center")
-            for position, rank in enumerate(ranks):
-                left, top = sheet.rank_corner(host, position)
+            for rank in ranks:
+                left, top = sheet.ranks[rank]
                 coordinate = view.coordinate(rank)
                 size = points * min(0.22, 1.45 / max(len(coordinate), 5))
                 text = f"{rank}\n{coordinate}"
@@ -612,21 +604,19 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> None:
     """Draw the links of all groups, or of rank 0's group if there are many ranks. Labelled boxes cover their ends."""
     from matplotlib.collections import LineCollection
 
-    groups = view.topology.get_axis_comm_lists(axis)
+    groups, placement = view.topology.get_axis_comm_lists(axis), view.placement
     if not sheet.labelled:
         groups = groups[:1]
-    place = {rank: (host, position) for host, (_, ranks) in enumerate(view.rows) for position, rank in enumerate(ranks)}
     lines: dict[str, list[Any]] = {INSIDE: [], ACROSS: []}
     for ranks in groups:
-        for here, there in pairwise(ranks):
-            crosses = place[here][0] != place[there][0] and view.host_map is not None
-            link = _link(sheet.rank_corner(*place[here]), sheet.rank_corner(*place[there]))
-            lines[ACROSS if crosses else INSIDE].append(link)
+        for pair in pairwise(ranks):
+            crosses = placement is not None and len(placement.hosts_of(pair)) > 1
+            lines[ACROSS if crosses else INSIDE].append(_link(*(sheet.ranks[rank] for rank in pair)))
     zorder = 1.5 if sheet.labelled else 3
     for color, curves in lines.items():
         plot.add_collection(LineCollection(curves, colors=color, linewidths=1.2, alpha=0.75, zorder=zorder))
     if not sheet.labelled:
-        x, y = zip(*(sheet.rank_corner(*place[rank]) for rank in groups[0]), strict=True)
+        x, y = zip(*(sheet.ranks[rank] for rank in groups[0]), strict=True)
         plot.scatter([left + 0.5 for left in x], [top + 0.5 for top in y], s=5, color=INK, linewidths=0, zorder=4)
 
 

@@ -9,20 +9,10 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ds_topo.cli.shared import (
-    aligned,
-    check_ending,
-    counted,
-    new_figure,
-    progress_of,
-    report,
-    save_figure,
-    say,
-)
+from ds_topo.cli.shared import check_ending, counted, new_figure, progress_of, report, save_figure, say, say_rows
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
-from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
+from ds_topo.topology.axes import leaves_out_a_degree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,8 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise TopologyError('--topology is missing: give the layout to verify, such as --topology "pipe=2,data=2"')
     if leaves_out_a_degree(topology):
         raise TopologyError(f"--topology {topology!r}: give all degrees, none is computed")
-    layout = ProcessTopology.from_spec(topology)
-    check_meanings(layout.axes, layout.extra_axes)
     check_ending("--png", arguments.png, (".png",))
     if not 0 < arguments.timeout < math.inf:
         raise TopologyError(f"--timeout {arguments.timeout}: give seconds above 0")
@@ -102,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
     report(found.as_json(), arguments.json, lambda console: print_report(console, found))
     if arguments.png is not None:
         save_figure(draw_errors(found), arguments.png, dpi=120)
-        print(f"picture: {arguments.png}", file=sys.stderr)
     return found.status
 
 
@@ -123,14 +110,14 @@ def print_report(console: Console, found: Report) -> None:
     steps, tensors = counted(found.steps, "step"), counted(found.compared, "tensor")
     say(console, f"{found.topology} against {found.reference}: {steps}, {tensors}")
     if found.status == 0:
-        console.print("Equal, as far as rounding allows.", style="bold green", highlight=False)
+        say(console, "Equal, as far as rounding allows.", "bold green")
     if found.undecided:
-        console.print("Undecided:", style="bold yellow", highlight=False)
+        say(console, "Undecided:", "bold yellow")
         for why in found.undecided:
             say(console, f"  {why}")
     if found.findings:
         first = found.findings[0]
-        console.print("The first difference:", style="bold red", highlight=False)
+        say(console, "The first difference:", "bold red")
         say(console, f"  {first}")
         if first.axis is not None:
             say(console, f"  it follows the axis {first.axis!r}")
@@ -142,8 +129,7 @@ def print_report(console: Console, found: Report) -> None:
         for one in found.findings[:_SHOWN]:
             step = "start" if one.step < 0 else str(one.step + 1)
             rows.append([step, one.kind, f"{one.error:.2g}", f"{one.allowed:.1g}", one.where, one.name])
-        for line in aligned(rows, right={2, 3}):
-            say(console, line)
+        say_rows(console, rows, right={2, 3})
         if len(found.findings) > _SHOWN:
             say(console, f"and {len(found.findings) - _SHOWN:,} further ones")
     for note in found.notes:
@@ -181,7 +167,7 @@ def draw_errors(found: Report) -> Figure:
         axes.set_facecolor("lightgray")  # such a layer has no tensor of this kind
         axes.set_yticks(range(len(layers)), list(layers), fontsize=6)
         axes.set_xticks(range(len(kinds)), list(kinds), fontsize=7, rotation=30, ha="right")
-        figure.colorbar(image, label=f"error / allowed in step {rows[0].step + 1}, powers of 10")
+        figure.colorbar(image).set_label(f"error / allowed in step {rows[0].step + 1}, powers of 10", fontsize=7)
         legend = [
             Patch(color="#b2182b", label="a difference"),
             Patch(color="#2166ac", label="within what rounding allows"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.base.backends import current_device, synchronize
-from ds_topo.plan.hardware import Link, Machine, Speeds, cluster_of
+from ds_topo.plan.hardware import HostRanks, Link, Machine, Speeds, cluster_of
 from ds_topo.plan.job import BF16, DEEPSPEED, Job, JobLayout
 from ds_topo.plan.model import transformer
 from ds_topo.plan.stages import Costs
@@ -43,14 +43,15 @@ def calibrate() -> Machine:
     device = current_device()
     speeds = _measure_speeds(device)
     if not dist.is_initialized():
-        return Machine(1, torch.accelerator.device_count(), speeds)
+        return Machine([HostRanks(torch.accelerator.device_count())], speeds)
     speeds, *_ = gathered(speeds)
     teams: dict[str, list[int]] = {}
     for rank, name in enumerate(gathered(socket.gethostname())):
         teams.setdefault(name, []).append(rank)
     hosts = list(teams.values())
     inside, across = _links(device, hosts)
-    return Machine(len(hosts), len(hosts[0]), speeds, inside, across, _start_seconds(device, inside, across))
+    start_seconds = _start_seconds(device, inside, across)
+    return Machine([HostRanks(len(team)) for team in hosts], speeds, inside, across, start_seconds)
 
 
 def name_and_memory(device: torch.device) -> tuple[str, float]:
@@ -60,7 +61,6 @@ def name_and_memory(device: torch.device) -> tuple[str, float]:
 
 
 def _measure_speeds(device: torch.device) -> Speeds:
-    """Measure this process's GPU."""
     name, memory = name_and_memory(device)
     flops: dict[str, float] = {}
     depth = 0
@@ -111,7 +111,6 @@ def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
 
 
 def _block_step(shape: tuple[int, int, int, int], device: torch.device) -> Callable[[], None]:
-    """Return forward and backward of a block in torch."""
     sequences, positions, hidden, heads = shape
     half = FORMATS["bf16"]
     norms = [torch.nn.LayerNorm(hidden, device=device, dtype=half) for _ in range(2)]
@@ -237,17 +236,14 @@ def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: i
         pair = grid.create_group(RankGroup((f"ranks {ends[0]} and {ends[1]}",), ends))
     large, small = torch.ones(MESSAGE_BYTES // 4, device=device), torch.ones(1, device=device)
 
+    is_first = peer is not None and min(rank, peer) == 0
+    calls = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+
     def there_and_back() -> None:
-        assert peer is not None
-        if rank < peer:
-            dist.send(small, peer)
-            dist.recv(small, peer)
-        else:
-            dist.recv(small, peer)
-            dist.send(small, peer)
+        for call in calls:
+            call(small, peer)
 
     dist.barrier()
-    is_first = peer is not None and min(rank, peer) == 0
     latency = max(gathered(_best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0))
     dist.barrier()
     # the mean, not the best: a round in which other pairs pause has the link alone

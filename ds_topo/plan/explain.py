@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_topo.errors import bytes_text
 from ds_topo.plan import step_time
@@ -30,31 +31,13 @@ class Term:
     text: str
 
 
-@dataclass(frozen=True)
-class AxisUse:
-    """The placement of an axis' groups on hosts, and the bytes that they send to other hosts in a step."""
-
-    axis: str
-    """The axis; for gradients all axes of replicas, such as ``data+seq (gradients)``."""
-    ranks: int
-    hosts: int
-    bytes_per_host: float
-    """Bytes that leave the busiest host in a step for this axis."""
-
-    @property
-    def link(self) -> str:
-        """The link that carries its messages."""
-        return "across hosts" if self.hosts > 1 else "inside hosts"
-
-
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
     spans = step_time.layout_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    kinds = costs.stage_kinds(layout)
-    passes = [step_time.stage_pass(costs, kind, layout, spans) for kind in kinds]
-    slowest, kind = step_time.slowest_stage(passes, kinds)
+    passes = ((step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout))
+    slowest, kind = max(passes, key=lambda one: one[0].total)
     updated = max(step_time.updated_parameters(costs, layout))
     factor = step_time.mirrored_bubble(layout.pipe, slowest)
     mirrored = f", x {factor:.2f} by DualPipeV" if job.software.mirrors else ""
@@ -122,15 +105,25 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     return [Term(name, size, texts[name]) for name, size in plan.memory.parts().items() if size > 0]
 
 
-def explain_axes(costs: Costs, layout: JobLayout) -> list[AxisUse]:
-    """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
+def explain_axes(costs: Costs, layout: JobLayout) -> list[dict[str, Any]]:
+    """Return the hosts that each axis' groups span, and the bytes that leave the busiest host for it in a step.
+
+    The axis of gradients is all axes of replicas, such as ``data+seq (gradients)``.
+    """
     spans = step_time.layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
     replicas = "+".join(axis for axis in gradient_axes(layout.topology) if layout.topology.get_dim(axis) > 1)
     names = {GRADIENTS: f"{replicas} (gradients)", EXPERT: "experts"}
-    wide = [axis for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL) if axis in spans and spans[axis].size > 1]
     return [
-        AxisUse(names.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0)) for axis in wide
+        {
+            "axis": names.get(axis, axis),
+            "ranks": span.size,
+            "hosts": span.hosts,
+            "bytes_per_host": traffic.get(axis, 0.0),
+            "link": "across hosts" if span.hosts > 1 else "inside hosts",
+        }
+        for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL)
+        if (span := spans.get(axis)) and span.size > 1
     ]
 
 
@@ -186,11 +179,12 @@ def rejections(tally: Tally) -> list[str]:
     if tally.smallest is not None:
         layout, memory = tally.smallest
         lines.append(f"closest to fitting: {layout}: {memory.total / 1e9:.1f} GB")
-    return lines + [f"{count:,} x {problem}" for problem, count in tally.problems.most_common(5)]
+    problems = tally.degree_problems + tally.layout_problems
+    return lines + [f"{count:,} x {problem}" for problem, count in problems.most_common(5)]
 
 
 def _where(span: Span) -> str:
-    return f"across {span.hosts} hosts" if span.crosses else "inside hosts"
+    return f"across {span.hosts} hosts" if span.hosts > 1 else "inside hosts"
 
 
 def _ms(seconds: float) -> str:

@@ -7,14 +7,18 @@ measured links.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pydantic import Field
+
+from ds_topo.checkpoint.manifest import built_from
 from ds_topo.errors import TopologyError
 from ds_topo.topology.axes import read_json
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ZeroOrMore = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 GIGA, TERA = 1e9, 1e12
 CONTEXT_BYTES = 3e9
 """Device memory that no tensor can use: driver context, libraries' workspaces, communicators."""
@@ -28,8 +32,8 @@ UNKNOWN_LINKS = 25 * GIGA, 12.5 * GIGA
 class Link:
     """A link's bandwidth in bytes per second and direction, and the seconds of one hop of an empty message."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: Positive
+    latency: ZeroOrMore
 
 
 @dataclass(frozen=True)
@@ -223,14 +227,14 @@ class Speeds:
     """
 
     name: str
-    product_flops: Mapping[str, float]
-    depth: int
-    attention_flops: tuple[float, float]
-    memory_bandwidth: float
-    launch_seconds: float
-    update_bytes: float
-    memory_bytes: float
-    block_share: float = 1.0
+    product_flops: Annotated[Mapping[str, Positive], Field(min_length=1)]
+    depth: Annotated[int, Field(ge=0)]
+    attention_flops: tuple[Positive, Positive]
+    memory_bandwidth: Positive
+    launch_seconds: ZeroOrMore
+    update_bytes: ZeroOrMore
+    memory_bytes: Positive
+    block_share: Positive = 1.0
 
     def accelerator(self) -> Accelerator:
         """Return the accelerator whose peaks are the measured speeds."""
@@ -248,102 +252,44 @@ class Speeds:
             update_bytes=self.update_bytes * share,
             links=(1.0, 1.0),
         )
-        return Accelerator(
-            self.name,
-            products,
-            self.memory_bytes,
-            self.memory_bandwidth,
-            *UNKNOWN_LINKS,
-            efficiency=efficiency,
-            slots=1,
-        )
+        memory = self.memory_bytes, self.memory_bandwidth
+        return Accelerator(self.name, products, *memory, *UNKNOWN_LINKS, efficiency, slots=1)
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """The ranks of a host, or their number."""
+
+    ranks: int | list[int]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The measured links and speeds of a cluster; None for what was not measured."""
+    """The content of a machine file: the measured links and speeds of a cluster; None for what was not measured."""
 
-    hosts: int
-    slots: int
+    hosts: Annotated[list[HostRanks], Field(min_length=1)]
     speeds: Speeds | None = None
     inside: Link | None = None
     across: Link | None = None
-    start_seconds: float | None = None
+    start_seconds: ZeroOrMore | None = None
 
-    def applied_to(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the measured links in place of the table's."""
-        return replace(
-            cluster,
-            inside=self.inside or cluster.inside,
-            across=self.across or cluster.across,
-            start_seconds=cluster.start_seconds if self.start_seconds is None else self.start_seconds,
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of a machine file."""
-        content = asdict(self)
-        slots = content.pop("slots")
-        return {**content, "hosts": [{"ranks": slots}] * self.hosts}
+    @property
+    def slots(self) -> int:
+        """The number of ranks of a host."""
+        ranks = self.hosts[0].ranks
+        return ranks if isinstance(ranks, int) else len(ranks)
 
 
 def read_machine(path: str | Path) -> Machine:
     """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes."""
     content = read_json(path, "machine file")
     try:
-        return machine_from_json(content)
-    except TopologyError as error:
-        raise TopologyError(f"machine file {str(path)!r}: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        wrong = f"{error} is missing" if isinstance(error, KeyError) else f"a value is of another type ({error})"
+        machine: Machine = built_from(Machine, content)
+        if not (machine.speeds or machine.inside or machine.across):
+            raise ValueError("it has no links and no speeds: measure them with more than one rank")
+    except ValueError as error:
         raise TopologyError(
-            f"machine file {str(path)!r} cannot be used: {wrong}; give a file that ds-topo plan --calibrate FILE or "
+            f"machine file {str(path)!r} cannot be used: {error}; give a file that ds-topo plan --calibrate FILE or "
             "ds-topo check SPEC --json FILE has written"
         ) from error
-
-
-def machine_from_json(content: Mapping[str, Any]) -> Machine:
-    """Return the machine of a loaded file of ``plan --calibrate`` or ``check --json``.
-
-    >>> machine_from_json({"hosts": [{"ranks": [0, 1]}], "inside": {"bandwidth": 1e9, "latency": 1e-4}}).slots
-    2
-    """
-    hosts = content["hosts"]
-    if not hosts:
-        raise TopologyError("'hosts' is empty")
-    ranks = hosts[0]["ranks"]
-    inside, across = _link("inside", content.get("inside")), _link("across", content.get("across"))
-    speeds = _speeds(content["speeds"]) if content.get("speeds") else None
-    if speeds is None and inside is None and across is None:
-        raise TopologyError("it has no links and no speeds: measure them with more than one rank")
-    start = content.get("start_seconds")
-    if start is not None:
-        _check_positive("start_seconds", start, or_zero=True)
-    return Machine(len(hosts), ranks if isinstance(ranks, int) else len(ranks), speeds, inside, across, start)
-
-
-def _link(name: str, content: Mapping[str, Any] | None) -> Link | None:
-    if not content:
-        return None
-    link = Link(float(content["bandwidth"]), float(content["latency"]))
-    _check_positive(f"bandwidth of {name!r}", link.bandwidth)
-    _check_positive(f"latency of {name!r}", link.latency, or_zero=True)
-    return link
-
-
-def _speeds(content: Mapping[str, Any]) -> Speeds:
-    forward, backward = map(float, content["attention_flops"])
-    speeds = Speeds(**{**content, "attention_flops": (forward, backward)})
-    for name, flops in speeds.product_flops.items():
-        _check_positive(f"product_flops of {name}", flops)
-    _check_positive("product_flops", max(speeds.product_flops.values(), default=0.0))
-    _check_positive("attention_flops", min(forward, backward))
-    for name in ("memory_bandwidth", "memory_bytes", "block_share"):
-        _check_positive(name, getattr(speeds, name))
-    for name in ("depth", "launch_seconds", "update_bytes"):
-        _check_positive(name, getattr(speeds, name), or_zero=True)
-    return speeds
-
-
-def _check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
-    if not (0 < value < inf or (or_zero and value == 0)):
-        raise TopologyError(f"{name} is {value!r}; it must be {'zero or ' if or_zero else ''}a positive number")
+    return machine

@@ -20,7 +20,6 @@ from ds_topo.errors import TopologyError
 from ds_topo.plan.model import MeasuredLayer, MeasuredProduct, Model
 
 BEFORE, AFTER = "before the layers", "after the layers"
-_QKV = ((0, "query"), (1, "key"), (2, "value"))
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
@@ -90,7 +89,6 @@ class _Recorder(TorchDispatchMode):
         """The kept storages. They stay alive, so that no other one gets the identity of one of them."""
 
     def layer(self, name: str) -> MeasuredLayer:
-        """Return the counts of a layer so far."""
         return self.layers.setdefault(name, MeasuredLayer(name, self.positions))
 
     @property
@@ -99,11 +97,9 @@ class _Recorder(TorchDispatchMode):
         return self.layer(self.stack[-1] if self.stack else AFTER if self.passed else BEFORE)
 
     def enter(self, name: str) -> Callable[..., None]:
-        """Return a forward pre-hook for a layer."""
         return lambda layer, inputs: self.stack.append(name)
 
     def leave(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """Note a layer's output after its forward."""
         first = output[0] if isinstance(output, (tuple, list)) else output
         if isinstance(first, torch.Tensor):
             self.current.output = float(first.numel())
@@ -196,13 +192,15 @@ class _WithoutScores(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        options = dict(kwargs or {})
-        if function is not torch.nn.functional.scaled_dot_product_attention:
-            return function(*args, **options)
-        query, key, value = (args[index] if index < len(args) else options[name] for index, name in _QKV)
-        causal = bool(options.get("is_causal", args[5] if len(args) > 5 else False))
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            function = self._attend
+        return function(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0, is_causal: bool = False, **_: Any
+    ) -> Any:
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
         layer = self._recorder.current
-        layer.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
+        layer.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if is_causal else 1.0)
         layer.core_width = query.shape[-1]
         return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]

@@ -185,7 +185,10 @@ def piece_bytes(piece: Piece, layout: JobLayout, job: Job) -> PieceBytes:
         return _measured_bytes(piece, layout, job)
     if isinstance(piece, Block):
         return block_bytes(piece, layout, job)
-    return _embedding_bytes(layout, job) if piece is End.EMBEDDING else _head_bytes(layout, job)
+    if piece is End.HEAD:
+        return _head_bytes(layout, job)
+    indices = layout.tokens(job) * 8  # of the tokens, which the embedding keeps
+    return PieceBytes(dict.fromkeys(Recompute, indices), 0.0, layout.activation_bytes(job) / layout.spread)
 
 
 def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
@@ -219,19 +222,12 @@ def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
 
 
 def _measured_bytes(layer: MeasuredLayer, layout: JobLayout, job: Job) -> PieceBytes:
-    """Return the bytes of a live module's layer, from the measurement of one sequence."""
     size, count = job.precision.activation_bytes, layout.sequences_of(layer, job)
     output = layer.output * size * count
     kept = layer.kept * size * count + layer.kept_indices * count
     return PieceBytes(
         {Recompute.NONE: kept, Recompute.SELECTIVE: kept, Recompute.FULL: output}, working=2 * output, output=output
     )
-
-
-def _embedding_bytes(layout: JobLayout, job: Job) -> PieceBytes:
-    """Return the bytes of the embedding, which keeps the indices of the tokens."""
-    indices = layout.tokens(job) * 8
-    return PieceBytes(dict.fromkeys(Recompute, indices), 0.0, layout.activation_bytes(job) / layout.spread)
 
 
 def _head_bytes(layout: JobLayout, job: Job) -> PieceBytes:

@@ -578,20 +578,14 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Model]] = {
 # -- public models -----------------------------------------------------------------------------------------------------
 
 
-def _config(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, positions: int, **more: Any
-) -> Mapping[str, Any]:
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": positions,
-        **more,
-    }
+_NUMBERS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+
+
+def _config(*numbers: int, **more: Any) -> Mapping[str, Any]:
+    return {"model_type": "llama", **dict(zip(_NUMBERS, numbers, strict=True)), **more}
 
 
 _LLAMA_8B, _LLAMA_70B = (32, 4096, 32, 8, 14336, 128256), (80, 8192, 64, 8, 28672, 128256)

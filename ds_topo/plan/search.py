@@ -107,11 +107,6 @@ class Tally:
     too_large: int = 0
     smallest: tuple[JobLayout, MemoryUse] | None = None
 
-    @property
-    def problems(self) -> Counter[str]:
-        """All rules that were broken, and how often."""
-        return self.degree_problems + self.layout_problems
-
 
 @dataclass(frozen=True)
 class Found:
@@ -391,7 +386,6 @@ def _on_hosts(job: Job, hosts: int) -> Job:
 
 
 def _fits(job: Job, wanted: Wanted) -> bool:
-    """Return True if any layout fits."""
     costs = Costs(job)
     return any(
         memory_use(costs, candidate).total <= job.cluster.memory_limit

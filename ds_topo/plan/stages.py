@@ -36,11 +36,6 @@ class Stage:
         """The number of the first stage."""
         return self.numbers[0]
 
-    @property
-    def count(self) -> int:
-        """The number of stages with these layers."""
-        return len(self.numbers)
-
 
 def even_stages(model: Model, pipe: int, virtual: int = 1) -> list[Stage]:
     """Divide the blocks evenly into ``pipe x virtual`` chunks, of which chunk ``c`` is on rank ``c % pipe``.

@@ -9,7 +9,7 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -51,23 +51,16 @@ class Span:
     Args:
         size: ranks of a group.
         hosts: hosts on which a group has ranks.
-        groups: groups that have ranks on one host.
-        ring_edges: neighbors in those groups' rings of which the first is on the host and the second is not.
+        ring_edges: neighbors in the groups' rings of which the first is on the host and the second is not.
         remote_pairs: ordered pairs of group members of which the first is on the host and the second is not.
         forward_edges: ranks on the host whose next rank along the axis (without wrap-around) is elsewhere.
     """
 
     size: int
     hosts: int
-    groups: int
     ring_edges: float
     remote_pairs: float
     forward_edges: float
-
-    @property
-    def crosses(self) -> bool:
-        """True if its messages leave hosts."""
-        return self.hosts > 1
 
 
 Spans: TypeAlias = Mapping[str, Span]
@@ -77,21 +70,16 @@ Spans: TypeAlias = Mapping[str, Span]
 def layout_spans(costs: Costs, layout: JobLayout) -> dict[str, Span]:
     """Return the span of every group of the layout, by axis or group."""
     topology, slots, world = layout.topology, costs.job.cluster.slots, costs.job.cluster.ranks
-    factors = {axis: factors_of(topology, [axis]) for axis in (PIPE, SEQ, MODEL)}
-    factors[DATA] = factors_of(topology, [DATA, SHARD])
-    spans = {axis: span_of(factors[axis], world, slots) for axis in factors}
-    replicas = factors_of(topology, [DATA, SHARD, SEQ])
-    spans[GRADIENTS] = span_of(replicas, world, slots)
+    axes = {PIPE: [PIPE], SEQ: [SEQ], MODEL: [MODEL], GRADIENTS: [DATA, SHARD, SEQ]}
     if SHARD in topology.axes:
-        spans[SHARD] = span_of(factors_of(topology, [SHARD]), world, slots)
-        spans[COPIES] = span_of(factors_of(topology, [DATA, SEQ]), world, slots)
+        axes |= {SHARD: [SHARD], COPIES: [DATA, SEQ]}
+    factors = {group: factors_of(topology, along) for group, along in axes.items()}
+    if costs.job.model.expert_count:
+        factors[EXPERT], factors[EXPERT_DATA] = split_factors(factors[GRADIENTS], layout.expert_parallel)
+    spans = {group: span_of(each, world, slots) for group, each in factors.items()}
     if costs.job.model.tied and layout.pipe > 1:
         [(stages, stride)] = factors[PIPE]
         spans[ENDS] = ends_span(stages, stride, world, slots)
-    if costs.job.model.expert_count:
-        near, far = split_factors(replicas, layout.expert_parallel)
-        spans[EXPERT] = span_of(near, world, slots)
-        spans[EXPERT_DATA] = span_of(far, world, slots)
     return spans
 
 
@@ -133,7 +121,7 @@ def ends_span(stages: int, stride: int, world: int, slots: int) -> Span:
         sum(rank // stride % stages == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
         for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
     )
-    return Span(2, 2 if edges else 1, slots, edges, edges, edges)
+    return Span(2, 2 if edges else 1, edges, edges, edges)
 
 
 @lru_cache(maxsize=65536)
@@ -141,7 +129,7 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     """Return the span of the groups ``{base + sum of digit x stride}`` if every host has ``slots`` consecutive ranks.
 
     >>> span_of(((2, 1),), world=8, slots=4).hosts, span_of(((2, 4),), world=8, slots=4)
-    (1, Span(size=2, hosts=2, groups=4, ring_edges=4, remote_pairs=4, forward_edges=4))
+    (1, Span(size=2, hosts=2, ring_edges=4, remote_pairs=4, forward_edges=4))
     """
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     offsets = sorted(offsets_of(factors))
@@ -166,7 +154,7 @@ def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots:
         ring_edges += leaving + (is_here[-1] and not is_here[0])
         remote_pairs += sum(is_here) * (len(hosts) - sum(is_here))
         most_hosts = max(most_hosts, len(set(hosts)))
-    return Span(len(offsets), most_hosts, len(bases), ring_edges, remote_pairs, forward_edges)
+    return Span(len(offsets), most_hosts, ring_edges, remote_pairs, forward_edges)
 
 
 def _ranks_on(host: int, world: int, slots: int) -> range:
@@ -206,7 +194,7 @@ def latency_seconds(operation: str, span: Span, cluster: Cluster) -> float:
     A ring passes every rank once per pass. NCCL takes a tree over hosts for an all_reduce, whose depth is the logarithm
     of their number (NCCL 2.4's double binary trees).
     """
-    across = span.hosts if span.crosses else 0
+    across = span.hosts if span.hosts > 1 else 0
     inside = max(0, span.size - max(1, span.hosts))
     if operation == "all_to_all":
         hops = (min(inside, span.size // span.hosts - 1), min(across, 1) * ceil(log2(span.size)))
@@ -228,7 +216,7 @@ def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
     """Return the seconds for every rank to send ``size`` bytes to the next along an axis."""
     if span.size == 1 or not size:
         return 0.0
-    if not span.crosses:
+    if span.hosts == 1:
         return size / cluster.inside.bandwidth + cluster.inside.latency + cluster.start_seconds
     edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
     return size * edges / cluster.across.bandwidth + cluster.across.latency + cluster.start_seconds
@@ -250,7 +238,7 @@ class StepTime(Sum):
         bubble: waiting for the first micro-batch and for the last.
         gradients: the part of their reduction that backward does not hide.
         parameters: the part of gathering sharded parameters that is not hidden.
-        agreement: small collectives about losses, norms and overflows.
+        agreement: small collectives about losses, norms and overflows, each over the axis that takes longest.
     """
 
     compute: float
@@ -294,15 +282,17 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
     micro_batches = layout.micro_batches(job.batch)
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
-    slowest, _ = slowest_stage(passes, kinds)
+    slowest = max(passes, key=lambda one: one.total)
     sending = _send_seconds(costs, layout, spans)
     bubble = 0.0
     if layout.pipe > 1:
-        others = sum(kind.count * one.total for kind, one in zip(kinds, passes, strict=True)) - slowest.total
+        others = sum(len(kind.numbers) * one.total for kind, one in zip(kinds, passes, strict=True)) - slowest.total
         if job.software.mirrors:
             others *= mirrored_bubble(layout.pipe, slowest)
         bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * sending
     reduced, gathered = _replica_seconds(costs, layout, spans, passes)
+    wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
+    longest = max((latency_seconds("all_reduce", span, job.cluster) for span in wide), default=0.0)
     return StepTime(
         compute=micro_batches * (slowest.compute_forward + slowest.compute_backward),
         recompute=micro_batches * slowest.recompute,
@@ -314,7 +304,7 @@ def step_time(costs: Costs, layout: JobLayout) -> StepTime:
         gradients=reduced,
         parameters=gathered,
         optimizer=_optimizer_seconds(costs, layout),
-        agreement=_agreement_seconds(costs, spans),
+        agreement=job.software.agreements * longest,
     )
 
 
@@ -330,7 +320,7 @@ def schedule_bound(costs: Costs, layout: JobLayout, *, even: bool = False) -> fl
     best = {axis: span_of(((degree, 1),), ranks, job.cluster.slots) for axis, degree in degrees.items()}
     kinds = costs.stage_kinds(layout)
     totals = [stage_pass(costs, kind, layout, best).total for kind in kinds]
-    every = sum(kind.count * total for kind, total in zip(kinds, totals, strict=True))
+    every = sum(len(kind.numbers) * total for kind, total in zip(kinds, totals, strict=True))
     micro_batches = layout.micro_batches(job.batch)
     if even:
         stages = 2 if job.software.mirrors else min(job.software.virtual_stages, -(-job.model.layers // layout.pipe))
@@ -351,11 +341,6 @@ def mirrored_bubble(pipe: int, one: PassTime) -> float:
         return 1.0
     both = forward + backward
     return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
-
-
-def slowest_stage(passes: Sequence[PassTime], kinds: Sequence[Stage]) -> tuple[PassTime, Stage]:
-    """Return the pass of the stage for which the others wait, and its kind."""
-    return max(zip(passes, kinds, strict=True), key=lambda one: one[0].total)
 
 
 def stage_pass(costs: Costs, kind: Stage, layout: JobLayout, spans: Spans) -> PassTime:
@@ -421,7 +406,7 @@ def _send_seconds(costs: Costs, layout: JobLayout, spans: Spans) -> float:
     cluster, size = costs.job.cluster, layout.activation_bytes(costs.job)
     span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
     within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
-    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
+    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.hosts > 1 else 0.0
     sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
     if layout.sequence_parallel:
         return sent
@@ -538,8 +523,8 @@ def two_level_pays(costs: Costs, layout: JobLayout, spans: Spans) -> bool:
 def _two_level_seconds(size: float, span: Span, cluster: Cluster) -> float:
     """Time a reduce_scatter inside hosts, an all_reduce of each part across them, and an all_gather inside."""
     local = span.size // span.hosts
-    inner = Span(local, 1, span.groups, 0, 0, 0)
-    outer = Span(span.hosts, span.hosts, cluster.slots, cluster.slots, cluster.slots * (span.hosts - 1), 0)
+    inner = Span(local, 1, 0, 0, 0)
+    outer = Span(span.hosts, span.hosts, cluster.slots, cluster.slots * (span.hosts - 1), 0)
     inside = sum(collective_seconds(operation, size, inner, cluster) for operation in ("reduce_scatter", "all_gather"))
     return inside + collective_seconds("all_reduce", size / local, outer, cluster)
 
@@ -567,10 +552,3 @@ def _optimizer_seconds(costs: Costs, layout: JobLayout) -> float:
         for updated, held in zip(updated_parameters(costs, layout), costs.all_parameters(layout), strict=True)
     )
     return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
-
-
-def _agreement_seconds(costs: Costs, spans: Spans) -> float:
-    """Return the seconds of a step's small collectives, each over the axis that takes longest."""
-    wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
-    longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in wide), default=0.0)
-    return costs.job.software.agreements * longest

@@ -43,11 +43,6 @@ class Product:
     count: float = 1.0
     result_bytes: float = 2.0
 
-    @property
-    def flops(self) -> float:
-        """The floating-point operations of all ``count`` products."""
-        return 2.0 * self.m * self.n * self.k * self.count
-
 
 @dataclass(frozen=True)
 class Core:
@@ -126,19 +121,14 @@ def piece_work(piece: Piece, layout: JobLayout, job: Job) -> Work:
     """Return the work of a block, or of an end of the model."""
     if isinstance(piece, MeasuredLayer):
         return _measured_work(piece, layout, job)
-    if isinstance(piece, Block):
-        return _block_work(piece, layout, job)
-    return _embedding_work(layout, job) if piece is End.EMBEDDING else _head_work(layout, job)
-
-
-def _block_work(block: Block, layout: JobLayout, job: Job) -> Work:
-    """Return the work of a transformer layer."""
-    attention = _attention_work(block.attention, layout, job)
-    if isinstance(block.mlp, Experts):
-        mlp = _experts_work(block.mlp, layout, job)
+    if isinstance(piece, End):
+        return _embedding_work(layout, job) if piece is End.EMBEDDING else _head_work(layout, job)
+    attention = _attention_work(piece.attention, layout, job)
+    if isinstance(piece.mlp, Experts):
+        mlp = _experts_work(piece.mlp, layout, job)
     else:
-        mlp = _feed_forward_work(block.mlp, layout.tokens(job), layout.model, job)
-    return attention + mlp + _around_work(block, layout, job)
+        mlp = _feed_forward_work(piece.mlp, layout.tokens(job), layout.model, job)
+    return attention + mlp + _around_work(piece, layout, job)
 
 
 def _measured_work(layer: MeasuredLayer, layout: JobLayout, job: Job) -> Work:
@@ -317,7 +307,6 @@ def _summed(layout: JobLayout, size: float) -> Transfers:
 
 
 def _gathered(layout: JobLayout, size: float) -> Transfers:
-    """Return the all_gather of an activation that is split along the sequence."""
     return (Transfer("model", "all_gather", size),) if layout.sequence_parallel else ()
 
 
@@ -402,7 +391,8 @@ def _product_seconds(product: Product, accelerator: Accelerator) -> float:
         waves = tiles / efficiency.processors
         share *= waves / (waves + 0.5)
     share *= product.k / (product.k + efficiency.product_depth)
-    computing = product.flops / (accelerator.peak(product.format) * share)
+    flops = 2.0 * product.m * product.n * product.k * product.count
+    computing = flops / (accelerator.peak(product.format) * share)
     operand = {"fp8": 1.0, "fp32": 4.0}.get(product.format, 2.0)
     moved = operand * product.k * (product.m + product.n) + product.result_bytes * product.m * product.n
     moving = moved * product.count / (accelerator.memory_bandwidth * efficiency.memory)

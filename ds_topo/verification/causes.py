@@ -99,7 +99,7 @@ def _of_loss(_: str, rank: int, found: RecordedStep, reference: RecordedStep) ->
         return
     right = torch.tensor(expected)
     alternatives = [torch.tensor(own)]
-    if (total := _over_seq(rank, found)) is not None:  # each rank may have its part of a sum or of a mean
+    if (total := losses_over_seq(rank, found)) is not None:  # each rank may have its part of a sum or of a mean
         alternatives = [torch.tensor(total), torch.tensor(total) / found.run.degree(SEQ)]
     nearest = min(alternatives, key=lambda losses: abs(math.log(max(_times(losses, right) or math.inf, 1e-9))))
     yield from _factor(nearest, right, found, "averaged over the wrong number of ranks")
@@ -117,7 +117,7 @@ def _of_loss(_: str, rank: int, found: RecordedStep, reference: RecordedStep) ->
         yield Cause("the loss function, or other labels: all recorded outputs are right")
 
 
-def _over_seq(rank: int, found: RecordedStep) -> list[float] | None:
+def losses_over_seq(rank: int, found: RecordedStep) -> list[float] | None:
     """Return the sums of the losses of ranks that differ only in ``seq``; None without that axis."""
     peers = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
     each = [found.ranks[other]["losses"] for other in peers]
@@ -187,7 +187,7 @@ def _of_reduced(
 
 def _of_losses_over_seq(rank: int, factor: float | None, found: RecordedStep, reference: RecordedStep) -> Cause | None:
     """Explain gradients that are too large or too small by a factor that the losses along ``seq`` have, too."""
-    total, right = _over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
+    total, right = losses_over_seq(rank, found), reference.ranks[found.run.share_of[rank]]["losses"]
     if factor is None or not total or len(total) != len(right):
         return None
     of_losses, size = math.fsum(total) / math.fsum(right) if math.fsum(right) else 0.0, found.run.degree(SEQ)
@@ -224,7 +224,6 @@ def _weights(own: torch.Tensor, basis: Sequence[torch.Tensor]) -> list[float] | 
 
 
 def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, found: RecordedStep) -> Iterator[Cause]:
-    """Explain by how much the gradient of each rank counts."""
     run = found.run
     shares, coordinate = run.shares, run.coordinates[rank]
 
@@ -374,24 +373,18 @@ def _factor(
     if factor is None:
         return
     degrees = {axis: found.run.degree(axis) for axis in found.run.coordinates[0] if axis not in unused}
-    for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
-        axes = [
-            axis for axis, size in degrees.items() if size > 1 and math.isclose(factor, size**power, rel_tol=_CLOSE)
-        ]
-        if axes:
-            names = " or ".join(map(repr, axes))
-            axis = axes[0] if len(axes) == 1 else None
-            yield Cause(f"it is the right value times {factor:.3g}, {text}the degree of {names}: {what}", axis)
-            return
-    several = [axis for axis, size in degrees.items() if size > 1]
-    for count in range(2, len(several) + 1):
-        for axes_ in combinations(several, count):
-            size = math.prod(degrees[axis] for axis in axes_)
-            for power, text in ((1, ""), (-1, "1/ ")):
-                if math.isclose(factor, size**power, rel_tol=_CLOSE):
-                    product = f"{text}the product of the degrees of {' and '.join(map(repr, axes_))}"
-                    yield Cause(f"it is the right value times {factor:.3g}, {product}: {what}")
-                    return
+    wide = [axis for axis, size in degrees.items() if size > 1]
+    powers = ((1, ""), (-1, "1/ "), (2, "the square of "), (-2, "1/ the square of "))
+    for count in range(1, len(wide) + 1):
+        sizes = {axes: math.prod(degrees[axis] for axis in axes) for axes in combinations(wide, count)}
+        for power, text in powers if count == 1 else powers[:2]:
+            near = [axes for axes, size in sizes.items() if math.isclose(factor, size**power, rel_tol=_CLOSE)]
+            if near:
+                of = "the degree of" if count == 1 else "the product of the degrees of"
+                names = " or ".join(" and ".join(map(repr, axes)) for axes in near)
+                axis = near[0][0] if near == [near[0][:1]] else None
+                yield Cause(f"it is the right value times {factor:.3g}, {text}{of} {names}: {what}", axis)
+                return
 
 
 def _is_of_degrees(factor: float, found: RecordedStep) -> bool:
@@ -421,5 +414,4 @@ def _in_words(own: torch.Tensor, expected: torch.Tensor, found: RecordedStep) ->
 
 
 def _places(found: RecordedStep, rank: int, name: str) -> tuple[tuple[int, ...], ...]:
-    """Return where in the whole parameter a rank's gradient is."""
     return places(found.ranks[rank]["before"].get(name, ((), [])))

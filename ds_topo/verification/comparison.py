@@ -21,7 +21,7 @@ import torch
 
 from ds_topo.checkpoint.table import head_of
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.verification.causes import explain
+from ds_topo.verification.causes import explain, losses_over_seq
 from ds_topo.verification.recorder import (
     MASTER,
     WEIGHT,
@@ -211,9 +211,7 @@ def _losses(found: RecordedStep, reference: RecordedStep) -> Iterator[ComparedTe
         if len(expected) != len(record["losses"]):
             errors[rank] = math.inf
         elif expected:
-            together = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
-            parts = [found.ranks[other]["losses"] for other in together]
-            sums = [math.fsum(each) for each in zip(*parts)]  # noqa: B905 - a rank may have lost a micro-batch
+            sums = losses_over_seq(rank, found) or record["losses"]
             errors[rank] = min(
                 max(ratio((own - there) ** 2, there**2) for own, there in zip(losses, expected, strict=False))
                 for losses in (record["losses"], sums, [total / pieces for total in sums])
@@ -348,95 +346,86 @@ def equal_samples(found: RecordedStep) -> Iterator[Deviation]:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ComparedStep:
-    """The result of the comparison of one step."""
-
-    errors: tuple[Error, ...]
-    findings: tuple[Deviation, ...]
-    undecided: tuple[str, ...]
-    notes: tuple[str, ...]
-    incomparable: frozenset[str]
-    """The tensors that rounding alone changes too much."""
-    unlike: tuple[str, ...]
-    """The outputs that have other shapes in the layout."""
-
-
 def compare(wanted: Path, reference: Path, rounding: Path, same_samples: bool = False) -> Report:
-    """Compare the recordings in three folders; with ``same_samples`` replicas may train on the same samples."""
+    """Compare the recordings in three folders, step after step, up to the first one that differs.
+
+    With ``same_samples`` replicas may train on the same samples.
+    """
     found = Run(wanted)
     expected, noisy = Run(reference, found), Run(rounding, found)
-    start = tuple(_at_start(found))
-    missing = sorted(found.start.keys() - expected.names)
-    is_other_module = len(missing) == len(found.start)
-    steps = () if is_other_module else tuple(_compared_steps(found, expected, noisy, bool(start), same_samples))
-    errors = tuple(error for step in steps for error in step.errors)
-    other_module = (
-        "the program trains another module in the reference, with other names, as one that builds a pipeline only "
-        "if there are stages: let it build the same module in every layout"
-    )
-    undecided = [other_module] if is_other_module else [reason for step in steps for reason in step.undecided]
+    findings = list(_at_start(found))
+    differs_at_start = bool(findings)
+    errors, undecided, notes = list[Error](), list[str](), list[str]()
+    unlike, useless = dict[str, None](), set[str]()
+    if missing := sorted(found.start.keys() - expected.names):
+        notes.append(f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}")
+    if is_other_module := len(missing) == len(found.start):
+        undecided.append(
+            "the program trains another module in the reference, with other names, as one that builds a pipeline only "
+            "if there are stages: let it build the same module in every layout"
+        )
+    for mine, theirs, allowed in () if is_other_module else _steps(found, expected, noisy):
+        everything = list(rows_of(mine, theirs))
+        limits = [(row, allowed(row)) for row in everything if row.errors]
+        rows = [(row, limit) for row, limit in limits if not _is_noise(row, limit, theirs)]
+        right = {row.name for row, limit in limits if row.kind == REDUCED and max(row.errors.values()) <= limit}
+        new = [
+            *(() if same_samples else equal_samples(mine)),
+            *_deviations(rows, right, mine),
+            *_unequal(found, [record["replicas"] for record in mine.ranks], mine.number),
+        ]
+        if new and not differs_at_start:
+            new[0] = _explained(new, mine, theirs)
+        findings += new
+        for row, limit in rows:
+            each = tuple(row.errors.get(rank, math.nan) for rank in range(len(mine.ranks)))
+            errors.append(Error(mine.number, row.kind, row.name, each, limit))
+        unlike |= dict.fromkeys(row.name for row in everything if not row.errors)
+        useless |= {f"{row.kind} {row.name}".strip() for row, limit in limits if _is_noise(row, limit, theirs)}
+        undecided += _undecided(mine, theirs, bool(findings))
+        reported, norm = theirs.ranks[0]["norm"], theirs.norm
+        if mine.number == 0 and reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
+            times = f"{reported / norm:.3g} times its norm of gradients"
+            notes.append(f"the reference reports {times}; others are compared with that")
+        if findings:
+            break
+    if unlike:
+        first = next(iter(unlike))
+        notes.append(f"{len(unlike)} outputs are not compared, because they have other shapes in the layout: {first!r}")
+    if useless:
+        notes.append(
+            f"rounding alone changes {len(useless)} tensors by half of their value or more: {min(useless)!r}, ..."
+        )
     return Report(
-        found.about[0]["spec"],
-        expected.about[0]["spec"],
-        found.steps,
-        len(found.about),
-        len(errors),
-        (*start, *(finding for step in steps for finding in step.findings)),
-        tuple(_notes(missing, steps)),
-        tuple(dict.fromkeys(undecided)),
-        errors,
+        topology=found.about[0]["spec"],
+        reference=expected.about[0]["spec"],
+        steps=found.steps,
+        ranks=len(found.about),
+        compared=len(errors),
+        findings=tuple(findings),
+        notes=tuple(notes),
+        undecided=tuple(dict.fromkeys(undecided)),
+        errors=tuple(errors),
     )
 
 
-def _compared_steps(
-    found: Run, expected: Run, noisy: Run, differs_at_start: bool, same_samples: bool
-) -> Iterator[ComparedStep]:
-    """Compare step after step, up to the first one that differs."""
+def _steps(found: Run, expected: Run, noisy: Run) -> Iterator[tuple[RecordedStep, RecordedStep, Allowed]]:
+    """Yield each step of the layout and of the reference, and the errors that rounding allows in it."""
     uncertain: dict[str, torch.Tensor] = {}
     for number in range(min(found.steps, expected.steps)):
         mine, theirs = found.step(number), expected.step(number)
-        if number < noisy.steps:
+        if is_measured := number < noisy.steps:
             dtype, noise = found.about[0]["dtype"], noisy.step(number)
-            uncertain = _joined(uncertain, uncertain_updates(mine, theirs, Allowed(_gradients(noise, theirs), dtype)))
-            theirs.uncertain = uncertain
-            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
+            allowed = Allowed(_gradients(noise, theirs), dtype)
         else:
             allowed.growth = _GROWTH
-            uncertain = _joined(uncertain, uncertain_updates(mine, theirs, allowed))
-            theirs.uncertain = uncertain
-        step = _compared_step(mine, theirs, allowed, differs_at_start, same_samples)
-        yield step
-        if differs_at_start or step.findings:
-            return
-
-
-def _compared_step(
-    mine: RecordedStep, theirs: RecordedStep, allowed: Allowed, differs_at_start: bool, same_samples: bool
-) -> ComparedStep:
-    number, ranks = mine.number, range(len(mine.ranks))
-    everything = list(rows_of(mine, theirs))
-    limits = [(row, allowed(row)) for row in everything if row.errors]
-    rows = [(row, limit) for row, limit in limits if not _is_noise(row, limit, theirs)]
-    right = {row.name for row, limit in limits if row.kind == REDUCED and max(row.errors.values()) <= limit}
-    findings = (
-        *(() if same_samples else equal_samples(mine)),
-        *_deviations(rows, right, mine),
-        *_unequal(mine.run, [record["replicas"] for record in mine.ranks], number),
-    )
-    if findings and not differs_at_start:
-        findings = (_explained(findings, mine, theirs), *findings[1:])
-    return ComparedStep(
-        tuple(
-            Error(number, row.kind, row.name, tuple(row.errors.get(rank, math.nan) for rank in ranks), limit)
-            for row, limit in rows
-        ),
-        findings,
-        tuple(_undecided(mine, theirs, differs_at_start or bool(findings))),
-        tuple(_other_norm(theirs) if number == 0 else ()),
-        frozenset(f"{row.kind} {row.name}".strip() for row, limit in limits if _is_noise(row, limit, theirs)),
-        tuple(row.name for row in everything if not row.errors),
-    )
+        # the change of a weight since the start stays uncertain
+        for name, where in uncertain_updates(mine, theirs, allowed).items():
+            uncertain[name] = uncertain[name] | where if name in uncertain else where
+        theirs.uncertain = dict(uncertain)
+        if is_measured:
+            allowed = Allowed(rows_of(noise, theirs), dtype, error_of_norm(theirs.sums))
+        yield mine, theirs, allowed
 
 
 def _is_noise(row: ComparedTensor, limit: float, reference: RecordedStep) -> bool:
@@ -468,29 +457,6 @@ def _deviations(
         else:
             yield from (*partial_sums, one)
             partial_sums.clear()
-
-
-def _other_norm(reference: RecordedStep) -> Iterator[str]:
-    reported, norm = reference.ranks[0]["norm"], reference.norm
-    if reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
-        times = f"{reported / norm:.3g} times its norm of gradients"
-        yield f"the reference reports {times}; others are compared with that"
-
-
-def _notes(missing: Sequence[str], steps: Sequence[ComparedStep]) -> Iterator[str]:
-    if missing:
-        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
-    for step in steps:
-        yield from step.notes
-    if unlike := list(dict.fromkeys(name for step in steps for name in step.unlike)):
-        yield f"{len(unlike)} outputs are not compared, because they have other shapes in the layout: {unlike[0]!r}"
-    if names := sorted(frozenset[str]().union(*(step.incomparable for step in steps))):
-        yield f"rounding alone changes {len(names)} tensors by half of their value or more: {names[0]!r}, ..."
-
-
-def _joined(found: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add what is uncertain in a step: the change of a weight since the start then stays so."""
-    return {**found, **{name: found[name] | where if name in found else where for name, where in more.items()}}
 
 
 class Allowed:
@@ -604,7 +570,6 @@ def _undecided(mine: RecordedStep, theirs: RecordedStep, is_different: bool) -> 
 
 
 def _explained(findings: Sequence[Deviation], mine: RecordedStep, theirs: RecordedStep) -> Deviation:
-    """Return the first finding with its causes."""
     first = findings[0]
     if first.causes:
         return first

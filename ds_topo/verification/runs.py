@@ -85,12 +85,6 @@ class Ranks:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-_LINES:])
 
-    def first_to_fail(self, failed: int) -> int:
-        """Return a rank whose output ends with an error that is not the loss of another rank."""
-        texts = {rank: self.last_lines(rank) for rank in (failed, *range(self.size))}
-        own = (rank for rank, text in texts.items() if "Error" in text and "Connection closed" not in text)
-        return next(own, failed)
-
 
 def verify_program(
     program: str | os.PathLike[str],
@@ -125,12 +119,12 @@ def verify_program(
         TopologyError: an argument is invalid.
         VerificationError: a run failed; the message has the last lines of a rank.
     """
+    layout = ProcessTopology.from_spec(topology)
+    check_meanings(layout.axes, layout.extra_axes)
     if not Path(program).is_file():
         raise TopologyError(f"program {str(program)!r}: there is no such file: give the program that trains")
     if steps < 1:
         raise TopologyError(f"steps={steps}: give a number of steps from 1 on")
-    layout = ProcessTopology.from_spec(topology)
-    check_meanings(layout.axes, layout.extra_axes)
     execute = partial(run, wanted=layout.world_size(), timeout=timeout, progress=progress)
     with tempfile.TemporaryDirectory(prefix="ds_topo_verify_") as scratch:
         folder, whole = Path(scratch if keep is None else keep), layout_of_reference(layout)
@@ -246,8 +240,11 @@ def _wait(runs: Sequence[Ranks], timeout: float, progress: Progress) -> None:
         for each in runs:
             if failed := [rank for rank, process in enumerate(each.processes) if process.poll()]:
                 time.sleep(0.5)  # others may have failed first, and write why
-                rank = each.first_to_fail(failed[0])
-                raise VerificationError(f"{each.what}: rank {rank} failed:\n{each.last_lines(rank)}")
+                texts = {rank: each.last_lines(rank) for rank in (failed[0], *range(each.size))}
+                # an error that is not the loss of another rank
+                own = (rank for rank, text in texts.items() if "Error" in text and "Connection closed" not in text)
+                rank = next(own, failed[0])
+                raise VerificationError(f"{each.what}: rank {rank} failed:\n{texts[rank]}")
         if time.monotonic() > deadline:
             slowest = min(runs, key=Ranks.steps_done)
             raise VerificationError(

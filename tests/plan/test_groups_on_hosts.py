@@ -30,10 +30,9 @@ def test_spans_match_groups_listed_rank_by_rank(placement: tuple[ProcessTopology
     world = topology.world_size()
     groups = {tuple(topology.get_axis_ranks(axes, rank)) for rank in range(world)}
     hosts = range(-(-world // slots))
-    edges, pairs, touching = [], [], []
+    edges, pairs = [], []
     for host in hosts:
         here = [[rank // slots == host for rank in group] for group in groups]
-        touching.append(sum(any(on) for on in here))
         pairs.append(sum(sum(on) * (len(on) - sum(on)) for on in here))
         edges.append(sum(on[index] and not on[(index + 1) % len(on)] for on in here for index in range(len(on))))
     span = span_of(factors_of(topology, axes), world, slots)
@@ -42,11 +41,7 @@ def test_spans_match_groups_listed_rank_by_rank(placement: tuple[ProcessTopology
     if size > 1:
         assert span.hosts == max(len({rank // slots for rank in group}) for group in groups)
         sampled = len(hosts) <= 4
-        assert (span.groups, span.ring_edges, span.remote_pairs) == (
-            max(touching),
-            max(edges),
-            max(pairs),
-        ) or not sampled
+        assert (span.ring_edges, span.remote_pairs) == (max(edges), max(pairs)) or not sampled
 
 
 def ring_bytes(layout: JobLayout, axes: list[str], size: float, slots: int, passes: int) -> list[float]:
@@ -94,4 +89,4 @@ def test_only_axes_that_cross_hosts_have_host_traffic(made: tuple[Job, JobLayout
     for host in host_traffic(costs, layout):
         for axis, sent in host.items():
             assert sent >= 0
-            assert spans[axis].crosses or (axis == "gradients" and task.model.tied)
+            assert spans[axis].hosts > 1 or (axis == "gradients" and task.model.tied)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -14,7 +14,7 @@ import torch
 
 from ds_topo.cli import main
 from ds_topo.plan import calibrate as calibrating
-from ds_topo.plan.hardware import Link, Machine, machine_from_json, read_machine, usable_bytes
+from ds_topo.plan.hardware import HostRanks, Link, Machine, read_machine, usable_bytes
 from tests.plan.jobs import SPEEDS
 from tests.support.world import Worlds
 
@@ -54,23 +54,26 @@ def test_plan_uses_the_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFi
         ("{", "is not JSON"),
         ("9" * 5000, "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "a value is of another type"),
-        ("{}", "'hosts' is missing; give a file that ds-topo plan --calibrate FILE or ds-topo check SPEC --json FILE"),
-        (json.dumps({"train_batch_size": 8}), "machine.json' cannot be used: 'hosts' is missing; give a file that"),
-        (json.dumps({"hosts": []}), "'hosts' is empty"),
+        ("[]", "[] is wrong: Input should be an object"),
+        ("{}", "hosts: is missing; give a file that ds-topo plan --calibrate FILE or ds-topo check SPEC --json FILE"),
+        (json.dumps({"train_batch_size": 8}), "machine.json' cannot be used: hosts: is missing; give a file that"),
+        (json.dumps({"hosts": []}), "hosts: [] is wrong: List should have at least 1 item"),
         (json.dumps({"hosts": [{"ranks": 2}]}), "no links and no speeds"),
         (
             json.dumps(CHECKED | {"across": {"bandwidth": 0, "latency": 1e-4}}),
-            "machine.json': bandwidth of 'across' is 0.0; it must be a positive number",
+            "machine.json' cannot be used: across.bandwidth: 0 is wrong: Input should be greater than 0",
         ),
-        (json.dumps(CHECKED | {"inside": {"bandwidth": 1e9, "latency": -1}}), "latency of 'inside' is -1.0"),
+        (json.dumps(CHECKED | {"inside": {"bandwidth": 1e9, "latency": -1}}), "inside.latency: -1 is wrong"),
         (
-            json.dumps(Machine(1, 4, replace(SPEEDS, memory_bandwidth=0.0)).as_json()),
-            "memory_bandwidth is 0.0; it must be a positive number",
+            json.dumps(asdict(Machine([HostRanks(4)], replace(SPEEDS, memory_bandwidth=0.0)))),
+            "speeds.memory_bandwidth: 0.0 is wrong: Input should be greater than 0",
         ),
-        (json.dumps(Machine(1, 4, replace(SPEEDS, product_flops={})).as_json()), "product_flops is 0.0"),
-        (json.dumps(CHECKED | {"start_seconds": -1}), "start_seconds is -1; it must be zero or a positive number"),
-        (json.dumps(CHECKED | {"start_seconds": "soon"}), "a value is of another type"),
+        (
+            json.dumps(asdict(Machine([HostRanks(4)], replace(SPEEDS, product_flops={})))),
+            "speeds.product_flops: {} is wrong",
+        ),
+        (json.dumps(CHECKED | {"start_seconds": -1}), "start_seconds: -1 is wrong"),
+        (json.dumps(CHECKED | {"start_seconds": "soon"}), "start_seconds: 'soon' is wrong"),
     ],
 )
 def test_plan_refuses_invalid_machine_file(
@@ -111,8 +114,8 @@ def test_calibrate_without_a_gpu_names_what_to_do(capsys: pytest.CaptureFixture[
 
 def test_plan_reads_the_speeds_of_a_machine_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
-    machine = Machine(1, 4, SPEEDS, inside=Link(1e9, 1e-4))
-    path.write_text(json.dumps(machine.as_json()))
+    machine = Machine([HostRanks(4)], SPEEDS, inside=Link(1e9, 1e-4))
+    path.write_text(json.dumps(asdict(machine)))
     assert read_machine(path) == machine
     content = _plan(capsys, "--machine", str(path))
     assert content["job"]["accelerator"] == SPEEDS.name
@@ -134,13 +137,14 @@ def _calibrated() -> Machine:
         return calibrating.calibrate()
 
 
-def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds) -> None:
+def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds, tmp_path: Path) -> None:
     first, second = world(2).run(_calibrated)
     assert first == second
-    assert (first.hosts, first.slots) == (1, 2)
+    assert (len(first.hosts), first.slots) == (1, 2)
     assert first.speeds is not None
     assert all(1e8 < first.speeds.product_flops[name] < 1e15 for name in ("fp32", "bf16", "fp16"))
     assert first.inside is not None
     assert first.inside.bandwidth > 1e6
     assert first.across is None
-    assert machine_from_json(json.loads(json.dumps(first.as_json()))) == first
+    (tmp_path / "machine.json").write_text(json.dumps(asdict(first)))
+    assert read_machine(tmp_path / "machine.json") == first

@@ -92,8 +92,8 @@ def test_explanations_add_up(made: tuple[Job, JobLayout]) -> None:
     assert all(term.text for term in (*explain_time(costs, plan), *explain_memory(costs, plan)))
     axes = explain_axes(costs, layout)
     for use in axes:
-        named = [axis for axis in use.axis.split(" ")[0].split("+") if axis != "experts"]
-        assert use.ranks == prod(layout.topology.get_dim(axis) for axis in named) or not named
+        named = [axis for axis in use["axis"].split(" ")[0].split("+") if axis != "experts"]
+        assert use["ranks"] == prod(layout.topology.get_dim(axis) for axis in named) or not named
     for other in orders_of(task, plan):
         lost = sum(term.value for term in differences(plan, other))
         assert lost == pytest.approx(other.seconds - plan.seconds, abs=1e-12)

@@ -531,7 +531,7 @@ FAULTS: dict[str, Fault] = {
         Job("data=2,seq=2", False, {"gradient_clipping": 0.05}, "sequences"),
         scaled_backward,
         "loss",
-        "times 0.5, 1/the degree of 'data' or 'seq'",
+        "times 0.5, 1/ the degree of 'data' or 'seq'",
         factor=0.5,
     ),
     "replicas train on the same samples": _fault(SLICES, same_samples, "samples", "without a sampler", "data"),
