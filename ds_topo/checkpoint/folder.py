@@ -303,7 +303,7 @@ def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
     return problems
 
 
-def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) -> list[str]:
+def wrong_in_stock_checkpoint(folder: Path, expected: SavedLayout | None = None) -> list[str]:
     """Find missing, empty and truncated files in a checkpoint that DeepSpeed alone saved.
 
     Names, sizes and the checksums of archives are checked. A file is missing if another file's name implies it, or
@@ -603,7 +603,7 @@ def look_at(folder: str | os.PathLike[str], tag: str, *, digests: bool = False) 
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError
         if (manifest := manifest_of(path)) is None:
-            problems = wrong_without_manifest(path)
+            problems = wrong_in_stock_checkpoint(path)
         else:
             problems = wrong_sizes(path, manifest)
             if digests and not problems:

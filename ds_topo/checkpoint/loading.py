@@ -47,7 +47,7 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
     with_same_groups,
 )
-from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
+from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_in_stock_checkpoint
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting, shared_out
 from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights
@@ -60,7 +60,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.without_manifest import (
+from ds_topo.checkpoint.stock_checkpoints import (
     counts_of_groups,
     groups_of_partitions,
     layout_of_files,
@@ -367,7 +367,7 @@ class _Choice:
             if checkpoint.is_whole and self._saved is None:
                 with suppress(CheckpointError):  # another check names the file
                     self._saved = layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
-                if self._saved is not None and (missing := wrong_without_manifest(checkpoint.path, self._saved)):
+                if self._saved is not None and (missing := wrong_in_stock_checkpoint(checkpoint.path, self._saved)):
                     checkpoint = replace(checkpoint, problems=tuple(missing))
             if checkpoint.is_whole:
                 self.chosen = checkpoint

@@ -37,13 +37,13 @@ from ds_topo.checkpoint.folder import (
     tags_in,
     told,
     unreadable,
-    wrong_without_manifest,
+    wrong_in_stock_checkpoint,
 )
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
+from ds_topo.checkpoint.stock_checkpoints import manifest_of_files, structure_of_files
 from ds_topo.checkpoint.table import BUFFER, WEIGHT, Piece, Slice, Table, Weights
-from ds_topo.checkpoint.without_manifest import manifest_of_files, structure_of_files
 from ds_topo.errors import (
     CheckpointError,
     CheckpointVersionError,
@@ -184,7 +184,7 @@ def readable(checkpoint: Checkpoint) -> Manifest:
     if checkpoint.manifest is not None:
         return checkpoint.manifest
     layout, structure = structure_of_files(checkpoint.path)
-    if layout is not None and (missing := wrong_without_manifest(checkpoint.path, layout)):
+    if layout is not None and (missing := wrong_in_stock_checkpoint(checkpoint.path, layout)):
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(missing)}")
     return manifest_of_files(checkpoint.path, layout, structure)
 

@@ -36,10 +36,7 @@ from ds_topo.checkpoint.manifest import (
     merged,
 )
 from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS
-from ds_topo.errors import (
-    CheckpointError,
-    CheckpointLayoutError,
-)
+from ds_topo.errors import CheckpointError, CheckpointLayoutError
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
