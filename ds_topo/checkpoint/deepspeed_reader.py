@@ -186,7 +186,7 @@ class DeepSpeedFiles(Source):
         return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
-        for vector in table.vectors():
+        for vector in table.vectors:
             for part in vector.parts:
                 name = table.pieces[part.piece].name
                 for key in (*vector.tensors, *vector.values):

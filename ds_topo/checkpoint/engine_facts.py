@@ -37,7 +37,7 @@ from ds_topo.base.backends import accelerator, device_in_use
 from ds_topo.base.classes import stock_class
 from ds_topo.base.marks import inner_optimizer, is_element_by_element
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.table import head_of, starred
+from ds_topo.checkpoint.table import head_of, name_of_type, starred
 from ds_topo.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes
@@ -186,7 +186,7 @@ def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
         found[own_name] = manifests.SavedParameter(
             own_name,
             shape_of(parameter),
-            str(parameter.dtype).removeprefix("torch."),
+            name_of_type(parameter.dtype),
             rank,
             (split.dim if (split := split_of(parameter)) else -1) if is_model_parallel_parameter(parameter) else None,
             int(layer.num_experts) if layer is not None else None,

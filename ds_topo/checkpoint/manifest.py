@@ -477,14 +477,15 @@ def built_from(kind: Any, value: Any) -> Any:
     ...
     ValueError: weight.dim: '0' is wrong: Input should be a valid integer
 
-    ``value`` is what ``json.loads`` has returned.
+    ``value`` is the text of the JSON, or what ``json.loads`` has returned for it.
 
     Raises:
         ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
             unknown, or a dataclass refuses its fields.
     """
     try:
-        return _reader_of(kind).validate_json(json.dumps(value))  # of JSON, since lists are tuples there
+        text = value if isinstance(value, str) else json.dumps(value)
+        return _reader_of(kind).validate_json(text)  # of JSON, since lists are tuples there
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])

@@ -43,7 +43,7 @@ from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
 from ds_topo.checkpoint.stock_checkpoints import manifest_of_files, structure_of_files
-from ds_topo.checkpoint.table import BUFFER, WEIGHT, Piece, Slice, Table, Weights
+from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Slice, Table, Vector
 from ds_topo.errors import (
     CheckpointError,
     CheckpointVersionError,
@@ -139,12 +139,13 @@ class WeightFiles(DeepSpeedFiles):
         shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         super().__init__(model_of_whole(shapes, named, buffers), path)
         pieces = [Piece(name, Slice(shape)) for name, shape in self._shapes.items()]
-        weights = [
-            Weights("", BUFFER if name in buffers else WEIGHT, "", (), (name,), (at,))
-            for at, name in enumerate(self._shapes)
+        vectors = [
+            Vector("", {BUFFER if one.name in buffers else WEIGHT: ((one.name,), "")}, {}, (whole,))
+            for at, one in enumerate(pieces)
+            for whole in (Part(at, 0, one.slice.numel, 0),)
         ]
         self._open[""], self._known = tensors, {""}
-        self._add(Table(0, tuple(pieces), (), tuple(weights)))
+        self._add(Table(0, tuple(pieces), tuple(vectors)))
 
     @override
     def tensors(self) -> dict[str, tuple[int, ...]]:

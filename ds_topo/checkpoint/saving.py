@@ -484,7 +484,7 @@ class BackgroundSave:
     def _written(self) -> dict[str, Any]:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
         recorder, described = self._recorder if self._files.failure is None else None, None
-        if recorder is not None and not (table := recorder.table()).is_empty:
+        if recorder is not None and (table := recorder.table()).vectors:
             name = f"table_replica_{self._replica}_mp_rank_{self._model_rank:02d}.json"
             path = self._draft / self._tag / name
             self._files.write(table.to_text(), path, lambda text, _: path.write_text(text))

@@ -35,7 +35,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     merged,
 )
-from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS
+from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS, name_of_type
 from ds_topo.errors import CheckpointError, CheckpointLayoutError
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -128,8 +128,11 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         shapes_of_slices.setdefault(name, tuple(tensor.shape))
         shape = next((known[name] for known in shapes[rank:] if name in known), tensor.shape)
         is_trained = not layout.has_partitions or name in trained
-        kind = str(tensor.dtype).removeprefix("torch.")
-        rows.append(SavedParameter(name, tuple(shape), kind, tuple(holders) or (rank,), None, None, is_trained))
+        rows.append(
+            SavedParameter(
+                name, tuple(shape), name_of_type(tensor.dtype), tuple(holders) or (rank,), is_trained=is_trained
+            )
+        )
     slices = layout.degrees().get("model", 1)
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
