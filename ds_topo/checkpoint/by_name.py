@@ -38,6 +38,7 @@ from ds_topo.checkpoint.manifest import (
     SavedSplit,
     SavedStructure,
     built_from,
+    whole_structure,
 )
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, has_placeholders, require_split, require_splits
@@ -449,7 +450,7 @@ def load_into(
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
     shares = facts.share_of_structure(engine)
-    decided = meeting.decided_from("structure", shares, lambda posted: asdict(facts.whole_structure(posted)))
+    decided = meeting.decided_from("structure", shares, lambda posted: asdict(whole_structure(posted)))
     structure: SavedStructure = built_from(SavedStructure, decided)
 
     def opened() -> Loader:

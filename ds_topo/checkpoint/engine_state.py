@@ -539,7 +539,7 @@ def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
     of_zero_3: list[Any] = [one.ds_process_group for one in engine.module.parameters() if hasattr(one, "ds_tensor")]
     partition = (dist.get_rank(of_zero_3[0]), dist.get_world_size(of_zero_3[0])) if of_zero_3 else (0, 1)
     rank = int(engine.checkpoint_mp_rank)
-    layers = facts.layers_of(engine.module)
+    layers = [layer.prefix(number) for number, layer in enumerate(facts.layers_of(engine.module))]
     return FileRecorder(rank, pieces, orders, buffers, stacked=stacked, layers=layers, partition=partition)
 
 

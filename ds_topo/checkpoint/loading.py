@@ -539,7 +539,7 @@ class _Choice:
 
     def _why_unreachable(self, checkpoint: Checkpoint) -> str:
         """Say why the files do not fit this layout, and what to do; empty if they do."""
-        saved, bounds = self._saved, getattr(getattr(checkpoint.manifest, "structure", None), "bounds", ())
+        saved, bounds = self._saved, checkpoint.manifest.structure.bounds if checkpoint.manifest is not None else ()
         if saved is None:
             return ""
         reason = why_unreachable(saved, self._layout, optimizer_states=self._options.has_states)

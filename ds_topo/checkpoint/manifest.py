@@ -19,7 +19,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -118,8 +118,6 @@ class SavedStructure(Saved):
     """The layers of a pipeline, over all stages."""
     bounds: tuple[Number, ...] = ()
     """The first layer of each stage of a pipeline, or of its two parts of DualPipeV, then the number of layers."""
-    method: Text = ""
-    """The pipeline's ``partition_method``; empty if unknown."""
     experts: Mapping[Text, Size] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``), or of
     each parameter in which AutoEP stacks the experts of a rank."""
@@ -127,8 +125,8 @@ class SavedStructure(Saved):
     """The engine's options of ZeRO."""
     is_by_element: bool = True
     """False if the optimizer is not known to update each element by its own gradient and states alone."""
-    buffers: Mapping[Text, tuple[Number, ...]] | None = None
-    """The shape on slice 0 of each saved buffer, except those of experts; None if unknown."""
+    buffers: Mapping[Text, tuple[Number, ...]] = field(default_factory=dict)
+    """The shape on slice 0 of each saved buffer, except those of experts."""
 
     def __post_init__(self) -> None:
         if self.bounds and (
@@ -137,11 +135,14 @@ class SavedStructure(Saved):
             raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
 
 
-def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
-    """Merge the structures that the stages of a pipeline see, first to last, into that of the whole model.
+def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> SavedStructure:
+    """Merge the structures that the stages of a pipeline see into that of the whole model.
 
-    For a tied parameter the first stage decides; its copies on later stages add nothing.
+    The first rank of a stage shares it, as JSON, and other ranks None. For a tied parameter the first stage decides;
+    its copies on later stages add nothing.
     """
+    found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
+    stages: list[SavedStructure] = [built_from(SavedStructure, share["structure"]) for share in found]
     splits = {name: split for one in reversed(stages) for name, split in one.splits.items()}
     undeclared = {name: None for one in stages for name in one.undeclared if name not in splits}
     return replace(
@@ -151,7 +152,7 @@ def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
         undeclared=tuple(undeclared),
         aliases={alias: name for one in stages for alias, name in one.aliases.items()},
         experts={head: size for one in stages for head, size in one.experts.items()},
-        buffers={name: shape for one in stages for name, shape in (one.buffers or {}).items()},
+        buffers={name: shape for one in stages for name, shape in one.buffers.items()},
     )
 
 
@@ -374,8 +375,7 @@ class Manifest(Saved):
     files: tuple[SavedFile, ...]
     parameters: tuple[SavedParameter, ...]
     versions: Mapping[Text, Text] = field(default_factory=dict)
-    structure: SavedStructure | None = None
-    """The model's structure; None if it was not recorded."""
+    structure: SavedStructure = SavedStructure(None, ())
     tables: tuple[SavedTable, ...] = ()
     """The tables, which say where each element is; empty if the optimizer's memory is unknown."""
 
@@ -402,10 +402,9 @@ class Manifest(Saved):
         """
         slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degrees().get("model", 1)
         counted: dict[tuple[str, int], int] = {}
-        stacked = self.structure.experts if self.structure is not None else {}
         for row in self.parameters:
             for place in {rank % slices for rank in row.model_ranks} if row.split_dim is not None else (0,):
-                copies = stacked.get(row.name, row.experts or 1)
+                copies = self.structure.experts.get(row.name, row.experts or 1)
                 counted.setdefault((row.name, place), math.prod(row.shape) * copies)
         return sum(counted.values())
 
@@ -420,9 +419,8 @@ def to_text(manifest: Manifest) -> str:
     """
     layout = {**vars(manifest.layout), "coordinates": _coordinates(manifest.layout)}
     content = {"format": FORMAT, "version": VERSION, **vars(manifest), "layout": layout, "bytes": manifest.bytes}
-    encode = json.JSONEncoder(
-        default=vars
-    ).encode  # asdict(), and encoding with an indent, would take several times as long
+    # asdict(), and encoding with an indent, would take several times as long
+    encode = json.JSONEncoder(default=vars).encode
     lines = []
     for key, value in {**content, _DIGEST: _digest_of(content)}.items():
         rows = ",\n  ".join(map(encode, value)) if isinstance(value, tuple) else ""

@@ -302,7 +302,7 @@ def to_hugging_face(
 def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> DeepSpeedFiles:
     """Open a checkpoint whose weights will be put together and written into a folder, which is made."""
     manifest = readable(checkpoint)
-    known = manifest.structure.splits if manifest.structure is not None and not has_padding else {}
+    known = {} if has_padding else manifest.structure.splits
     splits = {name: replace(split, padded=split.real) for name, split in known.items() if split.real is not None}
     model = model_of(manifest, splits)
     require_splits(model, 1)

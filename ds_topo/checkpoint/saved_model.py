@@ -367,13 +367,8 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
 
 
 def _known_structure(manifest: Manifest) -> SavedStructure:
-    """Return the structure; refuse a manifest that has none, or experts of an unknown kind."""
+    """Return the structure; refuse a manifest with experts of an unknown kind."""
     structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
-    if structure is None:
-        raise CheckpointLayoutError(
-            f'the manifest of {tag!r} does not describe the model (no "structure"). Load the checkpoint '
-            "in the layout that saved it, and save it with this release"
-        )
     heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
     is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
     if is_other_kind or heads - structure.experts.keys():

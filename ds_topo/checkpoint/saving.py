@@ -16,7 +16,7 @@ import atexit
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils._pytree import tree_leaves
 
 from ds_topo.base import patches
 from ds_topo.base.classes import stock_class
@@ -95,37 +96,22 @@ class HostCopies:
         for one in former:
             self._former[one.dtype, one.numel()].append(one)
 
-    def of(self, value: Any, known: dict[int, Any] | None = None) -> Any:
-        """Copy the content of a file: one copy of each object, however often it occurs.
-
-        ``known`` are copies by the ids of their originals.
-        """
-        known = {} if known is None else known
-        if id(value) not in known:
-            known[id(value)] = self._copied(value, known)
-        return known[id(value)]
+    def of(self, value: Any) -> Any:
+        """Copy the content of a file: one copy of each object, however often it occurs."""
+        tensors = {id(one): one for one in tree_leaves(value) if torch.is_tensor(one)}
+        return copy.deepcopy(value, {key: self._copied(one.detach()) for key, one in tensors.items()})
 
     def free_the_rest(self) -> None:
         """Free the memory that was not reused."""
         self._former.clear()
 
-    def _copied(self, value: Any, known: dict[int, Any]) -> Any:
-        if torch.is_tensor(value):
-            held = value.detach()
-            if held.layout != torch.strided or held.numel() * held.itemsize < _LARGE:
-                return held.to("cpu", copy=True)
-            former = self._former[held.dtype, held.numel()]
-            flat = former.pop() if former else torch.empty(held.numel(), dtype=held.dtype)
-            self.large.append(flat)
-            return flat.view(held.shape).copy_(held)
-        if isinstance(value, MutableMapping):
-            result = copy.copy(value)  # keeps the attributes of a state_dict
-            for key, item in value.items():  # update() of a Counter would add the entries
-                result[key] = self.of(item, known)
-            return result
-        if type(value) in (list, tuple):
-            return type(value)(self.of(item, known) for item in value)
-        return copy.deepcopy(value)
+    def _copied(self, held: torch.Tensor) -> torch.Tensor:
+        if held.layout != torch.strided or held.numel() * held.itemsize < _LARGE:
+            return held.to("cpu", copy=True)
+        former = self._former[held.dtype, held.numel()]
+        flat = former.pop() if former else torch.empty(held.numel(), dtype=held.dtype)
+        self.large.append(flat)
+        return flat.view(held.shape).copy_(held)
 
 
 # -- the files of this rank --------------------------------------------------------------------------------------------
@@ -370,7 +356,7 @@ class BackgroundSave:
         subject = f"saving the checkpoint {self._tag!r} in {root}"
         self._meeting = Meeting.begin(subject, f"tag {self._tag!r} {options}", problem)
         self._draft = folders.draft_of(root, self._tag)
-        self._structure: SavedStructure | None = None
+        self._structure = SavedStructure(None, ())
         """The structure of the whole model, on rank 0."""
         self._universal: dict[str, Any] = {}
         """What DeepSpeed's ``ds_to_universal`` needs to know of the whole model, on rank 0."""
@@ -425,7 +411,7 @@ class BackgroundSave:
         return self._path
 
     def _make_room(self, engine: DeepSpeedEngine, shares: Sequence[Mapping[str, Any] | None]) -> None:
-        self._structure = facts.whole_structure(shares)
+        self._structure = manifests.whole_structure(shares)
         known = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
         self._universal = facts.universal_info_of(known, self._structure, facts.stage_and_slice(engine)[2])
         _require_room(engine, self._root, self._tag)

@@ -148,7 +148,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
         rows = [_placed(row, groups, slices) for row in rows]
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
-    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
+    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers={})
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
 
 

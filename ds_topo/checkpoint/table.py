@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.manifest import Count, Number, Saved, SavedSplit, SavedTable, Size, Text, built_from, in_order
+from ds_topo.checkpoint.manifest import Count, Saved, SavedSplit, SavedTable, Size, Text, built_from, in_order
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -98,7 +98,7 @@ class Slice(NamedTuple):
     shape: tuple[Count, ...]
     """Shape of the slice."""
     dim: Count | None = None
-    slices: Number = 1
+    slices: Size = 1
     place: Count = 0
     stride: Size = 1
 
@@ -269,9 +269,9 @@ class Vector(NamedTuple):
     """Tensors of a file with the same parts: a weight, or a master weight and its states."""
 
     file: Text
-    tensors: dict[Text, tuple[Path, Text]]
+    tensors: Mapping[Text, tuple[Path, Text]]
     """The path and the type of each tensor that has a value for each element, by key."""
-    values: dict[Text, Path]
+    values: Mapping[Text, Path]
     """The path of each single value, by key."""
     parts: tuple[Part, ...]
 
@@ -280,7 +280,7 @@ class Vector(NamedTuple):
 class Table(Saved):
     """The files that one rank wrote."""
 
-    model_rank: Number
+    model_rank: Count
     pieces: tuple[Piece, ...]
     vectors: tuple[Vector, ...]
 
@@ -380,13 +380,13 @@ class Partition(NamedTuple):
 
     name: Text
     """A parameter in the tensor; one that is split over slices, if there is one, which tells slices apart."""
-    place: Number
+    place: Count
     """The place of its slice."""
-    number: Number
+    number: Count
     """The number of the partition."""
-    total: Number
+    total: Count
     """The number of elements in all partitions."""
-    written: Number
+    written: Count
     """The number of elements in this rank's files; 0 if another rank writes the partition."""
 
 

@@ -58,7 +58,7 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
 )
 from ds_topo.checkpoint.folder import check_folder, is_checkpoint, other_kind, tags_in
-from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
+from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, whole_structure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, boxes_in
@@ -135,8 +135,8 @@ class TorchState:
         """
         meeting = Meeting.begin(_SUBJECT, f"save, flatten_optimizer_state_dict={self.is_flat}")
         found = meeting.step("described", lambda: EngineState(self.engine, self.rename))
-        share, whole = facts.share_of_structure(self.engine), facts.whole_structure
-        order = meeting.decided_from("order", share, lambda posted: _order_of(whole(posted)))
+        share = facts.share_of_structure(self.engine)
+        order = meeting.decided_from("order", share, lambda posted: _order_of(whole_structure(posted)))
         meeting.end()
         optim: dict[str, Any]
         if self.is_flat:
@@ -161,9 +161,11 @@ class TorchState:
             saved = {(name, key): value for name, one in optim[_STATE].items() for key, value in one.items()}
             groups = optim[_GROUPS]
         numbers = meeting.step("numbers", lambda: _numbers(found, saved))
-        share, whole = facts.share_of_structure(self.engine), facts.whole_structure
+        share = facts.share_of_structure(self.engine)
         layout, progress = facts.layout_of(self.engine), dict(state_dict.get(_PROGRESS) or ())
-        meeting.decided_from("order", share, lambda posted: _require_same_training(layout, whole(posted), progress))
+        meeting.decided_from(
+            "order", share, lambda posted: _require_same_training(layout, whole_structure(posted), progress)
+        )
         meeting.end()
         inner = inner_optimizer(self.engine)
         for (master, key), value in numbers.items():
