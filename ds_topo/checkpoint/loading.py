@@ -208,15 +208,9 @@ def load(
     else:
         state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
     meeting.end()
-    return str(root / chosen), _of_program(engine, state)
-
-
-def _of_program(engine: DeepSpeedEngine, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the program's own entries of a ``client_state``, after ours were used."""
-    of_replicas = state.get(REPLICAS)
-    if of_replicas is not None and hasattr(engine, "replicas"):
+    if (of_replicas := state.get(REPLICAS)) is not None and hasattr(engine, "replicas"):
         engine.replicas.manager.load_state_dict(of_replicas)
-    return entries_of_program(state)
+    return str(root / chosen), entries_of_program(state)
 
 
 def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custom_load_fn: Any) -> dict[str, Any]:
@@ -403,7 +397,10 @@ class _Choice:
                     "continue without ZeRO and with grid.correct_norms = False"
                 )
 
-        size, own = self._saved_batch_size(chosen.path), int(self._engine.train_batch_size())
+        size, own = None, int(self._engine.train_batch_size())
+        if self._saved is not None:
+            with suppress(CheckpointError):  # another check names the file
+                size = batch_size_of_files(opened(chosen.path / name_of_model_states(self._saved, 0)), self._saved)
         if self._options.has_states and size not in (None, own):
             micro = int(self._engine.train_micro_batch_size_per_gpu())
             yield printable(
@@ -412,14 +409,6 @@ class _Choice:
                 f"chosen for. To go on with {size}, also at another number of replicas: "
                 f"config |= grid.batch_sizes({size}, {micro})"
             )
-
-    def _saved_batch_size(self, path: Path) -> int | None:
-        """Return the samples of a step of the job that saved the chosen checkpoint; None if its config does not say."""
-        if self._saved is None:
-            return None
-        with suppress(CheckpointError):  # another check names the file
-            return batch_size_of_files(opened(path / name_of_model_states(self._saved, 0)), self._saved)
-        return None
 
     def check(self, path: Path, reason: str) -> Problems:
         """Check a share of the files, and this rank's parameters unless the layout differs; on every rank."""
@@ -500,16 +489,13 @@ class _Choice:
         False loads them by name, and None tries the next candidate. An error is raised if no other one may replace it.
         """
         assert self.chosen is not None
-        found = [Problems(**share) for share in posted]
-        if damaged := [problem for each in found for problem in each.damaged]:
+        if damaged := [problem for share in posted for problem in share["damaged"]]:
             self.damaged.append(replace(self.chosen, problems=tuple(damaged)))
             self.chosen = None
             return None
         where = f"the checkpoint {self.chosen.tag!r} of {self._root}"
-        model = next((each.model for each in found if each.model), "")
-        order = next((each.order for each in found if each.order), "")
-        refused = next((each.refused for each in found if each.refused), "")
-        scheduler = next((each.scheduler for each in found if each.scheduler), "")
+        first = {kind: next((share[kind] for share in posted if share[kind]), "") for kind in posted[0]}
+        model, order, refused, scheduler = (first[kind] for kind in ("model", "order", "refused", "scheduler"))
         if model and not self._options.convert:
             raise CheckpointModelError(
                 f"{where} is of another model: {model}. Build the model as when it was saved; if only its slices or "

@@ -129,10 +129,10 @@ class WrittenFiles:
         self,
         root: Path,
         copied_for: DeepSpeedEngine | None = None,
-        describe: Callable[[Any, str], None] = lambda content, file: None,
     ) -> None:
         self._root = root
-        self._describe = describe
+        self.describe: Callable[[Any, str], object] = lambda content, file: None
+        """Called with the content of a file of torch, and its path, before it is written."""
         self._copies: HostCopies | None = None
         if copied_for is not None:  # its last save is finished, so nothing reads the memory of that any more
             self._copies = HostCopies(_memories.get(copied_for, ()))
@@ -208,7 +208,7 @@ class WrittenFiles:
 
             def record() -> None:
                 if file.suffix == ".pt":
-                    self._describe(state_dict, file.relative_to(self._root).as_posix())
+                    self.describe(state_dict, file.relative_to(self._root).as_posix())
                 if self._copies is not None:
                     self._later[file] = partial(save, self._copies.of(state_dict), path, *arguments, **options)
                     return
@@ -366,7 +366,7 @@ class BackgroundSave:
         _warn_of_partial_step(engine)
         self._recorder: FileRecorder | None = None
         """The description of this rank's files, if the optimizer's memory can be described."""
-        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)
+        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
         self._rows: list[SavedParameter] = []
         """This rank's parameters."""
         self._replica, self._model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
@@ -384,15 +384,6 @@ class BackgroundSave:
     def is_written(self) -> bool:
         """True if this rank has written its files, so that ``finish()`` need not wait for it."""
         return self._files.is_done
-
-    def name_if_unfinished(self) -> None:
-        """Say on rank 0 that the program has ended without :meth:`finish`."""
-        if self._meeting.rank == 0:
-            tell(
-                f"ds_topo: the program ended without finish() of the checkpoint {self._tag!r}, which "
-                f"save_in_background was writing into {self._root}, so it is not in place and cannot be loaded. Call "
-                "finish() of what save_in_background returns, on every rank, before the program ends"
-            )
 
     @guard.over("finish")
     def finish(self) -> Path:
@@ -432,6 +423,7 @@ class BackgroundSave:
             self._files.write(facts.random_states(engine), path)
         with suppress(CheckpointError):  # such checkpoints load in the layout that saved them
             self._recorder = recorder_of(engine)
+            self._files.describe = self._recorder.describe
         state = entries_to_save(client_state or {})
         if hasattr(engine, "replicas"):
             state[REPLICAS] = engine.replicas.manager.state_dict()
@@ -446,11 +438,6 @@ class BackgroundSave:
         has_frozen = not self._options.exclude_frozen_parameters
         self._rows = [row for row in facts.parameters_of(engine) if row.is_trained or has_frozen]
         self._files.start()
-
-    def _describe(self, content: Any, file: str) -> None:
-        """Record where the parameters are in a file that is written now."""
-        if self._recorder is not None:
-            self._recorder.describe(content, file)
 
     def _put_in_place(self) -> Path:
         """Put the checkpoint in place when all ranks have written their files."""
@@ -558,7 +545,12 @@ def finish_what_is_unfinished() -> None:
 def name_what_is_unfinished() -> None:
     """Name the checkpoints that the program leaves without ``finish()``, on rank 0, at the end of the process."""
     for save in unfinished:
-        save.name_if_unfinished()
+        if save._meeting.rank == 0:
+            tell(
+                f"ds_topo: the program ended without finish() of the checkpoint {save._tag!r}, which "
+                f"save_in_background was writing into {save._root}, so it is not in place and cannot be loaded. Call "
+                "finish() of what save_in_background returns, on every rank, before the program ends"
+            )
 
 
 def _checked_tag(engine: Any, tag: object, keep_last: object) -> str:

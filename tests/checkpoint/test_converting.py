@@ -21,9 +21,10 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from ds_topo import checkpoint, cli
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.by_name import Loader
-from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, Located
 from ds_topo.checkpoint.plain_weights import to_single_file
 from ds_topo.checkpoint.saved_model import Parameter, require_split
+from ds_topo.checkpoint.table import Part, Piece, Slice, Vector
 from ds_topo.errors import CheckpointError, CheckpointLayoutError
 from tests.checkpoint.gpt_jobs import TAG, TOLERANCE, Layout, go_on, greatest_difference, job, save
 from tests.support.exhaustive import mark_exhaustive
@@ -307,9 +308,7 @@ def test_slices_of_buffers_are_cut_anew_or_refused(split: manifests.SavedSplit, 
 @pytest.mark.parametrize(("experts", "starts"), [(0, [0, 4]), (2, [0, 4, 5])], ids=["dense", "experts"])
 def test_copies_of_several_ranks_give_each_element_once(experts: int, starts: list[int]) -> None:
     def part(model_rank: int, start: int) -> Any:
-        pieces = {"0": SimpleNamespace(slice=SimpleNamespace(place=0))}
-        table = SimpleNamespace(model_rank=model_rank, pieces=pieces)
-        return SimpleNamespace(table=table, part=SimpleNamespace(piece="0", start=start))
+        return Located(model_rank, Piece("tied", Slice((8,))), Vector("", {}, {}, ()), Part(0, start, 8, 0))
 
     source: Any = object.__new__(DeepSpeedFiles)
     source.model = SimpleNamespace(parameters={"tied": SimpleNamespace(experts=experts)})
