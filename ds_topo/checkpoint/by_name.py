@@ -331,7 +331,6 @@ class Loader:
         return self.source.states_of(row.saved.name for row in own if row.has_states)
 
     def _require_states_that_fit(self) -> None:
-        """Raise CheckpointLayoutError if this optimizer cannot hold the saved states."""
         saved, own = self.source.model.structure.optimizer, type(self._inner).__name__
         if saved not in (own, None) and not {saved, own} <= _ADAMS:
             raise CheckpointLayoutError(

@@ -215,7 +215,6 @@ class DeepSpeedFiles(Source):
         return {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
 
     def _flat(self, one: Located, key: str) -> torch.Tensor:
-        """Return the elements of a part, flat."""
         path, _ = one.vector.tensors[key]
         tensor = self.entry(one.vector.file, *path)
         flat: torch.Tensor = tensor.detach().reshape(-1) if torch.is_tensor(tensor) else torch.empty(0)
@@ -316,12 +315,10 @@ class DeepSpeedFiles(Source):
 
     @override
     def group_of(self, name: str) -> dict[str, Any]:
-        number = self._numbers_of_groups.get(starred(name))
-        if number is None or not self._of_groups.get(number):
-            found, _ = self.of_parameter(name)
-            if number is not None:
-                self._of_groups[number] = found
-            return found
+        if (number := self._numbers_of_groups.get(starred(name))) is None:
+            return self.of_parameter(name)[0]
+        if not self._of_groups.get(number):  # the first parameter of a group may have no states
+            self._of_groups[number] = self.of_parameter(name)[0]
         return self._of_groups[number]
 
     @cached_property

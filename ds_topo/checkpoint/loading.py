@@ -554,7 +554,6 @@ class _Choice:
         )
 
     def _nothing(self) -> CheckpointError:
-        """Return the error that there is nothing to load."""
         root, tag = self._root, self._tag
         known, kind = folders.tags_in(root), folders.other_kind(root)
         if folders.is_checkpoint(root):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -196,24 +195,6 @@ class SavedParameter(Saved):
     def __post_init__(self) -> None:
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
             raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
-
-
-_NUMBERS = re.compile(r"(\d+)")
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names so that the numbers in them rise.
-
-    >>> in_order({"10.weight", "2.weight", "2.bias"})
-    ['2.bias', '2.weight', '10.weight']
-    """
-
-    def parts(name: str) -> tuple[list[str | int], str]:
-        found: list[str | int] = list(_NUMBERS.split(name))  # texts and numbers in turn
-        found[1::2] = map(int, found[1::2])
-        return found, name
-
-    return sorted(names, key=parts)
 
 
 @dataclass(frozen=True)
@@ -642,6 +623,5 @@ def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
 
 
 def _places(layout: SavedLayout) -> list[SavedPlace]:
-    """Return the place of each rank."""
     topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
     return [_place(topology, rank) for rank in range(topology.world_size())]

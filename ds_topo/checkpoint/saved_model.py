@@ -26,7 +26,6 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     SavedTable,
     expert_places,
-    in_order,
 )
 from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
@@ -175,7 +174,7 @@ class WholeModel:
         for row in self._rows:
             for rank in row.model_ranks:
                 names.setdefault(rank, set()).add(row.name)
-        alike = {own: {name: at for at, name in enumerate(in_order(own))} for own in {*map(frozenset, names.values())}}
+        alike = {own: {name: at for at, name in enumerate(sorted(own))} for own in {*map(frozenset, names.values())}}
         return {rank: alike[frozenset(own)] for rank, own in names.items()}
 
     @cached_property
@@ -246,11 +245,17 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         declared: splits of parameters for which the manifest has none, and the padded sizes of the new layout.
 
     Raises:
-        CheckpointLayoutError: the manifest lacks information, the experts are of an unknown kind, or slices of a
+        CheckpointLayoutError: the manifest lacks information, experts are of an unknown kind, or slices of a
             parameter differ in shape.
     """
-    structure = _known_structure(manifest)
-    slices = slices_of(manifest.layout)
+    structure, layout, slices = manifest.structure, manifest.layout, slices_of(manifest.layout)
+    heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
+    is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
+    if is_other_kind or heads - structure.experts.keys():
+        raise CheckpointLayoutError(
+            f"{manifest.tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, so no other layout can "
+            "load it: load it in the layout that saved it"
+        )
     declared, known_splits = declared or {}, structure.splits
     padded = {
         name: _padded_anew(name, known_splits.get(name, new), new)
@@ -266,7 +271,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     parameters = _parameters_of(manifest, structure, slices, splits, padded)
     structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
-    layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
+    layout = layout if has_experts else replace(layout, experts=())
     model = WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
@@ -364,19 +369,6 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
             "change. Give it as many"
         )
     return replace(saved, real=real, padded=new.padded)
-
-
-def _known_structure(manifest: Manifest) -> SavedStructure:
-    """Return the structure; refuse a manifest with experts of an unknown kind."""
-    structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
-    heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
-    is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
-    if is_other_kind or heads - structure.experts.keys():
-        raise CheckpointLayoutError(
-            f"{tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, so no other layout can load "
-            "it: load it in the layout that saved it"
-        )
-    return structure
 
 
 def require_splits(model: WholeModel, slices: int) -> None:

@@ -440,7 +440,6 @@ class BackgroundSave:
         self._files.start()
 
     def _put_in_place(self) -> Path:
-        """Put the checkpoint in place when all ranks have written their files."""
         try:
             self._meeting.step("written", self._written, decide=self._commit, is_alone=self._left_early)
             self._meeting.end()

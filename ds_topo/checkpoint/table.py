@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.manifest import Count, Saved, SavedSplit, SavedTable, Size, Text, built_from, in_order
+from ds_topo.checkpoint.manifest import Count, Saved, SavedSplit, SavedTable, Size, Text, built_from
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -294,11 +294,7 @@ class Table(Saved):
         """
         names_held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
         known = names_held.union(map(starred, names_held))
-        wanted = set(names)
-        if wanted <= known:  # sorting takes a while
-            rows: Iterable[int] = range(len(wanted))
-        else:
-            rows = [at for at, name in enumerate(in_order(wanted)) if name in known]
+        rows = [at for at, name in enumerate(sorted(set(names))) if name in known]
         has_buffers = any(BUFFER in vector.tensors for vector in self.vectors)
         is_cut = partition[1] > 1 and all(
             start <= part.start and part.stop <= stop
