@@ -50,6 +50,7 @@ from ds_topo.checkpoint.table import (
     starred,
 )
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
+from ds_topo.topology.axes import MODEL
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import sample_axes
 
@@ -263,9 +264,7 @@ class DeepSpeedFiles(Source):
                 return self._joined(parts, key, wanted, name)
         first = next(iter(saved.values()))[0]
         found = self._flat(first, key).new_zeros(numel)
-        into, count = boxes_in(found, *wanted), 0
-        if real is not None:  # other rows are padding, which is new
-            into = {to: room[: real - to[0]] for to, room in into.items() if to[0] < real}
+        into, count = boxes_in(found, *wanted, rows=real), 0
         for one in chain.from_iterable(saved.values()):
             own = boxes_in(self._flat(one, key), one.piece.slice, one.part.start, one.part.stop)
             for at, memory in own.items():
@@ -354,7 +353,7 @@ class DeepSpeedFiles(Source):
     @override
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
         require_reachable(self.model, layout, structure, has_states=has_states)
-        self.require_equal_copies(layout.degrees().get("model", 1), has_states=has_states)
+        self.require_equal_copies(layout.degree(MODEL), has_states=has_states)
 
     # -- the engine's own files
 
@@ -461,7 +460,7 @@ class DeepSpeedFiles(Source):
 
     def is_like(self, layout: SavedLayout) -> bool:
         """Return True if a layout has the same numbers of stages, slices and replicas."""
-        counts = [(one.model_ranks, one.degrees().get("model", 1), one.replicas) for one in (self.layout, layout)]
+        counts = [(one.model_ranks, one.degree(MODEL), one.replicas) for one in (self.layout, layout)]
         return counts[0] == counts[1]
 
     def loss_scale(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, ExpertSizeError, abridged
-from ds_topo.topology.axes import SHARD
+from ds_topo.topology.axes import MODEL, PIPE, SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 
@@ -320,16 +320,13 @@ class SavedLayout(Saved):
         ranks = topology.get_axis_ranks(gradient_axes(topology), 0)
         return tuple(topology.get_axis_index(SHARD, rank) for rank in ranks)
 
-    def degrees(self) -> dict[str, int]:
-        """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
+    def degree(self, axis: str) -> int:
+        """Return the degree of an axis; 1 if the layout does not have it, or if the topology is unknown.
 
-        >>> SavedLayout("pipe=2,data=1,model=4", 8, 8, 1, 0, None, "fp32").degrees()
-        {'pipe': 2, 'model': 4}
+        >>> [SavedLayout("pipe=2,data=4", 8, 2, 4, 0, None, "fp32").degree(axis) for axis in ("pipe", "model")]
+        [2, 1]
         """
-        if self.topology is None:
-            return {}
-        topology = ProcessTopology.from_spec(self.topology)
-        return {axis: degree for axis, degree in zip(topology.axes, topology.dims, strict=True) if degree > 1}
+        return 1 if self.topology is None else max(1, ProcessTopology.from_spec(self.topology).get_dim(axis))
 
     def __str__(self) -> str:
         """Describe the layout in one line, for messages.
@@ -381,7 +378,7 @@ class Manifest(Saved):
 
         Each slice and expert counts. Copies of a tied parameter on several stages count once.
         """
-        slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degrees().get("model", 1)
+        slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degree(MODEL)
         counted: dict[tuple[str, int], int] = {}
         for row in self.parameters:
             for place in {rank % slices for rank in row.model_ranks} if row.split_dim is not None else (0,):
@@ -539,8 +536,8 @@ def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: b
         now: the job's layout.
         optimizer_states: whether the optimizer's states are to be loaded, too.
     """
-    for axis in ("pipe", "model"):
-        before, after = (layout.degrees().get(axis, 1) for layout in (saved, now))
+    for axis in (PIPE, MODEL):
+        before, after = saved.degree(axis), now.degree(axis)
         if saved.topology is not None and now.topology is not None and before != after:
             return f"{axis}={before} became {axis}={after}: each file holds other parameters"
     if saved.model_ranks != now.model_ranks:
@@ -618,7 +615,7 @@ def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[
 
 def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
     coordinate = topology.get_coord(rank)._asdict()
-    model_rank = coordinate.get("pipe", 0) * max(1, topology.get_dim("model")) + coordinate.get("model", 0)
+    model_rank = coordinate.get(PIPE, 0) * max(1, topology.get_dim(MODEL)) + coordinate.get(MODEL, 0)
     return SavedPlace(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
 
 

@@ -29,6 +29,7 @@ from ds_topo.checkpoint.manifest import (
 )
 from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
+from ds_topo.topology.axes import MODEL
 
 
 @dataclass(frozen=True)
@@ -195,14 +196,14 @@ class WholeModel:
         At ZeRO 3 tables are left out that have none of the wanted elements.
         """
         row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
-        if row not in self._all_rows:  # each partition of ZeRO 3 has a copy
+        held = [(rank, at) for rank, positions in self._positions.items() if (at := positions.get(row)) is not None]
+        if not held:  # a buffer, of which each partition of ZeRO 3 has a copy
             yield from (table.path for table in self.tables if table.has_buffers and table.partition == 0)
-            return
         one = self.parameters.get(name)
         is_equal_on_slices = wanted is not None and one is not None and one.split is None and not one.experts
         boxes = None if wanted is None else list(wanted.boxes())
-        for rank, positions in self._positions.items():
-            if (at := positions.get(row)) is None or (is_equal_on_slices and rank % self.slices):
+        for rank, at in held:
+            if is_equal_on_slices and rank % self.slices:
                 continue
             whole, cut = self._tables_of_ranks.get(rank, ([], {}))
             yield from (table.path for table in whole if table.holds_row(at))
@@ -221,10 +222,6 @@ class WholeModel:
         found = [span for box in boxes if (span := saved.span_of(box)) is not None]
         return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 
-    @cached_property
-    def _all_rows(self) -> set[str]:
-        return {row.name for row in self._rows}
-
 
 def slices_of(layout: SavedLayout) -> int:
     """Return the degree of ``model``, or raise CheckpointLayoutError if stages and slices cannot be told apart."""
@@ -234,7 +231,7 @@ def slices_of(layout: SavedLayout) -> int:
             "ds_topo: it is unknown which of them are stages and which are slices. Load it in the layout that saved "
             "it, and save it with a grid"
         )
-    return layout.degrees().get("model", 1)
+    return layout.degree(MODEL)
 
 
 def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:

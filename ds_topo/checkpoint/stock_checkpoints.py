@@ -37,6 +37,7 @@ from ds_topo.checkpoint.manifest import (
 )
 from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS, name_of_type
 from ds_topo.errors import CheckpointError, CheckpointLayoutError
+from ds_topo.topology.axes import MODEL
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -133,7 +134,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
                 name, tuple(shape), name_of_type(tensor.dtype), tuple(holders) or (rank,), is_trained=is_trained
             )
         )
-    slices = layout.degrees().get("model", 1)
+    slices = layout.degree(MODEL)
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
         groups = tuple(groups_of_partitions(path, layout, SavedPlace(first, 0), ranks[first]) for first in firsts)

@@ -178,10 +178,13 @@ class Elements(NamedTuple):
             yield from (one for one, _ in self.slice.in_whole(box))
 
 
-def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tuple[int, ...], torch.Tensor]:
+def boxes_in(
+    memory: torch.Tensor, of: Slice, start: int, stop: int, rows: int | None = None
+) -> dict[tuple[int, ...], torch.Tensor]:
     """Return views of the elements ``start:stop`` of a slice, by their offsets in the whole tensor.
 
-    ``memory`` has these elements, or the whole slice, in its shape.
+    ``memory`` has these elements, or the whole slice, in its shape. Beyond the first ``rows`` rows of the whole tensor
+    there is padding, which is left out.
     """
     boxes: dict[tuple[int, ...], torch.Tensor] = {}
     begin = 0
@@ -191,7 +194,7 @@ def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tup
         for whole, first in of.in_whole(box):
             boxes[whole.offsets] = block if of.dim is None else block.narrow(of.dim, first, whole.sizes[of.dim])
         begin = end
-    return boxes
+    return boxes if rows is None else {at: box[: rows - at[0]] for at, box in boxes.items() if at[0] < rows}
 
 
 # -- names of experts --------------------------------------------------------------------------------------------------

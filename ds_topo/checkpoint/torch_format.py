@@ -531,10 +531,9 @@ class TorchFiles(Source):
             else:
                 saved = self.model.parameters[one.name]
                 own, real, shape = saved.slice_of(one.place, one.slices), saved.real, saved.shape
-            boxes = boxes_in(one.into, own, one.start, one.start + one.into.numel())
-            if real is not None:  # other rows are padding, which is new
+            boxes = boxes_in(one.into, own, one.start, one.start + one.into.numel(), rows=real)
+            if real is not None:
                 one.into.zero_()
-                boxes = {at: box[: real - at[0]] for at, box in boxes.items() if at[0] < real}
             is_weight = one.key in (WEIGHT, MASTER, BUFFER)
             key = self._keys.weights + one.name
             if not is_weight:
