@@ -31,6 +31,7 @@ from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint import stock_checkpoints as stock
 from ds_topo.checkpoint.by_name import load_into
 from ds_topo.checkpoint.deepspeed_reader import (
     DeepSpeedFiles,
@@ -60,12 +61,6 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.stock_checkpoints import (
-    counts_of_groups,
-    groups_of_partitions,
-    layout_of_files,
-    manifest_of_files,
-)
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -262,8 +257,8 @@ def _load_by_name(
         if is_plain:
             return WeightFiles(path, named, buffers)
         if (manifest := folders.manifest_of(path)) is None:
-            saved = layout_of_files(path, facts.name_of_optimizer(engine))
-            manifest = manifest_of_files(path, saved, structure)
+            saved = stock.layout_of_files(path, facts.name_of_optimizer(engine))
+            manifest = stock.manifest_of_files(path, saved, structure)
         return DeepSpeedFiles(model_of(manifest, structure.splits), path)
 
     source, loader = load_into(
@@ -360,7 +355,7 @@ class _Choice:
             self._saved = checkpoint.manifest.layout if checkpoint.manifest is not None else None
             if checkpoint.is_whole and self._saved is None:
                 with suppress(CheckpointError):  # another check names the file
-                    self._saved = layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
+                    self._saved = stock.layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
                 if self._saved is not None and (missing := wrong_in_stock_checkpoint(checkpoint.path, self._saved)):
                     checkpoint = replace(checkpoint, problems=tuple(missing))
             if checkpoint.is_whole:
@@ -469,14 +464,15 @@ class _Choice:
                 return f"has the optimizer's states by position, and {order}, or {by_name}"
             keep = "Give the pipeline the partition_method that it had, or"
             if not layout.has_partitions:
-                counts, own_counts = counts_of_groups(states.get("optimizer")), [*map(len, groups)]
+                counts, own_counts = stock.counts_of_groups(states.get("optimizer")), [*map(len, groups)]
                 if counts in (None, own_counts):
                     return ""
                 return (
                     f"has {counts} parameters in the groups of the optimizer of a stage, and this job {own_counts}, so "
                     f"that its stages have other layers or its groups other parameters. {keep} {by_name}"
                 )
-            saved_groups = groups_of_partitions(path, layout, SavedPlace(int(engine.checkpoint_mp_rank), 0), states)
+            place = SavedPlace(int(engine.checkpoint_mp_rank), 0)
+            saved_groups = stock.groups_of_partitions(path, layout, place, states)
             saved, own = ([name for names in one for name in names] for one in (saved_groups, groups))
             other = (name for name in own + saved if (name in own) != (name in saved))
             if layout.is_pipeline and (first := next(other, "")):

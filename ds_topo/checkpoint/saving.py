@@ -44,6 +44,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.engine_state import recorder_of
 from ds_topo.checkpoint.manifest import (
     Manifest,
+    Saved,
     SavedFile,
     SavedParameter,
     SavedStructure,
@@ -328,6 +329,19 @@ def save_in_background(
     return started
 
 
+@dataclass(frozen=True)
+class WrittenShare(Saved):
+    """What one rank has written."""
+
+    files: list[SavedFile]
+    parameters: list[SavedParameter]
+    """The rows of its parameters, if it is the first of the ranks with the same ones."""
+    table: SavedTable | None
+    stage: int
+    partitions: list[Partition] | None
+    """Its partitions of the optimizer's tensors; None if they are unknown."""
+
+
 class BackgroundSave:
     """A checkpoint that is being written, as :func:`save_in_background` returns it."""
 
@@ -453,7 +467,7 @@ class BackgroundSave:
                 self._held.close()
         return self._root / self._tag
 
-    def _written(self) -> dict[str, Any]:
+    def _written(self) -> WrittenShare:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
         recorder, described = self._recorder if self._files.failure is None else None, None
         if recorder is not None and (table := recorder.table()).vectors:
@@ -464,19 +478,14 @@ class BackgroundSave:
             described = table.described(name, (row.name for row in self._rows), recorder.partition)
         rows = self._rows if self._replica == 0 else []
         partitions = None if recorder is None else recorder.partitions()
-        return {
-            "files": self._files.finish(),
-            "parameters": rows,
-            "table": described,
-            "stage": self._stage,
-            "partitions": partitions,
-        }
+        return WrittenShare(self._files.finish(), rows, described, self._stage, partitions)
 
-    def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
+    def _commit(self, posted: Sequence[Any]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        _require_partitions([(one["stage"], one["partitions"]) for one in posted])
-        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
+        shares: list[WrittenShare] = built_from(list[WrittenShare], posted)
+        _require_partitions(shares)
+        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(shares)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
             place = root / script.name  # DeepSpeed's, for all checkpoints
             if not place.is_file() or place.read_bytes() != script.read_bytes():
@@ -494,17 +503,17 @@ class BackgroundSave:
             except OSError as error:  # the new checkpoint is saved nevertheless
                 warn(f"an older checkpoint in {root} could not be removed: {error}")
 
-    def _manifest(self, posted: Sequence[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, shares: Sequence[WrittenShare]) -> Manifest:
         """Return the manifest of all ranks' files, on rank 0, which must see all of them."""
         path = self._draft / self._tag
-        files = built_from(list[SavedFile], [row for one in posted for row in one["files"]])
+        files = [file for one in shares for file in one.files]
         known = {file.path for file in files}
         unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
-        rows = merged(built_from(tuple[SavedParameter, ...], [row for one in posted for row in one["parameters"]]))
+        rows = merged(row for one in shares for row in one.parameters)
         time, versions = datetime.now(timezone.utc).isoformat(timespec="milliseconds"), facts.versions()
-        tables = built_from(tuple[SavedTable, ...], [one["table"] for one in posted if one["table"] is not None])
+        tables = tuple(one.table for one in shares if one.table is not None)
         manifest = Manifest(
             self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure, tables
         )
@@ -517,15 +526,14 @@ class BackgroundSave:
         return manifest
 
 
-def _require_partitions(posted: Sequence[tuple[int, Sequence[Any] | None]]) -> None:
+def _require_partitions(shares: Sequence[WrittenShare]) -> None:
     """Require that each partition of the optimizers of a stage is in a file, if all ranks could describe theirs."""
-    if any(rows is None for _, rows in posted):
-        return
-    of_stages = defaultdict[int, list[Any]](list)  # tied layers have the same names in several
-    for stage, rows in posted:
-        of_stages[stage] += rows or ()
-    partitions = [built_from(list[Partition], rows) for rows in of_stages.values()]
-    if missing := [row for of_stage in partitions for row in missing_elements(of_stage).items()]:
+    of_stages = defaultdict[int, list[Partition]](list)  # tied layers have the same names in several
+    for one in shares:
+        if one.partitions is None:
+            return
+        of_stages[one.stage] += one.partitions
+    if missing := [row for of_stage in of_stages.values() for row in missing_elements(of_stage).items()]:
         name, (numel, total) = missing[0]
         raise CheckpointError(
             f"no rank has written {numel:,} of the {total:,} elements of the optimizer's tensor with {name!r}, so the "
