@@ -48,10 +48,8 @@ from ds_topo.topology.axes import MODEL
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
-_HALF_OPTIMIZERS = (FLAT_OPTIMIZER, "FP16_UnfusedOptimizer")
-"""DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
 _OPTIMIZERS = {
-    0: (BF16_OPTIMIZER, *_HALF_OPTIMIZERS),
+    0: (BF16_OPTIMIZER, FLAT_OPTIMIZER, "FP16_UnfusedOptimizer"),
     1: ("DeepSpeedZeroOptimizer", BF16_OPTIMIZER),
     2: ("DeepSpeedZeroOptimizer",),
     3: ("DeepSpeedZeroOptimizer_Stage3",),

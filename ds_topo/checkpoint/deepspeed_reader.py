@@ -54,8 +54,6 @@ from ds_topo.topology.axes import MODEL
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import sample_axes
 
-_LARGEST_TABLE = 1 << 31
-
 
 def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
     """Return the file of the module and the engine."""
@@ -181,7 +179,7 @@ class DeepSpeedFiles(Source):
         for path in self.model.tables_of(name, wanted) if self.model.tables else ():
             if path not in self._known:
                 self._known.add(path)
-                self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
+                self._add(Table.from_text(text_of(self.folder / path), path))
         return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:

@@ -47,8 +47,6 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 _PRINTABLE = r"^(?:[^\pC\pZ]| )*$"
 Text = Annotated[str, Field(pattern=_PRINTABLE)]
 """A text that can be printed in one line."""
-_DIMENSIONS = 64
-"""The most dimensions of a tensor, as in torch."""
 FLAT_OPTIMIZER = "FP16_Optimizer"
 """DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 BF16_OPTIMIZER = "BF16_Optimizer"
@@ -181,7 +179,7 @@ class SavedParameter(Saved):
 
     name: Text
     """The module's name. Layers of a pipeline have their number in the whole pipeline; ``*`` stands for experts."""
-    shape: Annotated[tuple[Count, ...], Field(max_length=_DIMENSIONS)]
+    shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as in torch
     """The shape on one model rank: that of the slice if it is tensor parallel, and the full one under ZeRO 3."""
     dtype: Text
     model_ranks: tuple[Number, ...]

@@ -351,12 +351,12 @@ class Order:
     """The number of this rank's partition."""
     partitions: int = 1
 
-    def parts(self, pieces: Sequence[Piece], numel: int | None, *, is_by_parameter: bool = False) -> Iterator[Part]:
+    def parts(self, pieces: Sequence[Piece], numel: int, *, is_by_parameter: bool = False) -> Iterator[Part]:
         """Yield the parts that a partition holds.
 
         Args:
             pieces: all pieces.
-            numel: the number of elements of a partition; None if it is the whole vector.
+            numel: the number of elements of a partition.
             is_by_parameter: each parameter is cut into partitions, and not the vector: ZeRO 3.
         """
         for number, begin in self.begins:
@@ -364,12 +364,9 @@ class Order:
             if is_by_parameter:
                 (start, stop), offset = partition_of(size, self.partition, self.partitions), begin
             else:
-                first = 0 if numel is None else self.partition * numel
-                start, stop = (
-                    max(begin, first) - begin,
-                    (size if numel is None else min(begin + size, first + numel) - begin),
-                )
-                offset = max(begin, first) - first
+                first = self.partition * numel
+                start, stop = max(begin, first) - begin, min(begin + size, first + numel) - begin
+                offset = begin + start - first
             if start < stop:
                 yield Part(number, start, stop, offset)
 
@@ -537,8 +534,8 @@ class FileRecorder:
                 places = [(group,) if torch.is_tensor(one) else (group, at) for at in range(len(copies))]
                 masters += [(("optimizer", kind, *at), each) for at, each in zip(places, copies, strict=True)]
         for number, order in enumerate(self.orders):
-            parts = tuple(order.parts(self.pieces, None))
-            numel = sum(self.pieces[part.piece].slice.numel for part in parts)
+            numel = max((begin + self.pieces[piece].slice.numel for piece, begin in order.begins), default=0)
+            parts = tuple(order.parts(self.pieces, numel))
             own = {MASTER: masters[number]} if masters else {}
             self._add_states(file, parts, own, inner, path, number, numel)
 

@@ -626,16 +626,14 @@ def _kind_of(path: Path) -> str:
 
 # -- after tensors were loaded in place --------------------------------------------------------------------------------
 
-_Numbers = dict[tuple[torch.Tensor, str], float]
-"""The states that are one number, by the tensor that the optimizer steps on and the state's key."""
 
+def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> dict[tuple[torch.Tensor, str], float]:
+    """Return the new values of the optimizer's numbers, such as steps, by the tensor that it steps on and their keys.
 
-def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbers:
-    """Return the new values of the optimizer's numbers, such as steps. Those not in ``saved`` stay.
-
-    If parameters that share one number here have different ones there, CheckpointModelError is raised.
+    Those not in ``saved`` stay. If parameters that share one number here have different ones there,
+    CheckpointModelError is raised.
     """
-    result = _Numbers()
+    result: dict[tuple[torch.Tensor, str], float] = {}
     names: dict[tuple[torch.Tensor, str], str] = {}
     for (name, key), master in found.numbers.items():
         if (value := saved.get((name, key))) is None:

@@ -130,7 +130,7 @@ def test_rank_opens_only_tables_at_zero_3_that_hold_its_elements(
     world(4).run(save_all, [(Side("data=2,model=2", 3), tmp_path, "live"), (Side("data=4", 3), tmp_path / "4", "live")])
     opened: list[str] = []
 
-    def text_of(path: Path, limit: int) -> str:
+    def text_of(path: Path) -> str:
         opened.append(path.name)
         return path.read_text()
 
