@@ -40,14 +40,7 @@ from ds_topo.checkpoint.deepspeed_reader import (
     opened,
     options_of_files,
 )
-from ds_topo.checkpoint.engine_state import (
-    SCHEDULER,
-    Named,
-    NamedBuffer,
-    Rename,
-    restore_progress,
-    with_same_groups,
-)
+from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress, with_same_groups
 from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_in_stock_checkpoint
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting, shared_out

@@ -42,16 +42,7 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.engine_state import recorder_of
-from ds_topo.checkpoint.manifest import (
-    Manifest,
-    Saved,
-    SavedFile,
-    SavedParameter,
-    SavedStructure,
-    SavedTable,
-    built_from,
-    merged,
-)
+from ds_topo.checkpoint.manifest import Manifest, Saved, SavedFile, SavedParameter, SavedStructure, SavedTable
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import REPLICAS, check_client_state, entries_to_save
 from ds_topo.checkpoint.table import FileRecorder, Partition, missing_elements
@@ -126,11 +117,7 @@ class WrittenFiles:
     a call that writes only copies the content.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        copied_for: DeepSpeedEngine | None = None,
-    ) -> None:
+    def __init__(self, root: Path, copied_for: DeepSpeedEngine | None = None) -> None:
         self._root = root
         self.describe: Callable[[Any, str], object] = lambda content, file: None
         """Called with the content of a file of torch, and its path, before it is written."""
@@ -483,7 +470,7 @@ class BackgroundSave:
     def _commit(self, posted: Sequence[Any]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        shares: list[WrittenShare] = built_from(list[WrittenShare], posted)
+        shares: list[WrittenShare] = manifests.built_from(list[WrittenShare], posted)
         _require_partitions(shares)
         folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(shares)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
@@ -511,7 +498,7 @@ class BackgroundSave:
         unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
-        rows = merged(row for one in shares for row in one.parameters)
+        rows = manifests.merged(row for one in shares for row in one.parameters)
         time, versions = datetime.now(timezone.utc).isoformat(timespec="milliseconds"), facts.versions()
         tables = tuple(one.table for one in shares if one.table is not None)
         manifest = Manifest(
