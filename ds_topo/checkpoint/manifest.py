@@ -493,10 +493,7 @@ def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
     if layout.topology is None:
         return None
     topology = ProcessTopology.from_spec(layout.topology)
-    return {
-        axis: [list(factor) for factor in factors]
-        for axis, factors in zip(topology.axes, topology.layout.axes, strict=True)
-    }
+    return dict(zip(topology.axes, topology.layout.axes, strict=True))
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

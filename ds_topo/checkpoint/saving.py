@@ -84,23 +84,20 @@ class HostCopies:
     def __init__(self, former: Iterable[torch.Tensor] = ()) -> None:
         self.large: list[torch.Tensor] = []
         """The copies whose memory can be reused, flat."""
-        self._former = defaultdict[tuple[torch.dtype, int], list[torch.Tensor]](list)
+        self.former = defaultdict[tuple[torch.dtype, int], list[torch.Tensor]](list)
+        """The memory that was not reused yet, by type and number of elements."""
         for one in former:
-            self._former[one.dtype, one.numel()].append(one)
+            self.former[one.dtype, one.numel()].append(one)
 
     def of(self, value: Any) -> Any:
         """Copy the content of a file: one copy of each object, however often it occurs."""
         tensors = {id(one): one for one in tree_leaves(value) if torch.is_tensor(one)}
         return copy.deepcopy(value, {key: self._copied(one.detach()) for key, one in tensors.items()})
 
-    def free_the_rest(self) -> None:
-        """Free the memory that was not reused."""
-        self._former.clear()
-
     def _copied(self, held: torch.Tensor) -> torch.Tensor:
         if held.layout != torch.strided or held.numel() * held.itemsize < _LARGE:
             return held.to("cpu", copy=True)
-        former = self._former[held.dtype, held.numel()]
+        former = self.former[held.dtype, held.numel()]
         flat = former.pop() if former else torch.empty(held.numel(), dtype=held.dtype)
         self.large.append(flat)
         return flat.view(held.shape).copy_(held)
@@ -151,7 +148,7 @@ class WrittenFiles:
     def start(self) -> None:
         """Start the work that is left, after all copies were made: threads that write would slow copying down."""
         if self._copies is not None:
-            self._copies.free_the_rest()
+            self._copies.former.clear()
         self._started |= {path: self._pool.submit(self._finish, path, write) for path, write in self._later.items()}
         self._later.clear()
 

@@ -471,7 +471,10 @@ class FileRecorder:
             if isinstance(content.get("module"), Mapping):
                 self._add_state_dict(content["module"], file, ("module",), "")
             for name, tensor in (content.get(_FRAGMENTS) or {}).items():
-                self._add_fragment(name, tensor, file)
+                number = self._numbers[name]
+                start, stop = partition_of(self.pieces[number].slice.numel, *self.partition)
+                if start < stop:
+                    self._add(file, (Part(number, start, stop, 0),), {WEIGHT: ((_FRAGMENTS, name), tensor)})
             if isinstance(content.get(_STATES), Mapping):
                 self._add_partition(content[_STATES], file)
             if isinstance(content.get("optimizer"), Mapping):
@@ -496,12 +499,6 @@ class FileRecorder:
     def _add_whole(self, number: int, value: torch.Tensor, file: str, path: Path) -> None:
         key = BUFFER if number in self._buffers else WEIGHT
         self._add(file, (Part(number, 0, self.pieces[number].slice.numel, 0),), {key: (path, value)})
-
-    def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
-        number = self._numbers[name]
-        start, stop = partition_of(self.pieces[number].slice.numel, *self.partition)
-        if start < stop:
-            self._add(file, (Part(number, start, stop, 0),), {WEIGHT: ((_FRAGMENTS, name), tensor)})
 
     def _add_partition(self, saved: Mapping[str, Any], file: str) -> None:
         is_stage_3 = _STAGE_3 in saved
