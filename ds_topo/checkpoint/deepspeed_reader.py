@@ -508,7 +508,6 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
             stacked.append(name)
         elif not one.experts or expert:
             pieces[expert or name] = Piece(name, one.slice_of(of, model.slices))
-    states = source.content(name_of_model_states(layout, place.model_rank))
     files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
     buffers = dict[str, Piece]()
     aliases = model.structure.aliases
@@ -524,12 +523,12 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
             if torch.is_tensor(value) and is_listed and not is_stack:
                 split = model.structure.splits.get(whole)
                 buffers[whole] = Piece(whole, Slice.of(value.shape, split, of, model.slices))
-    orders = _orders_of(source, place, states, {**pieces, **buffers})
-    partitions = layout.partitions if layout.zero_stage == 3 else 1
-    partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
+    pieces |= buffers
+    orders = _orders_of(source, place, pieces)
+    partition = (place.replica, layout.partitions) if layout.zero_stage == 3 else (0, 1)
     layers = [layer.prefix(number) for number, layer in enumerate(model.structure.layers)]
     recorder = FileRecorder(
-        place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, layers=layers, partition=partition
+        place.model_rank, pieces, orders, buffers, stacked=stacked, layers=layers, partition=partition
     )
     for name, _, content in files:
         recorder.describe(content, name)
@@ -574,10 +573,9 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
             yield name, None
 
 
-def _orders_of(
-    source: DeepSpeedFiles, place: SavedPlace, states: Mapping[str, Any], pieces: Mapping[str, Piece]
-) -> list[Order]:
+def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, Piece]) -> list[Order]:
     model, layout = source.model, source.layout
+    states = source.model_states(place.model_rank)
     numbers = {name: number for number, name in enumerate(pieces)}
 
     def order(names: Iterable[str], paddings: Mapping[str, int], partition: int, partitions: int) -> Order:
@@ -606,10 +604,7 @@ def _orders_of(
     paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
     result = []
     for vector, own in zip(vectors, paddings, strict=True):
-        of_vector = list(vector)
-        first = next((name for name in of_vector if name in pieces), "")
-        whole = pieces[first].name if first else ""
-        partition = model.partition_on(whole, place)
-        gaps = dict(zip(of_vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
-        result.append(order(of_vector, gaps, *partition))
+        whole = next((pieces[name].name for name in vector if name in pieces), "")
+        gaps = dict(zip(vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
+        result.append(order(vector, gaps, *model.partition_on(whole, place)))
     return result
