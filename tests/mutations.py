@@ -109,7 +109,7 @@ TESTS = {
     "checkpoint/test_converting_experts.py checkpoint/test_padded_vocabularies.py",
     "checkpoint/table": "checkpoint/test_table.py checkpoint/test_parts_of_tensors.py",
     "checkpoint/torch_format": "checkpoint/test_torch.py checkpoint/test_converting_values.py",
-    "checkpoint/without_manifest": "checkpoint/test_loading_stock_checkpoints.py",
+    "checkpoint/stock_checkpoints": "checkpoint/test_loading_stock_checkpoints.py",
     "engine/pipelines/activation_shapes": "engine/test_activation_shapes.py engine/test_pipeline.py",
     "engine/repairs/loss_scales": "engine/test_repairs.py engine/test_loss_scales.py engine/test_idle_stages.py "
     "engine/test_norms.py",

@@ -38,18 +38,18 @@ from ds_topo.checkpoint.manifest import (
     SavedSplit,
     SavedStructure,
     built_from,
+    whole_structure,
 )
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, WholeModel, has_placeholders, require_split, require_splits
 from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, head_of, starred
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, abridged, listed, warn
+from ds_topo.topology.axes import MODEL
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
-_HALF_OPTIMIZERS = (FLAT_OPTIMIZER, "FP16_UnfusedOptimizer")
-"""DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
 _OPTIMIZERS = {
-    0: (BF16_OPTIMIZER, *_HALF_OPTIMIZERS),
+    0: (BF16_OPTIMIZER, FLAT_OPTIMIZER, "FP16_UnfusedOptimizer"),
     1: ("DeepSpeedZeroOptimizer", BF16_OPTIMIZER),
     2: ("DeepSpeedZeroOptimizer",),
     3: ("DeepSpeedZeroOptimizer_Stage3",),
@@ -132,26 +132,6 @@ class Source(ABC):
         Raises:
             CheckpointLayoutError: the message says why not, and what to do.
         """
-
-    def states_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the states that parameters have in common, of which one tensor of the optimizer will hold all.
-
-        A state of every element is given by its data type. Parameters without states count as any others. If the states
-        differ, CheckpointLayoutError is raised.
-        """
-        found: dict[str, Any] = {}
-        first = ""
-        for name in names:
-            _, states = self.of_parameter(name)
-            if found and states and states is not found and (key := differing(found, states)):
-                raise CheckpointLayoutError(
-                    f"{self.where}: {first!r} and {name!r} have different values or types of {key} in the optimizer, "
-                    "which has one for both in this layout. Put the two into different groups of the optimizer, or "
-                    "load the checkpoint in the layout that saved it"
-                )
-            if states and not found:
-                found, first = states, name
-        return found
 
 
 def model_of_whole(
@@ -325,12 +305,26 @@ class Loader:
         return list(found.values())
 
     def _states_of(self, rows: Sequence[MatchedParameter]) -> dict[str, Any]:
-        """Return the states that one tensor of the optimizer will have: those of the parameters that it has here."""
+        """Return the states that one tensor of the optimizer will have: those of the parameters that it has here.
+
+        A state of every element is given by its data type. Parameters without states count as any others. If the states
+        differ, CheckpointLayoutError is raised.
+        """
+        found, first = dict[str, Any](), ""
         own = [row for row in rows if row.named.held.numel] or rows
-        return self.source.states_of(row.saved.name for row in own if row.has_states)
+        for name in (row.saved.name for row in own if row.has_states):
+            _, states = self.source.of_parameter(name)
+            if found and states and states is not found and (key := differing(found, states)):
+                raise CheckpointLayoutError(
+                    f"{self.source.where}: {first!r} and {name!r} have different values or types of {key} in the "
+                    "optimizer, which has one for both in this layout. Put the two into different groups of the "
+                    "optimizer, or load the checkpoint in the layout that saved it"
+                )
+            if states and not found:
+                found, first = states, name
+        return found
 
     def _require_states_that_fit(self) -> None:
-        """Raise CheckpointLayoutError if this optimizer cannot hold the saved states."""
         saved, own = self.source.model.structure.optimizer, type(self._inner).__name__
         if saved not in (own, None) and not {saved, own} <= _ADAMS:
             raise CheckpointLayoutError(
@@ -449,7 +443,7 @@ def load_into(
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
     shares = facts.share_of_structure(engine)
-    decided = meeting.decided_from("structure", shares, lambda posted: asdict(facts.whole_structure(posted)))
+    decided = meeting.decided_from("structure", shares, lambda posted: asdict(whole_structure(posted)))
     structure: SavedStructure = built_from(SavedStructure, decided)
 
     def opened() -> Loader:
@@ -505,7 +499,7 @@ def require_reachable(model: WholeModel, layout: SavedLayout, structure: SavedSt
     """Check, as :meth:`Source.require_reachable`, that a layout can be reached from that of a checkpoint's model."""
     if problem := next(_problems(model, layout, structure, has_states), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be loaded into this layout: {problem}")
-    require_splits(model, layout.degrees().get("model", 1))
+    require_splits(model, layout.degree(MODEL))
 
 
 def _problems(model: WholeModel, layout: SavedLayout, structure: SavedStructure, has_states: bool) -> Iterator[str]:
@@ -572,8 +566,7 @@ def _problems_of_states(model: WholeModel, layout: SavedLayout, structure: Saved
 def why_layouts_differ(saved: SavedLayout, layout: SavedLayout, structure: SavedStructure) -> str:
     """Say why the optimizer of a job would train differently than in the layout that saved its states; empty if not."""
     uses_partitions = layout.has_partitions or saved.has_partitions
-    degrees = [one.degrees().get("model", 1) for one in (saved, layout)]
-    if structure.is_by_element or (not uses_partitions and degrees[0] == degrees[1]):
+    if structure.is_by_element or (not uses_partitions and saved.degree(MODEL) == layout.degree(MODEL)):
         return ""
     own = structure.optimizer or "the program's optimizer"
     return (

@@ -50,10 +50,9 @@ from ds_topo.checkpoint.table import (
     starred,
 )
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
+from ds_topo.topology.axes import MODEL
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import sample_axes
-
-_LARGEST_TABLE = 1 << 31
 
 
 def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
@@ -117,7 +116,8 @@ def opened(path: Path) -> dict[str, Any]:
 class Located(NamedTuple):
     """A part of a parameter in a file."""
 
-    table: Table
+    model_rank: int
+    piece: Piece
     vector: Vector
     part: Part
 
@@ -172,25 +172,22 @@ class DeepSpeedFiles(Source):
 
     def _parts(self, name: str, key: str, wanted: Elements | None = None) -> list[Located]:
         """Return the parts of a parameter's tensor in all tables that have some of the wanted elements, or any."""
-        if not self.model.tables:
-            if not self._known:
-                tables = list(tables_of_files(self))
-                self._known.add("")
-                for table in tables:
-                    self._add(table)
-        else:
-            for path in self.model.tables_of(name, wanted):
-                if path not in self._known:
-                    self._known.add(path)
-                    self._add(Table.from_text(text_of(self.folder / path, _LARGEST_TABLE), path))
+        if not self.model.tables and not self._known:
+            for table in list(tables_of_files(self)):
+                self._add(table)
+            self._known.add("")
+        for path in self.model.tables_of(name, wanted) if self.model.tables else ():
+            if path not in self._known:
+                self._known.add(path)
+                self._add(Table.from_text(text_of(self.folder / path), path))
         return self._rows.get((name, key), [])
 
     def _add(self, table: Table) -> None:
-        for vector in table.vectors():
+        for vector in table.vectors:
             for part in vector.parts:
-                name = table.pieces[part.piece].name
+                located = Located(table.model_rank, table.pieces[part.piece], vector, part)
                 for key in (*vector.tensors, *vector.values):
-                    self._rows[name, key].append(Located(table, vector, part))
+                    self._rows[located.piece.name, key].append(located)
 
     def _of_slice(
         self, name: str, key: str, model_rank: int | None = None, wanted: Elements | None = None
@@ -208,22 +205,20 @@ class DeepSpeedFiles(Source):
         of_rank: dict[int, int] = {}
         of_model = self.model.parameters.get(name)
         is_expert = of_model is not None and of_model.experts > 0
-        for one in sorted(found_parts, key=lambda one: one.table.model_rank):
-            place, own = one.table.pieces[one.part.piece].slice.place, one.table.model_rank
+        for one in sorted(found_parts, key=lambda one: one.model_rank):
+            place, own = one.piece.slice.place, one.model_rank
             if model_rank not in (None, own):
                 continue
-            if of_rank.setdefault(place, own) != own and not is_expert:  # ranks of several slices share experts
-                continue
-            found.setdefault(place, {}).setdefault(one.part.start, one)
+            if is_expert or of_rank.setdefault(place, own) == own:  # ranks of several slices share experts
+                found.setdefault(place, {}).setdefault(one.part.start, one)
         return {place: [parts[start] for start in sorted(parts)] for place, parts in found.items()}
 
     def _flat(self, one: Located, key: str) -> torch.Tensor:
-        """Return the elements of a part, flat."""
         path, _ = one.vector.tensors[key]
         tensor = self.entry(one.vector.file, *path)
         flat: torch.Tensor = tensor.detach().reshape(-1) if torch.is_tensor(tensor) else torch.empty(0)
         stop = one.part.offset + one.part.stop - one.part.start
-        self.require(stop <= flat.numel(), f"the size of {one.table.pieces[one.part.piece].name!r}")
+        self.require(stop <= flat.numel(), f"the size of {one.piece.name!r}")
         return flat[one.part.offset : stop]
 
     # -- values
@@ -263,17 +258,14 @@ class DeepSpeedFiles(Source):
             return None
         real = self.model.parameters[name].real if name in self.model.parameters else None
         for parts in saved.values():
-            piece = parts[0].table.pieces[parts[0].part.piece]
-            if real is None and piece.slice == wanted.slice:
+            if real is None and parts[0].piece.slice == wanted.slice:
                 return self._joined(parts, key, wanted, name)
         first = next(iter(saved.values()))[0]
         found = self._flat(first, key).new_zeros(numel)
-        into, count = boxes_in(found, *wanted), 0
-        if real is not None:  # other rows are padding, which is new
-            into = {to: room[: real - to[0]] for to, room in into.items() if to[0] < real}
+        into, count = boxes_in(found, *wanted, rows=real), 0
         for one in chain.from_iterable(saved.values()):
-            own = one.table.pieces[one.part.piece].slice
-            for at, memory in boxes_in(self._flat(one, key), own, one.part.start, one.part.stop).items():
+            own = boxes_in(self._flat(one, key), one.piece.slice, one.part.start, one.part.stop)
+            for at, memory in own.items():
                 count += sum(_copied(at, memory, to, room) for to, room in into.items())
         self.require(real is not None or count == numel, f"parts of {name!r}")
         return found
@@ -320,12 +312,10 @@ class DeepSpeedFiles(Source):
 
     @override
     def group_of(self, name: str) -> dict[str, Any]:
-        number = self._numbers_of_groups.get(starred(name))
-        if number is None or not self._of_groups.get(number):
-            found, _ = self.of_parameter(name)
-            if number is not None:
-                self._of_groups[number] = found
-            return found
+        if (number := self._numbers_of_groups.get(starred(name))) is None:
+            return self.of_parameter(name)[0]
+        if not self._of_groups.get(number):  # the first parameter of a group may have no states
+            self._of_groups[number] = self.of_parameter(name)[0]
         return self._of_groups[number]
 
     @cached_property
@@ -361,7 +351,7 @@ class DeepSpeedFiles(Source):
     @override
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
         require_reachable(self.model, layout, structure, has_states=has_states)
-        self.require_equal_copies(layout.degrees().get("model", 1), has_states=has_states)
+        self.require_equal_copies(layout.degree(MODEL), has_states=has_states)
 
     # -- the engine's own files
 
@@ -447,13 +437,11 @@ class DeepSpeedFiles(Source):
         for name in [name for name, key in self._rows if key == BUFFER]:
             parts = self._of_slice(name, BUFFER)
             located = next(iter(parts.values()))[0]
-            saved = located.table.pieces[located.part.piece].slice
+            saved = located.piece.slice
             if saved.dim is None and is_same:
-                own = next(
-                    iter(self._of_slice(name, BUFFER, located.table.model_rank // slices * slices + place).values()),
-                    [located],
-                )
-                yield name, self._flat(own[0], BUFFER).view(saved.shape)
+                of_rank = self._of_slice(name, BUFFER, located.model_rank // slices * slices + place)
+                own, *_ = next(iter(of_rank.values()), [located])
+                yield name, self._flat(own, BUFFER).view(saved.shape)
                 continue
             split = self.model.structure.splits.get(name)
             whole = saved.whole_shape
@@ -470,7 +458,7 @@ class DeepSpeedFiles(Source):
 
     def is_like(self, layout: SavedLayout) -> bool:
         """Return True if a layout has the same numbers of stages, slices and replicas."""
-        counts = [(one.model_ranks, one.degrees().get("model", 1), one.replicas) for one in (self.layout, layout)]
+        counts = [(one.model_ranks, one.degree(MODEL), one.replicas) for one in (self.layout, layout)]
         return counts[0] == counts[1]
 
     def loss_scale(self) -> dict[str, Any]:
@@ -520,7 +508,6 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
             stacked.append(name)
         elif not one.experts or expert:
             pieces[expert or name] = Piece(name, one.slice_of(of, model.slices))
-    states = source.content(name_of_model_states(layout, place.model_rank))
     files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
     buffers = dict[str, Piece]()
     aliases = model.structure.aliases
@@ -536,12 +523,12 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
             if torch.is_tensor(value) and is_listed and not is_stack:
                 split = model.structure.splits.get(whole)
                 buffers[whole] = Piece(whole, Slice.of(value.shape, split, of, model.slices))
-    orders = _orders_of(source, place, states, {**pieces, **buffers})
-    partitions = layout.partitions if layout.zero_stage == 3 else 1
-    partition = (place.replica if layout.zero_stage == 3 else 0, partitions)
+    pieces |= buffers
+    orders = _orders_of(source, place, pieces)
+    partition = (place.replica, layout.partitions) if layout.zero_stage == 3 else (0, 1)
     layers = [layer.prefix(number) for number, layer in enumerate(model.structure.layers)]
     recorder = FileRecorder(
-        place.model_rank, {**pieces, **buffers}, orders, buffers, stacked=stacked, layers=layers, partition=partition
+        place.model_rank, pieces, orders, buffers, stacked=stacked, layers=layers, partition=partition
     )
     for name, _, content in files:
         recorder.describe(content, name)
@@ -575,10 +562,8 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
         yield name_of_partition(layout, place), None
     for position, heads in enumerate(model.experts_of_stages.get(stage, ())):
         for path in sorted(folder.glob(f"layer_{position}_expert_*_mp_rank_{place.model_rank:02d}_model_states.pt")):
-            number, key = (
-                int(path.name.split("_")[3]),
-                next(one for one in model.experts if layer_of_experts(one) == heads),
-            )
+            number = int(path.name.split("_")[3])
+            key = next(one for one in model.experts if layer_of_experts(one) == heads)
             part = model.parts[model.structure.experts[key]].get(place)
             if number // model.per_rank[key] == part:
                 yield path.name, None
@@ -588,16 +573,29 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
             yield name, None
 
 
-def _orders_of(
-    source: DeepSpeedFiles, place: SavedPlace, states: Mapping[str, Any], pieces: Mapping[str, Piece]
-) -> list[Order]:
+def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, Piece]) -> list[Order]:
     model, layout = source.model, source.layout
+    states = source.model_states(place.model_rank)
     numbers = {name: number for number, name in enumerate(pieces)}
+
+    def order(names: Iterable[str], paddings: Mapping[str, int], partition: int, partitions: int) -> Order:
+        begins, end = list[tuple[int, int]](), 0
+        for name in names:
+            if name not in numbers:
+                raise CheckpointLayoutError(
+                    f"{name!r} is in the optimizer and not in the checkpoint, so that the places of others are "
+                    "unknown. Load the checkpoint in the layout that saved it"
+                )
+            begins.append((numbers[name], end))
+            numel = pieces[name].slice.numel
+            end += -(-numel // partitions) if layout.zero_stage == 3 else numel + int(paddings.get(name, 0))
+        return Order(begins, partition, partitions)
+
     if not layout.has_partitions:
-        found: list[list[str]] = []
+        found: list[Sequence[str]] = []
         for names in model.structure.groups[place.model_rank // model.slices]:
-            found += [list(names)] if layout.optimizer == FLAT_OPTIMIZER else [[name] for name in names]
-        return [_order(names, {}, numbers, pieces, (0, 1)) for names in found]
+            found += [names] if layout.optimizer == FLAT_OPTIMIZER else [[name] for name in names]
+        return [order(names, {}, 0, 1) for names in found]
     saved = source.partition(place)
     vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
     if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
@@ -606,31 +604,7 @@ def _orders_of(
     paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
     result = []
     for vector, own in zip(vectors, paddings, strict=True):
-        of_vector = list(vector)
-        first = next((name for name in of_vector if name in pieces), "")
-        whole = pieces[first].name if first else ""
-        partition = model.partition_on(whole, place)
-        gaps = dict(zip(of_vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
-        result.append(_order(of_vector, gaps, numbers, pieces, partition, layout.zero_stage == 3))
+        whole = next((pieces[name].name for name in vector if name in pieces), "")
+        gaps = dict(zip(vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
+        result.append(order(vector, gaps, *model.partition_on(whole, place)))
     return result
-
-
-def _order(
-    names: Sequence[str],
-    paddings: Mapping[str, int],
-    numbers: Mapping[str, int],
-    pieces: Mapping[str, Piece],
-    partition: tuple[int, int],
-    is_by_parameter: bool = False,
-) -> Order:
-    begins, end = list[tuple[int, int]](), 0
-    for name in names:
-        if name not in numbers:
-            raise CheckpointLayoutError(
-                f"{name!r} is in the optimizer and not in the checkpoint, so that the places of others are unknown. "
-                "Load the checkpoint in the layout that saved it"
-            )
-        begins.append((numbers[name], end))
-        numel = pieces[name].slice.numel
-        end += -(-numel // partition[1]) if is_by_parameter else numel + int(paddings.get(name, 0))
-    return Order(begins, *partition)

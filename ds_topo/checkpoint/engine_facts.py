@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -37,7 +37,7 @@ from ds_topo.base.backends import accelerator, device_in_use
 from ds_topo.base.classes import stock_class
 from ds_topo.base.marks import inner_optimizer, is_element_by_element
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.table import head_of, starred
+from ds_topo.checkpoint.table import head_of, name_of_type, starred
 from ds_topo.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes
@@ -186,7 +186,7 @@ def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
         found[own_name] = manifests.SavedParameter(
             own_name,
             shape_of(parameter),
-            str(parameter.dtype).removeprefix("torch."),
+            name_of_type(parameter.dtype),
             rank,
             (split.dim if (split := split_of(parameter)) else -1) if is_model_parallel_parameter(parameter) else None,
             int(layer.num_experts) if layer is not None else None,
@@ -200,9 +200,9 @@ def difference_of_models(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
     rank = int(engine.checkpoint_mp_rank)
     own = {row.name: row.shape for row in parameters_of(engine)}
     saved = {row.name: row.shape for row in manifest.parameters if rank in row.model_ranks}
-    there = manifest.structure.buffers if manifest.structure is not None else None
-    if (found := _difference("parameter", own, saved)) or there is None:
+    if found := _difference("parameter", own, saved):
         return found
+    there = manifest.structure.buffers
     own = {name: tuple(buffer.shape) for name, buffer in saved_buffers(engine.module).items()}
     if stage_and_slice(engine)[1] > 0:  # the shapes are those of slice 0
         own = {name: there.get(name, shape) for name, shape in own.items()}
@@ -234,18 +234,14 @@ def saved_buffers(module: nn.Module, *, of_experts: bool = False) -> dict[str, t
 # -- structure ---------------------------------------------------------------------------------------------------------
 
 
-class Splits(NamedTuple):
-    """The splits of a module's parameters and buffers over slices, by name."""
+def splits_of(
+    engine: DeepSpeedEngine, of_experts: Mapping[str, Any]
+) -> tuple[dict[str, manifests.SavedSplit], list[str], dict[str, str]]:
+    """Return how slices split the parameters and buffers of this rank; ``of_experts`` is from :func:`experts_of`.
 
-    known: dict[str, manifests.SavedSplit]
-    undeclared: list[str]
-    """Parameters that are slices and do not say along which dimension."""
-    aliases: dict[str, str]
-    """The first names of parameters that have several."""
-
-
-def splits_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> Splits:
-    """Return how slices split the parameters and buffers of this rank; ``of_experts`` is from :func:`experts_of`."""
+    Further results are the parameters that are slices and do not say along which dimension, and the first names of
+    parameters that have several.
+    """
     first_names: dict[int, str] = {}
     splits, undeclared, aliases = {}, [], {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
@@ -261,7 +257,7 @@ def splits_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> Splits:
             undeclared.append(name)
     buffers = engine.module.named_buffers()
     splits |= {name: split for name, buffer in buffers if (split := split_of(buffer)) is not None}
-    return Splits(splits, undeclared, aliases)
+    return splits, undeclared, aliases
 
 
 def structure_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> manifests.SavedStructure:
@@ -283,14 +279,12 @@ def structure_of(engine: DeepSpeedEngine, of_experts: Mapping[str, Any]) -> mani
     )
     if not isinstance(module, DeepSpeedPipelineModule):
         return structure
-    layers, bounds = tuple(map(saved_layer, module._layer_specs)), tuple(map(int, module.parts))
-    return replace(structure, layers=layers, bounds=bounds, method=str(getattr(module, "partition_method", "")))
+    return replace(structure, layers=layers_of(module), bounds=tuple(map(int, module.parts)))
 
 
-def layers_of(module: nn.Module) -> list[str]:
-    """Return the prefix of the names of each layer of a pipeline; empty for other modules."""
-    found = map(saved_layer, module._layer_specs) if isinstance(module, DeepSpeedPipelineModule) else ()
-    return [layer.prefix(number) for number, layer in enumerate(found)]
+def layers_of(module: nn.Module) -> tuple[manifests.SavedLayer, ...]:
+    """Describe the layers of a pipeline; other modules have none."""
+    return tuple(map(saved_layer, getattr(module, "_layer_specs", ())))
 
 
 def saved_layer(layer: Any) -> manifests.SavedLayer:
@@ -330,7 +324,7 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
     DeepSpeed saves optimizer states by position, and would silently exchange the states of parameters of equal sizes.
     """
     stage, *_ = stage_and_slice(engine)
-    saved = manifest.structure.groups if manifest.structure is not None else ()
+    saved = manifest.structure.groups
     if engine.optimizer is None or stage >= len(saved):
         return ""
     own = names_of_groups(engine)
@@ -342,7 +336,6 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
                 here, there = (f"parameter {one!r}" if one else "nothing more" for one in (name, former))
                 where = f"position {place} of group {group}"
                 return f"{where} is {there} in the checkpoint, and {here} in this job: {_KEEP_ORDER}"
-    assert manifest.structure is not None
     return difference_of_options(engine, manifest.structure.options)
 
 
@@ -386,14 +379,6 @@ def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
         if name in in_groups and one.requires_grad and name not in of_experts
     }
     return {"stage": stage, "structure": structure, "dense": dense}
-
-
-def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure:
-    """Merge the shares of all ranks into the structure of the whole model."""
-    found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
-    return manifests.merged_structures(
-        [manifests.built_from(manifests.SavedStructure, share["structure"]) for share in found]
-    )
 
 
 # -- universal checkpoints ---------------------------------------------------------------------------------------------

@@ -508,38 +508,36 @@ def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
     stacked = [one.local for one in named if one.is_expert and not head_of(one.local)]
     orders, optimizer, inner = list[Order](), engine.optimizer, inner_optimizer(engine)
 
-    def add(parameters: Any, begins: Iterable[int], group: Any = None) -> None:
-        known = [
-            (numbers[id(one)], begin) for one, begin in zip(parameters, begins, strict=False) if id(one) in numbers
-        ]
+    def add(parameters: Any, group: Any = None, begins: Iterable[int] | None = None) -> None:
+        if begins is None:
+            begins = accumulate((one.numel() for one in parameters), initial=0)
+        rows = zip(parameters, begins, strict=False)
+        known = [(numbers[id(one)], begin) for one, begin in rows if id(one) in numbers]
         place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         orders.append(Order(known, *place))
-
-    def ends(sizes: Iterable[int]) -> Iterator[int]:
-        return accumulate(sizes, initial=0)
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for parameters in optimizer.fp16_groups:
             group = parameters[0].ds_process_group if parameters else None
-            add(parameters, ends(int(one.partition_numel()) for one in parameters), group)
+            add(parameters, group, accumulate((int(one.partition_numel()) for one in parameters), initial=0))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         rows = zip(optimizer.round_robin_bit16_groups, offsets_in_flat_groups(optimizer), strict=True)
         for (parameters, offsets), group in zip(rows, optimizer.real_dp_process_group, strict=True):
-            add(parameters, offsets, group)
+            add(parameters, group, offsets)
     elif isinstance(optimizer, BF16_Optimizer):
         for parameters, group in zip(optimizer.bf16_groups, optimizer.real_dp_process_group, strict=True):
-            add(parameters, ends(one.numel() for one in parameters), group)
+            add(parameters, group)
     elif isinstance(optimizer, FP16_Optimizer):
         for parameters in optimizer.fp16_groups:
-            add(parameters, ends(one.numel() for one in parameters))
+            add(parameters)
     elif inner is not None:
         groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in inner.param_groups]
         for parameter in (one for parameters in groups for one in parameters):
-            add([parameter], [0])
+            add([parameter])
     of_zero_3: list[Any] = [one.ds_process_group for one in engine.module.parameters() if hasattr(one, "ds_tensor")]
     partition = (dist.get_rank(of_zero_3[0]), dist.get_world_size(of_zero_3[0])) if of_zero_3 else (0, 1)
     rank = int(engine.checkpoint_mp_rank)
-    layers = facts.layers_of(engine.module)
+    layers = [layer.prefix(number) for number, layer in enumerate(facts.layers_of(engine.module))]
     return FileRecorder(rank, pieces, orders, buffers, stacked=stacked, layers=layers, partition=partition)
 
 

@@ -51,8 +51,8 @@ _LONGEST = 200
 """The most bytes of a tag: file systems allow 255, and drafts have longer names."""
 _MOST_MISSING = 1000
 """The most missing names to find: the number in another file's name may imply any number of them."""
-_LARGEST_MANIFEST, _LARGEST_LATEST = 1 << 31, 1 << 12
-"""The most bytes of a manifest and of ``latest``: reading an endless file would take all memory."""
+_LARGEST_TEXT, _LARGEST_LATEST = 1 << 31, 1 << 12
+"""The most bytes of a manifest or a table, and of ``latest``: reading an endless file would take all memory."""
 _LATEST_TIME = 253402300799
 """The end of the year 9999, in seconds since 1970."""
 _STATES = re.compile(
@@ -110,7 +110,7 @@ def open_file(path: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def text_of(path: Path, limit: int) -> str:
+def text_of(path: Path, limit: int = _LARGEST_TEXT) -> str:
     """Return the text of a regular file of at most ``limit`` bytes, or raise OSError or UnicodeDecodeError."""
     with open_file(path) as file:
         content = file.read(limit + 1)
@@ -132,9 +132,13 @@ def entries_in(folder: Path) -> dict[str, int | str]:
         found[os.path.relpath(error.filename or folder, folder)] = f"cannot be read: {reason_of(error)}"
 
     for parent, _, names in os.walk(folder, onerror=failed):
-        for name in names:
-            path = Path(parent, name)
-            found[path.relative_to(folder).as_posix()] = _size_of(path)
+        for path in (Path(parent, name) for name in names):
+            try:
+                status = path.stat()
+                size = status.st_size if stat.S_ISREG(status.st_mode) else f"is {_IRREGULAR}"
+            except OSError as error:
+                size = f"cannot be read: {reason_of(error)}"
+            found[path.relative_to(folder).as_posix()] = size
     return found
 
 
@@ -151,14 +155,6 @@ def digest_of(path: Path) -> str:
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
     return digest.hexdigest()
-
-
-def _size_of(path: Path) -> int | str:
-    try:
-        status = path.stat()
-    except OSError as error:
-        return f"cannot be read: {reason_of(error)}"
-    return status.st_size if stat.S_ISREG(status.st_mode) else f"is {_IRREGULAR}"
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
@@ -303,7 +299,7 @@ def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
     return problems
 
 
-def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) -> list[str]:
+def wrong_in_stock_checkpoint(folder: Path, expected: SavedLayout | None = None) -> list[str]:
     """Find missing, empty and truncated files in a checkpoint that DeepSpeed alone saved.
 
     Names, sizes and the checksums of archives are checked. A file is missing if another file's name implies it, or
@@ -536,7 +532,7 @@ def manifest_of(path: Path) -> Manifest | None:
         DamagedCheckpointError, CheckpointVersionError, OSError: it cannot be read.
     """
     try:
-        return manifests.from_text(text_of(path / manifests.NAME, _LARGEST_MANIFEST), manifests.NAME)
+        return manifests.from_text(text_of(path / manifests.NAME), manifests.NAME)
     except FileNotFoundError:
         if os.path.lexists(path / manifests.NAME):
             raise DamagedCheckpointError(f"{manifests.NAME} is a link to a file that does not exist") from None
@@ -603,7 +599,7 @@ def look_at(folder: str | os.PathLike[str], tag: str, *, digests: bool = False) 
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError
         if (manifest := manifest_of(path)) is None:
-            problems = wrong_without_manifest(path)
+            problems = wrong_in_stock_checkpoint(path)
         else:
             problems = wrong_sizes(path, manifest)
             if digests and not problems:

@@ -31,6 +31,7 @@ from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint import stock_checkpoints as stock
 from ds_topo.checkpoint.by_name import load_into
 from ds_topo.checkpoint.deepspeed_reader import (
     DeepSpeedFiles,
@@ -39,15 +40,8 @@ from ds_topo.checkpoint.deepspeed_reader import (
     opened,
     options_of_files,
 )
-from ds_topo.checkpoint.engine_state import (
-    SCHEDULER,
-    Named,
-    NamedBuffer,
-    Rename,
-    restore_progress,
-    with_same_groups,
-)
-from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_without_manifest
+from ds_topo.checkpoint.engine_state import SCHEDULER, Named, NamedBuffer, Rename, restore_progress, with_same_groups
+from ds_topo.checkpoint.folder import Checkpoint, check_folder, reason_of, unreadable, wrong_in_stock_checkpoint
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedPlace, SavedStructure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting, shared_out
 from ds_topo.checkpoint.plain_weights import WeightFiles, files_of_weights
@@ -60,12 +54,6 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.without_manifest import (
-    counts_of_groups,
-    groups_of_partitions,
-    layout_of_files,
-    manifest_of_files,
-)
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -208,15 +196,9 @@ def load(
     else:
         state = _load_by_name(engine, meeting, root / chosen, options, rename, is_plain=not chosen)
     meeting.end()
-    return str(root / chosen), _of_program(engine, state)
-
-
-def _of_program(engine: DeepSpeedEngine, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the program's own entries of a ``client_state``, after ours were used."""
-    of_replicas = state.get(REPLICAS)
-    if of_replicas is not None and hasattr(engine, "replicas"):
+    if (of_replicas := state.get(REPLICAS)) is not None and hasattr(engine, "replicas"):
         engine.replicas.manager.load_state_dict(of_replicas)
-    return entries_of_program(state)
+    return str(root / chosen), entries_of_program(state)
 
 
 def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custom_load_fn: Any) -> dict[str, Any]:
@@ -268,8 +250,8 @@ def _load_by_name(
         if is_plain:
             return WeightFiles(path, named, buffers)
         if (manifest := folders.manifest_of(path)) is None:
-            saved = layout_of_files(path, facts.name_of_optimizer(engine))
-            manifest = manifest_of_files(path, saved, structure)
+            saved = stock.layout_of_files(path, facts.name_of_optimizer(engine))
+            manifest = stock.manifest_of_files(path, saved, structure)
         return DeepSpeedFiles(model_of(manifest, structure.splits), path)
 
     source, loader = load_into(
@@ -366,8 +348,8 @@ class _Choice:
             self._saved = checkpoint.manifest.layout if checkpoint.manifest is not None else None
             if checkpoint.is_whole and self._saved is None:
                 with suppress(CheckpointError):  # another check names the file
-                    self._saved = layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
-                if self._saved is not None and (missing := wrong_without_manifest(checkpoint.path, self._saved)):
+                    self._saved = stock.layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
+                if self._saved is not None and (missing := wrong_in_stock_checkpoint(checkpoint.path, self._saved)):
                     checkpoint = replace(checkpoint, problems=tuple(missing))
             if checkpoint.is_whole:
                 self.chosen = checkpoint
@@ -403,7 +385,10 @@ class _Choice:
                     "continue without ZeRO and with grid.correct_norms = False"
                 )
 
-        size, own = self._saved_batch_size(chosen.path), int(self._engine.train_batch_size())
+        size, own = None, int(self._engine.train_batch_size())
+        if self._saved is not None:
+            with suppress(CheckpointError):  # another check names the file
+                size = batch_size_of_files(opened(chosen.path / name_of_model_states(self._saved, 0)), self._saved)
         if self._options.has_states and size not in (None, own):
             micro = int(self._engine.train_micro_batch_size_per_gpu())
             yield printable(
@@ -412,14 +397,6 @@ class _Choice:
                 f"chosen for. To go on with {size}, also at another number of replicas: "
                 f"config |= grid.batch_sizes({size}, {micro})"
             )
-
-    def _saved_batch_size(self, path: Path) -> int | None:
-        """Return the samples of a step of the job that saved the chosen checkpoint; None if its config does not say."""
-        if self._saved is None:
-            return None
-        with suppress(CheckpointError):  # another check names the file
-            return batch_size_of_files(opened(path / name_of_model_states(self._saved, 0)), self._saved)
-        return None
 
     def check(self, path: Path, reason: str) -> Problems:
         """Check a share of the files, and this rank's parameters unless the layout differs; on every rank."""
@@ -480,14 +457,15 @@ class _Choice:
                 return f"has the optimizer's states by position, and {order}, or {by_name}"
             keep = "Give the pipeline the partition_method that it had, or"
             if not layout.has_partitions:
-                counts, own_counts = counts_of_groups(states.get("optimizer")), [*map(len, groups)]
+                counts, own_counts = stock.counts_of_groups(states.get("optimizer")), [*map(len, groups)]
                 if counts in (None, own_counts):
                     return ""
                 return (
                     f"has {counts} parameters in the groups of the optimizer of a stage, and this job {own_counts}, so "
                     f"that its stages have other layers or its groups other parameters. {keep} {by_name}"
                 )
-            saved_groups = groups_of_partitions(path, layout, SavedPlace(int(engine.checkpoint_mp_rank), 0), states)
+            place = SavedPlace(int(engine.checkpoint_mp_rank), 0)
+            saved_groups = stock.groups_of_partitions(path, layout, place, states)
             saved, own = ([name for names in one for name in names] for one in (saved_groups, groups))
             other = (name for name in own + saved if (name in own) != (name in saved))
             if layout.is_pipeline and (first := next(other, "")):
@@ -500,16 +478,13 @@ class _Choice:
         False loads them by name, and None tries the next candidate. An error is raised if no other one may replace it.
         """
         assert self.chosen is not None
-        found = [Problems(**share) for share in posted]
-        if damaged := [problem for each in found for problem in each.damaged]:
+        if damaged := [problem for share in posted for problem in share["damaged"]]:
             self.damaged.append(replace(self.chosen, problems=tuple(damaged)))
             self.chosen = None
             return None
         where = f"the checkpoint {self.chosen.tag!r} of {self._root}"
-        model = next((each.model for each in found if each.model), "")
-        order = next((each.order for each in found if each.order), "")
-        refused = next((each.refused for each in found if each.refused), "")
-        scheduler = next((each.scheduler for each in found if each.scheduler), "")
+        first = {kind: next((share[kind] for share in posted if share[kind]), "") for kind in posted[0]}
+        model, order, refused, scheduler = (first[kind] for kind in ("model", "order", "refused", "scheduler"))
         if model and not self._options.convert:
             raise CheckpointModelError(
                 f"{where} is of another model: {model}. Build the model as when it was saved; if only its slices or "
@@ -539,7 +514,7 @@ class _Choice:
 
     def _why_unreachable(self, checkpoint: Checkpoint) -> str:
         """Say why the files do not fit this layout, and what to do; empty if they do."""
-        saved, bounds = self._saved, getattr(getattr(checkpoint.manifest, "structure", None), "bounds", ())
+        saved, bounds = self._saved, checkpoint.manifest.structure.bounds if checkpoint.manifest is not None else ()
         if saved is None:
             return ""
         reason = why_unreachable(saved, self._layout, optimizer_states=self._options.has_states)
@@ -568,7 +543,6 @@ class _Choice:
         )
 
     def _nothing(self) -> CheckpointError:
-        """Return the error that there is nothing to load."""
         root, tag = self._root, self._tag
         known, kind = folders.tags_in(root), folders.other_kind(root)
         if folders.is_checkpoint(root):

@@ -16,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -28,7 +27,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, ExpertSizeError, abridged
-from ds_topo.topology.axes import SHARD
+from ds_topo.topology.axes import MODEL, PIPE, SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 
@@ -48,8 +47,6 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 _PRINTABLE = r"^(?:[^\pC\pZ]| )*$"
 Text = Annotated[str, Field(pattern=_PRINTABLE)]
 """A text that can be printed in one line."""
-_DIMENSIONS = 64
-"""The most dimensions of a tensor, as in torch."""
 FLAT_OPTIMIZER = "FP16_Optimizer"
 """DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 BF16_OPTIMIZER = "BF16_Optimizer"
@@ -118,8 +115,6 @@ class SavedStructure(Saved):
     """The layers of a pipeline, over all stages."""
     bounds: tuple[Number, ...] = ()
     """The first layer of each stage of a pipeline, or of its two parts of DualPipeV, then the number of layers."""
-    method: Text = ""
-    """The pipeline's ``partition_method``; empty if unknown."""
     experts: Mapping[Text, Size] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``), or of
     each parameter in which AutoEP stacks the experts of a rank."""
@@ -127,8 +122,8 @@ class SavedStructure(Saved):
     """The engine's options of ZeRO."""
     is_by_element: bool = True
     """False if the optimizer is not known to update each element by its own gradient and states alone."""
-    buffers: Mapping[Text, tuple[Number, ...]] | None = None
-    """The shape on slice 0 of each saved buffer, except those of experts; None if unknown."""
+    buffers: Mapping[Text, tuple[Number, ...]] = field(default_factory=dict)
+    """The shape on slice 0 of each saved buffer, except those of experts."""
 
     def __post_init__(self) -> None:
         if self.bounds and (
@@ -137,11 +132,14 @@ class SavedStructure(Saved):
             raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
 
 
-def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
-    """Merge the structures that the stages of a pipeline see, first to last, into that of the whole model.
+def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> SavedStructure:
+    """Merge the structures that the stages of a pipeline see into that of the whole model.
 
-    For a tied parameter the first stage decides; its copies on later stages add nothing.
+    The first rank of a stage shares it, as JSON, and other ranks None. For a tied parameter the first stage decides;
+    its copies on later stages add nothing.
     """
+    found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
+    stages: list[SavedStructure] = [built_from(SavedStructure, share["structure"]) for share in found]
     splits = {name: split for one in reversed(stages) for name, split in one.splits.items()}
     undeclared = {name: None for one in stages for name in one.undeclared if name not in splits}
     return replace(
@@ -151,7 +149,7 @@ def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
         undeclared=tuple(undeclared),
         aliases={alias: name for one in stages for alias, name in one.aliases.items()},
         experts={head: size for one in stages for head, size in one.experts.items()},
-        buffers={name: shape for one in stages for name, shape in (one.buffers or {}).items()},
+        buffers={name: shape for one in stages for name, shape in one.buffers.items()},
     )
 
 
@@ -181,7 +179,7 @@ class SavedParameter(Saved):
 
     name: Text
     """The module's name. Layers of a pipeline have their number in the whole pipeline; ``*`` stands for experts."""
-    shape: Annotated[tuple[Count, ...], Field(max_length=_DIMENSIONS)]
+    shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as in torch
     """The shape on one model rank: that of the slice if it is tensor parallel, and the full one under ZeRO 3."""
     dtype: Text
     model_ranks: tuple[Number, ...]
@@ -195,24 +193,6 @@ class SavedParameter(Saved):
     def __post_init__(self) -> None:
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
             raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
-
-
-_NUMBERS = re.compile(r"(\d+)")
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names so that the numbers in them rise.
-
-    >>> in_order({"10.weight", "2.weight", "2.bias"})
-    ['2.bias', '2.weight', '10.weight']
-    """
-
-    def parts(name: str) -> tuple[list[str | int], str]:
-        found: list[str | int] = list(_NUMBERS.split(name))  # texts and numbers in turn
-        found[1::2] = map(int, found[1::2])
-        return found, name
-
-    return sorted(names, key=parts)
 
 
 @dataclass(frozen=True)
@@ -338,16 +318,13 @@ class SavedLayout(Saved):
         ranks = topology.get_axis_ranks(gradient_axes(topology), 0)
         return tuple(topology.get_axis_index(SHARD, rank) for rank in ranks)
 
-    def degrees(self) -> dict[str, int]:
-        """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
+    def degree(self, axis: str) -> int:
+        """Return the degree of an axis; 1 if the layout does not have it, or if the topology is unknown.
 
-        >>> SavedLayout("pipe=2,data=1,model=4", 8, 8, 1, 0, None, "fp32").degrees()
-        {'pipe': 2, 'model': 4}
+        >>> [SavedLayout("pipe=2,data=4", 8, 2, 4, 0, None, "fp32").degree(axis) for axis in ("pipe", "model")]
+        [2, 1]
         """
-        if self.topology is None:
-            return {}
-        topology = ProcessTopology.from_spec(self.topology)
-        return {axis: degree for axis, degree in zip(topology.axes, topology.dims, strict=True) if degree > 1}
+        return 1 if self.topology is None else max(1, ProcessTopology.from_spec(self.topology).get_dim(axis))
 
     def __str__(self) -> str:
         """Describe the layout in one line, for messages.
@@ -374,8 +351,7 @@ class Manifest(Saved):
     files: tuple[SavedFile, ...]
     parameters: tuple[SavedParameter, ...]
     versions: Mapping[Text, Text] = field(default_factory=dict)
-    structure: SavedStructure | None = None
-    """The model's structure; None if it was not recorded."""
+    structure: SavedStructure = SavedStructure(None, ())
     tables: tuple[SavedTable, ...] = ()
     """The tables, which say where each element is; empty if the optimizer's memory is unknown."""
 
@@ -400,12 +376,11 @@ class Manifest(Saved):
 
         Each slice and expert counts. Copies of a tied parameter on several stages count once.
         """
-        slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degrees().get("model", 1)
+        slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degree(MODEL)
         counted: dict[tuple[str, int], int] = {}
-        stacked = self.structure.experts if self.structure is not None else {}
         for row in self.parameters:
             for place in {rank % slices for rank in row.model_ranks} if row.split_dim is not None else (0,):
-                copies = stacked.get(row.name, row.experts or 1)
+                copies = self.structure.experts.get(row.name, row.experts or 1)
                 counted.setdefault((row.name, place), math.prod(row.shape) * copies)
         return sum(counted.values())
 
@@ -420,9 +395,8 @@ def to_text(manifest: Manifest) -> str:
     """
     layout = {**vars(manifest.layout), "coordinates": _coordinates(manifest.layout)}
     content = {"format": FORMAT, "version": VERSION, **vars(manifest), "layout": layout, "bytes": manifest.bytes}
-    encode = json.JSONEncoder(
-        default=vars
-    ).encode  # asdict(), and encoding with an indent, would take several times as long
+    # asdict(), and encoding with an indent, would take several times as long
+    encode = json.JSONEncoder(default=vars).encode
     lines = []
     for key, value in {**content, _DIGEST: _digest_of(content)}.items():
         rows = ",\n  ".join(map(encode, value)) if isinstance(value, tuple) else ""
@@ -477,14 +451,15 @@ def built_from(kind: Any, value: Any) -> Any:
     ...
     ValueError: weight.dim: '0' is wrong: Input should be a valid integer
 
-    ``value`` is what ``json.loads`` has returned.
+    ``value`` is the text of the JSON, or what ``json.loads`` has returned for it.
 
     Raises:
         ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
             unknown, or a dataclass refuses its fields.
     """
     try:
-        return _reader_of(kind).validate_json(json.dumps(value))  # of JSON, since lists are tuples there
+        text = value if isinstance(value, str) else json.dumps(value)
+        return _reader_of(kind).validate_json(text)  # of JSON, since lists are tuples there
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
@@ -518,10 +493,7 @@ def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
     if layout.topology is None:
         return None
     topology = ProcessTopology.from_spec(layout.topology)
-    return {
-        axis: [list(factor) for factor in factors]
-        for axis, factors in zip(topology.axes, topology.layout.axes, strict=True)
-    }
+    return dict(zip(topology.axes, topology.layout.axes, strict=True))
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
@@ -559,8 +531,8 @@ def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: b
         now: the job's layout.
         optimizer_states: whether the optimizer's states are to be loaded, too.
     """
-    for axis in ("pipe", "model"):
-        before, after = (layout.degrees().get(axis, 1) for layout in (saved, now))
+    for axis in (PIPE, MODEL):
+        before, after = saved.degree(axis), now.degree(axis)
         if saved.topology is not None and now.topology is not None and before != after:
             return f"{axis}={before} became {axis}={after}: each file holds other parameters"
     if saved.model_ranks != now.model_ranks:
@@ -638,11 +610,10 @@ def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[
 
 def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
     coordinate = topology.get_coord(rank)._asdict()
-    model_rank = coordinate.get("pipe", 0) * max(1, topology.get_dim("model")) + coordinate.get("model", 0)
+    model_rank = coordinate.get(PIPE, 0) * max(1, topology.get_dim(MODEL)) + coordinate.get(MODEL, 0)
     return SavedPlace(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
 
 
 def _places(layout: SavedLayout) -> list[SavedPlace]:
-    """Return the place of each rank."""
     topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
     return [_place(topology, rank) for rank in range(topology.world_size())]

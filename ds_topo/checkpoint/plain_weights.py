@@ -24,26 +24,16 @@ import torch
 from torch.serialization import set_default_mmap_options, skip_data
 from typing_extensions import override
 
+from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.by_name import model_of_whole
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
 from ds_topo.checkpoint.engine_state import Named, NamedBuffer, renaming
-from ds_topo.checkpoint.folder import (
-    Checkpoint,
-    check_folder,
-    failure_to_write,
-    flush,
-    replace_text,
-    require_space,
-    tags_in,
-    told,
-    unreadable,
-    wrong_without_manifest,
-)
+from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
-from ds_topo.checkpoint.table import BUFFER, WEIGHT, Piece, Slice, Table, Weights
-from ds_topo.checkpoint.without_manifest import manifest_of_files, structure_of_files
+from ds_topo.checkpoint.stock_checkpoints import manifest_of_files, structure_of_files
+from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Slice, Table, Vector
 from ds_topo.errors import (
     CheckpointError,
     CheckpointVersionError,
@@ -139,12 +129,13 @@ class WeightFiles(DeepSpeedFiles):
         shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         super().__init__(model_of_whole(shapes, named, buffers), path)
         pieces = [Piece(name, Slice(shape)) for name, shape in self._shapes.items()]
-        weights = [
-            Weights("", BUFFER if name in buffers else WEIGHT, "", (), (name,), (at,))
-            for at, name in enumerate(self._shapes)
+        vectors = [
+            Vector("", {BUFFER if one.name in buffers else WEIGHT: ((one.name,), "")}, {}, (whole,))
+            for at, one in enumerate(pieces)
+            for whole in (Part(at, 0, one.slice.numel, 0),)
         ]
         self._open[""], self._known = tensors, {""}
-        self._add(Table(0, tuple(pieces), (), tuple(weights)))
+        self._add(Table(0, tuple(pieces), tuple(vectors)))
 
     @override
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -171,21 +162,21 @@ def readable(checkpoint: Checkpoint) -> Manifest:
     if checkpoint.needs:
         raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
     if not os.path.lexists(checkpoint.path):
-        known = listed(tags_in(checkpoint.path.parent))
+        known = listed(folders.tags_in(checkpoint.path.parent))
         raise MissingCheckpointError(f"no checkpoint {checkpoint.tag!r} in {checkpoint.path.parent}: there are {known}")
     if checkpoint.problems:
-        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(checkpoint.problems)}")
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {folders.told(checkpoint.problems)}")
     names = [file.path for file in checkpoint.manifest.files] if checkpoint.manifest else os.listdir(checkpoint.path)
     names = [name for name in names if name.endswith(".pt")]
-    if problems := unreadable(checkpoint.path, names):
-        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(problems)}")
+    if problems := folders.unreadable(checkpoint.path, names):
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {folders.told(problems)}")
     if refused := refused_types([checkpoint.path / name for name in names]):
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
     if checkpoint.manifest is not None:
         return checkpoint.manifest
     layout, structure = structure_of_files(checkpoint.path)
-    if layout is not None and (missing := wrong_without_manifest(checkpoint.path, layout)):
-        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(missing)}")
+    if layout is not None and (missing := folders.wrong_in_stock_checkpoint(checkpoint.path, layout)):
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {folders.told(missing)}")
     return manifest_of_files(checkpoint.path, layout, structure)
 
 
@@ -197,7 +188,7 @@ def _naming(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:  # the latter is torch's
-        raise failure_to_write(path, error) from error
+        raise folders.failure_to_write(path, error) from error
 
 
 def to_single_file(
@@ -222,7 +213,7 @@ def to_single_file(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space, or
             safetensors is not installed.
     """
-    path = check_folder(path, "path")
+    path = folders.check_folder(path, "path")
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
     if kind not in ("torch", "safetensors"):
@@ -251,9 +242,9 @@ def to_single_file(
         for name, value in buffers.items():
             written[name].copy_(value)
         del written
-        flush(draft)
+        folders.flush(draft)
         os.replace(draft, path)
-        flush(path.parent)
+        folders.flush(path.parent)
     return path
 
 
@@ -283,7 +274,7 @@ def to_hugging_face(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space,
             safetensors is not installed, or the folder has weights already.
     """
-    path = check_folder(folder)
+    path = folders.check_folder(folder)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file: give a folder for the files of the model")
     if type(largest) is not int or largest < 1:
@@ -301,14 +292,14 @@ def to_hugging_face(
 def _whole_weights(checkpoint: Checkpoint, folder: Path, path: Path, *, has_padding: bool = True) -> DeepSpeedFiles:
     """Open a checkpoint whose weights will be put together and written into a folder, which is made."""
     manifest = readable(checkpoint)
-    known = manifest.structure.splits if manifest.structure is not None and not has_padding else {}
+    known = {} if has_padding else manifest.structure.splits
     splits = {name: replace(split, padded=split.real) for name, split in known.items() if split.real is not None}
     model = model_of(manifest, splits)
     require_splits(model, 1)
     source = DeepSpeedFiles(model, checkpoint.path)
     source.require_equal_copies(1, has_states=False)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
-    require_space(folder, str(path), needed)
+    folders.require_space(folder, str(path), needed)
     with _naming(path):
         folder.mkdir(parents=True, exist_ok=True)
     return source
@@ -364,9 +355,9 @@ def _write_safetensors(
             mode = draft.stat().st_mode & 0o777  # by the umask; safetensors creates files that only their owner reads
             importlib.import_module("safetensors.torch").save_file(tensors, draft, metadata={"format": "pt"})
             draft.chmod(mode)
-            flush(draft)
+            folders.flush(draft)
             draft.replace(file)
         if count > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-            replace_text(base.with_name(f"{base.name}.index.json"), json.dumps(index, indent=2))
-        flush(base.parent)
+            folders.replace_text(base.with_name(f"{base.name}.index.json"), json.dumps(index, indent=2))
+        folders.flush(base.parent)

@@ -36,6 +36,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+from torch.utils._pytree import tree_map_only
 
 from ds_topo.base import patches
 from ds_topo.base.ledger import ledger
@@ -241,7 +242,7 @@ def _saved(name: object, value: object) -> io.BytesIO:
     """Return a value of the ``client_state`` as torch saves it, without its tensors."""
     file = io.BytesIO()
     try:
-        torch.save(_without_tensors(value), file)
+        torch.save(tree_map_only((torch.Tensor, np.ndarray), lambda _: None, value), file)
     except Exception as error:  # of any class: the value's own methods may raise
         reason = re.sub(r" at 0x\w+", "", str(error))  # equal on all ranks
         raise TypeError(
@@ -250,16 +251,6 @@ def _saved(name: object, value: object) -> io.BytesIO:
         ) from None
     file.seek(0)
     return file
-
-
-def _without_tensors(value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return None
-    if type(value) is dict:
-        return {name: _without_tensors(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return [_without_tensors(each) for each in value]
-    return value
 
 
 def refused_types(paths: Sequence[Path]) -> list[str]:

@@ -26,10 +26,10 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     SavedTable,
     expert_places,
-    in_order,
 )
 from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, layer_of_experts, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
+from ds_topo.topology.axes import MODEL
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class WholeModel:
         for row in self._rows:
             for rank in row.model_ranks:
                 names.setdefault(rank, set()).add(row.name)
-        alike = {own: {name: at for at, name in enumerate(in_order(own))} for own in {*map(frozenset, names.values())}}
+        alike = {own: {name: at for at, name in enumerate(sorted(own))} for own in {*map(frozenset, names.values())}}
         return {rank: alike[frozenset(own)] for rank, own in names.items()}
 
     @cached_property
@@ -196,14 +196,14 @@ class WholeModel:
         At ZeRO 3 tables are left out that have none of the wanted elements.
         """
         row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
-        if row not in self._all_rows:  # each partition of ZeRO 3 has a copy
+        held = [(rank, at) for rank, positions in self._positions.items() if (at := positions.get(row)) is not None]
+        if not held:  # a buffer, of which each partition of ZeRO 3 has a copy
             yield from (table.path for table in self.tables if table.has_buffers and table.partition == 0)
-            return
         one = self.parameters.get(name)
         is_equal_on_slices = wanted is not None and one is not None and one.split is None and not one.experts
         boxes = None if wanted is None else list(wanted.boxes())
-        for rank, positions in self._positions.items():
-            if (at := positions.get(row)) is None or (is_equal_on_slices and rank % self.slices):
+        for rank, at in held:
+            if is_equal_on_slices and rank % self.slices:
                 continue
             whole, cut = self._tables_of_ranks.get(rank, ([], {}))
             yield from (table.path for table in whole if table.holds_row(at))
@@ -222,10 +222,6 @@ class WholeModel:
         found = [span for box in boxes if (span := saved.span_of(box)) is not None]
         return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 
-    @cached_property
-    def _all_rows(self) -> set[str]:
-        return {row.name for row in self._rows}
-
 
 def slices_of(layout: SavedLayout) -> int:
     """Return the degree of ``model``, or raise CheckpointLayoutError if stages and slices cannot be told apart."""
@@ -235,7 +231,7 @@ def slices_of(layout: SavedLayout) -> int:
             "ds_topo: it is unknown which of them are stages and which are slices. Load it in the layout that saved "
             "it, and save it with a grid"
         )
-    return layout.degrees().get("model", 1)
+    return layout.degree(MODEL)
 
 
 def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
@@ -246,11 +242,17 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         declared: splits of parameters for which the manifest has none, and the padded sizes of the new layout.
 
     Raises:
-        CheckpointLayoutError: the manifest lacks information, the experts are of an unknown kind, or slices of a
+        CheckpointLayoutError: the manifest lacks information, experts are of an unknown kind, or slices of a
             parameter differ in shape.
     """
-    structure = _known_structure(manifest)
-    slices = slices_of(manifest.layout)
+    structure, layout, slices = manifest.structure, manifest.layout, slices_of(manifest.layout)
+    heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
+    is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
+    if is_other_kind or heads - structure.experts.keys():
+        raise CheckpointLayoutError(
+            f"{manifest.tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, so no other layout can "
+            "load it: load it in the layout that saved it"
+        )
     declared, known_splits = declared or {}, structure.splits
     padded = {
         name: _padded_anew(name, known_splits.get(name, new), new)
@@ -266,7 +268,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     parameters = _parameters_of(manifest, structure, slices, splits, padded)
     structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
-    layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
+    layout = layout if has_experts else replace(layout, experts=())
     model = WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
@@ -364,24 +366,6 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
             "change. Give it as many"
         )
     return replace(saved, real=real, padded=new.padded)
-
-
-def _known_structure(manifest: Manifest) -> SavedStructure:
-    """Return the structure; refuse a manifest that has none, or experts of an unknown kind."""
-    structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
-    if structure is None:
-        raise CheckpointLayoutError(
-            f'the manifest of {tag!r} does not describe the model (no "structure"). Load the checkpoint '
-            "in the layout that saved it, and save it with this release"
-        )
-    heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
-    is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
-    if is_other_kind or heads - structure.experts.keys():
-        raise CheckpointLayoutError(
-            f"{tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, so no other layout can load "
-            "it: load it in the layout that saved it"
-        )
-    return structure
 
 
 def require_splits(model: WholeModel, slices: int) -> None:

@@ -16,7 +16,7 @@ import atexit
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils._pytree import tree_leaves
 
 from ds_topo.base import patches
 from ds_topo.base.classes import stock_class
@@ -41,15 +42,7 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.engine_state import recorder_of
-from ds_topo.checkpoint.manifest import (
-    Manifest,
-    SavedFile,
-    SavedParameter,
-    SavedStructure,
-    SavedTable,
-    built_from,
-    merged,
-)
+from ds_topo.checkpoint.manifest import Manifest, Saved, SavedFile, SavedParameter, SavedStructure, SavedTable
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import REPLICAS, check_client_state, entries_to_save
 from ds_topo.checkpoint.table import FileRecorder, Partition, missing_elements
@@ -91,41 +84,23 @@ class HostCopies:
     def __init__(self, former: Iterable[torch.Tensor] = ()) -> None:
         self.large: list[torch.Tensor] = []
         """The copies whose memory can be reused, flat."""
-        self._former = defaultdict[tuple[torch.dtype, int], list[torch.Tensor]](list)
+        self.former = defaultdict[tuple[torch.dtype, int], list[torch.Tensor]](list)
+        """The memory that was not reused yet, by type and number of elements."""
         for one in former:
-            self._former[one.dtype, one.numel()].append(one)
+            self.former[one.dtype, one.numel()].append(one)
 
-    def of(self, value: Any, known: dict[int, Any] | None = None) -> Any:
-        """Copy the content of a file: one copy of each object, however often it occurs.
+    def of(self, value: Any) -> Any:
+        """Copy the content of a file: one copy of each object, however often it occurs."""
+        tensors = {id(one): one for one in tree_leaves(value) if torch.is_tensor(one)}
+        return copy.deepcopy(value, {key: self._copied(one.detach()) for key, one in tensors.items()})
 
-        ``known`` are copies by the ids of their originals.
-        """
-        known = {} if known is None else known
-        if id(value) not in known:
-            known[id(value)] = self._copied(value, known)
-        return known[id(value)]
-
-    def free_the_rest(self) -> None:
-        """Free the memory that was not reused."""
-        self._former.clear()
-
-    def _copied(self, value: Any, known: dict[int, Any]) -> Any:
-        if torch.is_tensor(value):
-            held = value.detach()
-            if held.layout != torch.strided or held.numel() * held.itemsize < _LARGE:
-                return held.to("cpu", copy=True)
-            former = self._former[held.dtype, held.numel()]
-            flat = former.pop() if former else torch.empty(held.numel(), dtype=held.dtype)
-            self.large.append(flat)
-            return flat.view(held.shape).copy_(held)
-        if isinstance(value, MutableMapping):
-            result = copy.copy(value)  # keeps the attributes of a state_dict
-            for key, item in value.items():  # update() of a Counter would add the entries
-                result[key] = self.of(item, known)
-            return result
-        if type(value) in (list, tuple):
-            return type(value)(self.of(item, known) for item in value)
-        return copy.deepcopy(value)
+    def _copied(self, held: torch.Tensor) -> torch.Tensor:
+        if held.layout != torch.strided or held.numel() * held.itemsize < _LARGE:
+            return held.to("cpu", copy=True)
+        former = self.former[held.dtype, held.numel()]
+        flat = former.pop() if former else torch.empty(held.numel(), dtype=held.dtype)
+        self.large.append(flat)
+        return flat.view(held.shape).copy_(held)
 
 
 # -- the files of this rank --------------------------------------------------------------------------------------------
@@ -139,14 +114,10 @@ class WrittenFiles:
     a call that writes only copies the content.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        copied_for: DeepSpeedEngine | None = None,
-        describe: Callable[[Any, str], None] = lambda content, file: None,
-    ) -> None:
+    def __init__(self, root: Path, copied_for: DeepSpeedEngine | None = None) -> None:
         self._root = root
-        self._describe = describe
+        self.describe: Callable[[Any, str], object] = lambda content, file: None
+        """Called with the content of a file of torch, and its path, before it is written."""
         self._copies: HostCopies | None = None
         if copied_for is not None:  # its last save is finished, so nothing reads the memory of that any more
             self._copies = HostCopies(_memories.get(copied_for, ()))
@@ -177,7 +148,7 @@ class WrittenFiles:
     def start(self) -> None:
         """Start the work that is left, after all copies were made: threads that write would slow copying down."""
         if self._copies is not None:
-            self._copies.free_the_rest()
+            self._copies.former.clear()
         self._started |= {path: self._pool.submit(self._finish, path, write) for path, write in self._later.items()}
         self._later.clear()
 
@@ -222,7 +193,7 @@ class WrittenFiles:
 
             def record() -> None:
                 if file.suffix == ".pt":
-                    self._describe(state_dict, file.relative_to(self._root).as_posix())
+                    self.describe(state_dict, file.relative_to(self._root).as_posix())
                 if self._copies is not None:
                     self._later[file] = partial(save, self._copies.of(state_dict), path, *arguments, **options)
                     return
@@ -342,6 +313,19 @@ def save_in_background(
     return started
 
 
+@dataclass(frozen=True)
+class WrittenShare(Saved):
+    """What one rank has written."""
+
+    files: list[SavedFile]
+    parameters: list[SavedParameter]
+    """The rows of its parameters, if it is the first of the ranks with the same ones."""
+    table: SavedTable | None
+    stage: int
+    partitions: list[Partition] | None
+    """Its partitions of the optimizer's tensors; None if they are unknown."""
+
+
 class BackgroundSave:
     """A checkpoint that is being written, as :func:`save_in_background` returns it."""
 
@@ -370,7 +354,7 @@ class BackgroundSave:
         subject = f"saving the checkpoint {self._tag!r} in {root}"
         self._meeting = Meeting.begin(subject, f"tag {self._tag!r} {options}", problem)
         self._draft = folders.draft_of(root, self._tag)
-        self._structure: SavedStructure | None = None
+        self._structure = SavedStructure(None, ())
         """The structure of the whole model, on rank 0."""
         self._universal: dict[str, Any] = {}
         """What DeepSpeed's ``ds_to_universal`` needs to know of the whole model, on rank 0."""
@@ -380,7 +364,7 @@ class BackgroundSave:
         _warn_of_partial_step(engine)
         self._recorder: FileRecorder | None = None
         """The description of this rank's files, if the optimizer's memory can be described."""
-        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None, self._describe)
+        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
         self._rows: list[SavedParameter] = []
         """This rank's parameters."""
         self._replica, self._model_rank = facts.replica_of(engine), int(engine.checkpoint_mp_rank)
@@ -399,15 +383,6 @@ class BackgroundSave:
         """True if this rank has written its files, so that ``finish()`` need not wait for it."""
         return self._files.is_done
 
-    def name_if_unfinished(self) -> None:
-        """Say on rank 0 that the program has ended without :meth:`finish`."""
-        if self._meeting.rank == 0:
-            tell(
-                f"ds_topo: the program ended without finish() of the checkpoint {self._tag!r}, which "
-                f"save_in_background was writing into {self._root}, so it is not in place and cannot be loaded. Call "
-                "finish() of what save_in_background returns, on every rank, before the program ends"
-            )
-
     @guard.over("finish")
     def finish(self) -> Path:
         """Wait for the files of all ranks, and put the checkpoint in place; collective, once. Return its folder.
@@ -425,7 +400,7 @@ class BackgroundSave:
         return self._path
 
     def _make_room(self, engine: DeepSpeedEngine, shares: Sequence[Mapping[str, Any] | None]) -> None:
-        self._structure = facts.whole_structure(shares)
+        self._structure = manifests.whole_structure(shares)
         known = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
         self._universal = facts.universal_info_of(known, self._structure, facts.stage_and_slice(engine)[2])
         _require_room(engine, self._root, self._tag)
@@ -446,6 +421,7 @@ class BackgroundSave:
             self._files.write(facts.random_states(engine), path)
         with suppress(CheckpointError):  # such checkpoints load in the layout that saved them
             self._recorder = recorder_of(engine)
+            self._files.describe = self._recorder.describe
         state = entries_to_save(client_state or {})
         if hasattr(engine, "replicas"):
             state[REPLICAS] = engine.replicas.manager.state_dict()
@@ -461,13 +437,7 @@ class BackgroundSave:
         self._rows = [row for row in facts.parameters_of(engine) if row.is_trained or has_frozen]
         self._files.start()
 
-    def _describe(self, content: Any, file: str) -> None:
-        """Record where the parameters are in a file that is written now."""
-        if self._recorder is not None:
-            self._recorder.describe(content, file)
-
     def _put_in_place(self) -> Path:
-        """Put the checkpoint in place when all ranks have written their files."""
         try:
             self._meeting.step("written", self._written, decide=self._commit, is_alone=self._left_early)
             self._meeting.end()
@@ -481,10 +451,10 @@ class BackgroundSave:
                 self._held.close()
         return self._root / self._tag
 
-    def _written(self) -> dict[str, Any]:
+    def _written(self) -> WrittenShare:
         """Write the table, and wait for this rank's files; return its part of the manifest."""
         recorder, described = self._recorder if self._files.failure is None else None, None
-        if recorder is not None and not (table := recorder.table()).is_empty:
+        if recorder is not None and (table := recorder.table()).vectors:
             name = f"table_replica_{self._replica}_mp_rank_{self._model_rank:02d}.json"
             path = self._draft / self._tag / name
             self._files.write(table.to_text(), path, lambda text, _: path.write_text(text))
@@ -492,19 +462,14 @@ class BackgroundSave:
             described = table.described(name, (row.name for row in self._rows), recorder.partition)
         rows = self._rows if self._replica == 0 else []
         partitions = None if recorder is None else recorder.partitions()
-        return {
-            "files": self._files.finish(),
-            "parameters": rows,
-            "table": described,
-            "stage": self._stage,
-            "partitions": partitions,
-        }
+        return WrittenShare(self._files.finish(), rows, described, self._stage, partitions)
 
-    def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
+    def _commit(self, posted: Sequence[Any]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        _require_partitions([(one["stage"], one["partitions"]) for one in posted])
-        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
+        shares: list[WrittenShare] = manifests.built_from(list[WrittenShare], posted)
+        _require_partitions(shares)
+        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(shares)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
             place = root / script.name  # DeepSpeed's, for all checkpoints
             if not place.is_file() or place.read_bytes() != script.read_bytes():
@@ -522,17 +487,17 @@ class BackgroundSave:
             except OSError as error:  # the new checkpoint is saved nevertheless
                 warn(f"an older checkpoint in {root} could not be removed: {error}")
 
-    def _manifest(self, posted: Sequence[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, shares: Sequence[WrittenShare]) -> Manifest:
         """Return the manifest of all ranks' files, on rank 0, which must see all of them."""
         path = self._draft / self._tag
-        files = built_from(list[SavedFile], [row for one in posted for row in one["files"]])
+        files = [file for one in shares for file in one.files]
         known = {file.path for file in files}
         unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         files.sort(key=lambda file: file.path)
-        rows = merged(built_from(tuple[SavedParameter, ...], [row for one in posted for row in one["parameters"]]))
+        rows = manifests.merged(row for one in shares for row in one.parameters)
         time, versions = datetime.now(timezone.utc).isoformat(timespec="milliseconds"), facts.versions()
-        tables = built_from(tuple[SavedTable, ...], [one["table"] for one in posted if one["table"] is not None])
+        tables = tuple(one.table for one in shares if one.table is not None)
         manifest = Manifest(
             self._tag, self._step, time, self._layout, tuple(files), rows, versions, self._structure, tables
         )
@@ -545,15 +510,14 @@ class BackgroundSave:
         return manifest
 
 
-def _require_partitions(posted: Sequence[tuple[int, Sequence[Any] | None]]) -> None:
+def _require_partitions(shares: Sequence[WrittenShare]) -> None:
     """Require that each partition of the optimizers of a stage is in a file, if all ranks could describe theirs."""
-    if any(rows is None for _, rows in posted):
-        return
-    of_stages = defaultdict[int, list[Any]](list)  # tied layers have the same names in several
-    for stage, rows in posted:
-        of_stages[stage] += rows or ()
-    partitions = [built_from(list[Partition], rows) for rows in of_stages.values()]
-    if missing := [row for of_stage in partitions for row in missing_elements(of_stage).items()]:
+    of_stages = defaultdict[int, list[Partition]](list)  # tied layers have the same names in several
+    for one in shares:
+        if one.partitions is None:
+            return
+        of_stages[one.stage] += one.partitions
+    if missing := [row for of_stage in of_stages.values() for row in missing_elements(of_stage).items()]:
         name, (numel, total) = missing[0]
         raise CheckpointError(
             f"no rank has written {numel:,} of the {total:,} elements of the optimizer's tensor with {name!r}, so the "
@@ -572,7 +536,12 @@ def finish_what_is_unfinished() -> None:
 def name_what_is_unfinished() -> None:
     """Name the checkpoints that the program leaves without ``finish()``, on rank 0, at the end of the process."""
     for save in unfinished:
-        save.name_if_unfinished()
+        if save._meeting.rank == 0:
+            tell(
+                f"ds_topo: the program ended without finish() of the checkpoint {save._tag!r}, which "
+                f"save_in_background was writing into {save._root}, so it is not in place and cannot be loaded. Call "
+                "finish() of what save_in_background returns, on every rank, before the program ends"
+            )
 
 
 def _checked_tag(engine: Any, tag: object, keep_last: object) -> str:

@@ -7,8 +7,8 @@ and the elements of which pieces are where in the tensor. Loading needs no knowl
 partitions.
 
 A flat vector of ZeRO holds parts of many parameters, and the file has one for each state. So a table is written as
-vectors, each with its tensors by key and the parts that all of them hold; and as lists of weights, each of which is
-whole in a tensor of its own.
+vectors, each with its tensors by key and the parts that all of them hold. A weight that is whole in a tensor of its own
+is a vector, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_topo.checkpoint.manifest import Number, Saved, SavedSplit, SavedTable, Text, built_from, in_order
+from ds_topo.checkpoint.manifest import Count, Saved, SavedSplit, SavedTable, Size, Text, built_from
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT, MASTER, BUFFER, GROUP = "weight", "fp32", "buffer", "group"
@@ -95,12 +95,12 @@ class Slice(NamedTuple):
     Source: Megatron-LM, ``_initialize_affine_weight_cpu`` (``partition_dim`` and ``partition_stride``).
     """
 
-    shape: tuple[Number, ...]
+    shape: tuple[Count, ...]
     """Shape of the slice."""
-    dim: Number | None = None
-    slices: Number = 1
-    place: Number = 0
-    stride: Number = 1
+    dim: Count | None = None
+    slices: Size = 1
+    place: Count = 0
+    stride: Size = 1
 
     @classmethod
     def of(cls, shape: Sequence[int], split: SavedSplit | None, place: int, slices: int) -> Slice:
@@ -178,10 +178,13 @@ class Elements(NamedTuple):
             yield from (one for one, _ in self.slice.in_whole(box))
 
 
-def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tuple[int, ...], torch.Tensor]:
+def boxes_in(
+    memory: torch.Tensor, of: Slice, start: int, stop: int, rows: int | None = None
+) -> dict[tuple[int, ...], torch.Tensor]:
     """Return views of the elements ``start:stop`` of a slice, by their offsets in the whole tensor.
 
-    ``memory`` has these elements, or the whole slice, in its shape.
+    ``memory`` has these elements, or the whole slice, in its shape. Beyond the first ``rows`` rows of the whole tensor
+    there is padding, which is left out.
     """
     boxes: dict[tuple[int, ...], torch.Tensor] = {}
     begin = 0
@@ -191,7 +194,7 @@ def boxes_in(memory: torch.Tensor, of: Slice, start: int, stop: int) -> dict[tup
         for whole, first in of.in_whole(box):
             boxes[whole.offsets] = block if of.dim is None else block.narrow(of.dim, first, whole.sizes[of.dim])
         begin = end
-    return boxes
+    return boxes if rows is None else {at: box[: rows - at[0]] for at, box in boxes.items() if at[0] < rows}
 
 
 # -- names of experts --------------------------------------------------------------------------------------------------
@@ -255,27 +258,14 @@ class Piece(NamedTuple):
     name: Text
     slice: Slice
 
-    def problem(self) -> str:
-        """Return why there can be no such piece; empty if there can.
-
-        >>> Piece("weight", Slice((2, -1))).problem()
-        "[2, -1] of 'weight' in 1 pieces is impossible"
-        """
-        shape, dim, slices, place, stride = self.slice
-        if dim is not None and not (0 <= dim < len(shape) and 0 <= place < slices):
-            return f"slice {place} of {slices} along {dim} of {self.name!r} is impossible"
-        if stride < 1 or any(size < 0 for size in shape):
-            return f"{list(shape)} of {self.name!r} in {stride} pieces is impossible"
-        return ""
-
 
 class Part(NamedTuple):
     """Elements ``start:stop`` of a flattened piece, at ``offset`` of the tensors of a vector."""
 
-    piece: Number
-    start: Number
-    stop: Number
-    offset: Number
+    piece: Count
+    start: Count
+    stop: Count
+    offset: Count
 
 
 class Vector(NamedTuple):
@@ -289,42 +279,13 @@ class Vector(NamedTuple):
     parts: tuple[Part, ...]
 
 
-class Weights(NamedTuple):
-    """Whole weights or buffers of one type in one mapping of a file, each in a tensor of its own."""
-
-    file: Text
-    key: Text
-    """WEIGHT or BUFFER."""
-    dtype: Text
-    path: Path
-    """The path of the mapping."""
-    names: tuple[str, ...]
-    """The keys of the mapping."""
-    pieces: tuple[Number, ...]
-    """The number of the piece behind each name."""
-
-
 @dataclass(frozen=True)
 class Table(Saved):
     """The files that one rank wrote."""
 
-    model_rank: Number
+    model_rank: Count
     pieces: tuple[Piece, ...]
-    flat: tuple[Vector, ...]
-    weights: tuple[Weights, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """True if the files have no part of the model."""
-        return not self.flat and not self.weights
-
-    def vectors(self) -> Iterator[Vector]:
-        """Yield all vectors; a weight that is whole in a tensor of its own is one of them."""
-        yield from self.flat
-        for one in self.weights:
-            for name, number in zip(one.names, one.pieces, strict=True):
-                part = Part(number, 0, self.pieces[number].slice.numel, 0)
-                yield Vector(one.file, {one.key: ((*one.path, name), one.dtype)}, {}, (part,))
+    vectors: tuple[Vector, ...]
 
     def described(self, path: str, names: Iterable[str], partition: tuple[int, int]) -> SavedTable:
         """Return what the manifest says of the table in the file ``path``.
@@ -334,19 +295,13 @@ class Table(Saved):
             names: the names of the model rank's parameters, of which one stands for all experts of a layer.
             partition: at ZeRO 3, the number of the rank's partition of each parameter, and of all partitions.
         """
-        held = {number for one in self.weights for number in one.pieces}
-        held |= {part.piece for vector in self.flat for part in vector.parts}
-        names_held = {self.pieces[number].name for number in held}
+        names_held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
         known = names_held.union(map(starred, names_held))
-        wanted = set(names)
-        if wanted <= known:  # sorting takes a while
-            rows: Iterable[int] = range(len(wanted))
-        else:
-            rows = [at for at, name in enumerate(in_order(wanted)) if name in known]
-        has_buffers = any(one.key == BUFFER for one in self.weights)
+        rows = [at for at, name in enumerate(sorted(set(names))) if name in known]
+        has_buffers = any(BUFFER in vector.tensors for vector in self.vectors)
         is_cut = partition[1] > 1 and all(
             start <= part.start and part.stop <= stop
-            for vector in self.vectors()
+            for vector in self.vectors
             for part in (vector.parts if BUFFER not in vector.tensors else ())
             for start, stop in (partition_of(self.pieces[part.piece].slice.numel, *partition),)
         )
@@ -360,20 +315,14 @@ class Table(Saved):
     def from_text(cls, text: str, where: str) -> Table:
         """Parse the text of a table's file, or raise DamagedCheckpointError."""
         try:
-            found: Table = built_from(cls, json.loads(text))
-            sizes = []
-            for piece in found.pieces:
-                if problem := piece.problem():
-                    raise ValueError(problem)
-                sizes.append(piece.slice.numel)
-            for part in (part for vector in found.flat for part in vector.parts):
-                if not 0 <= part.piece < len(sizes) or not 0 <= part.start <= part.stop <= sizes[part.piece]:
+            found: Table = built_from(cls, text)
+            for name, (shape, dim, slices, place, _) in found.pieces:
+                if dim is not None and not (dim < len(shape) and place < slices):
+                    raise ValueError(f"slice {place} of {slices} along {dim} of {name!r} is impossible")
+            sizes = [piece.slice.numel for piece in found.pieces]
+            for part in (part for vector in found.vectors for part in vector.parts):
+                if part.piece >= len(sizes) or not part.start <= part.stop <= sizes[part.piece]:
                     raise ValueError("a part lies outside of its parameter")
-                if part.offset < 0:
-                    raise ValueError("an offset is negative")
-            for one in found.weights:
-                if len(one.names) != len(one.pieces) or not all(0 <= number < len(sizes) for number in one.pieces):
-                    raise ValueError("a weight has no shape")
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{where}: {type(error).__name__}: {error}") from None
         return found
@@ -402,12 +351,12 @@ class Order:
     """The number of this rank's partition."""
     partitions: int = 1
 
-    def parts(self, pieces: Sequence[Piece], numel: int | None, *, is_by_parameter: bool = False) -> Iterator[Part]:
+    def parts(self, pieces: Sequence[Piece], numel: int, *, is_by_parameter: bool = False) -> Iterator[Part]:
         """Yield the parts that a partition holds.
 
         Args:
             pieces: all pieces.
-            numel: the number of elements of a partition; None if it is the whole vector.
+            numel: the number of elements of a partition.
             is_by_parameter: each parameter is cut into partitions, and not the vector: ZeRO 3.
         """
         for number, begin in self.begins:
@@ -415,12 +364,9 @@ class Order:
             if is_by_parameter:
                 (start, stop), offset = partition_of(size, self.partition, self.partitions), begin
             else:
-                first = 0 if numel is None else self.partition * numel
-                start, stop = (
-                    max(begin, first) - begin,
-                    (size if numel is None else min(begin + size, first + numel) - begin),
-                )
-                offset = max(begin, first) - first
+                first = self.partition * numel
+                start, stop = max(begin, first) - begin, min(begin + size, first + numel) - begin
+                offset = begin + start - first
             if start < stop:
                 yield Part(number, start, stop, offset)
 
@@ -430,13 +376,13 @@ class Partition(NamedTuple):
 
     name: Text
     """A parameter in the tensor; one that is split over slices, if there is one, which tells slices apart."""
-    place: Number
+    place: Count
     """The place of its slice."""
-    number: Number
+    number: Count
     """The number of the partition."""
-    total: Number
+    total: Count
     """The number of elements in all partitions."""
-    written: Number
+    written: Count
     """The number of elements in this rank's files; 0 if another rank writes the partition."""
 
 
@@ -484,11 +430,9 @@ class FileRecorder:
         self.pieces = list(pieces.values())
         self._numbers = {name: number for number, name in enumerate(pieces)}
         self._by_whole_name = {piece.name: number for number, piece in enumerate(self.pieces)}
-        self._buffers, self._stacked = set(buffers), set(stacked)
+        self._buffers, self._stacked = {self._numbers[name] for name in buffers}, set(stacked)
         self.orders, self.partition = orders, partition
         self._vectors: list[Vector] = []
-        self._weights: dict[tuple[str, str, torch.dtype, Path], tuple[list[str], list[int]]] = {}
-        """The names and the pieces of whole weights, by file, key, type and path."""
         self._written = Counter[int]()
         """The number of elements in the files, by the number of the order."""
         self._is_known = True
@@ -507,21 +451,13 @@ class FileRecorder:
 
     def table(self) -> Table:
         """Return the description, with the pieces of which the files have a part."""
-        used = sorted(
-            {part.piece for vector in self._vectors for part in vector.parts}.union(
-                *(pieces for _, pieces in self._weights.values())
-            )
-        )
+        used = sorted({part.piece for vector in self._vectors for part in vector.parts})
         numbers = {piece: number for number, piece in enumerate(used)}
         vectors = [
             one._replace(parts=tuple([part._replace(piece=numbers[part.piece]) for part in one.parts]))
             for one in self._vectors
         ]
-        weights = [
-            Weights(file, key, _name_of_type(dtype), path, tuple(names), tuple([numbers[piece] for piece in pieces]))
-            for (file, key, dtype, path), (names, pieces) in self._weights.items()
-        ]
-        return Table(self._model_rank, tuple([self.pieces[number] for number in used]), tuple(vectors), tuple(weights))
+        return Table(self._model_rank, tuple([self.pieces[number] for number in used]), tuple(vectors))
 
     def describe(self, content: Any, file: str) -> None:
         """Add a file with its content; ``file`` is its path in the checkpoint's folder."""
@@ -535,7 +471,10 @@ class FileRecorder:
             if isinstance(content.get("module"), Mapping):
                 self._add_state_dict(content["module"], file, ("module",), "")
             for name, tensor in (content.get(_FRAGMENTS) or {}).items():
-                self._add_fragment(name, tensor, file)
+                number = self._numbers[name]
+                start, stop = partition_of(self.pieces[number].slice.numel, *self.partition)
+                if start < stop:
+                    self._add(file, (Part(number, start, stop, 0),), {WEIGHT: ((_FRAGMENTS, name), tensor)})
             if isinstance(content.get(_STATES), Mapping):
                 self._add_partition(content[_STATES], file)
             if isinstance(content.get("optimizer"), Mapping):
@@ -545,8 +484,7 @@ class FileRecorder:
         for key, value in content.items():
             number = self._numbers.get(f"{prefix}{key}")
             if number is not None and torch.is_tensor(value) and value.numel() == self.pieces[number].slice.numel:
-                kind = BUFFER if f"{prefix}{key}" in self._buffers else WEIGHT
-                self._add_whole(number, kind, value, file, path, key)
+                self._add_whole(number, value, file, (*path, key))
 
     def _add_experts(self, content: Mapping[str, Any], file: str) -> None:
         for name, value in content.items():
@@ -554,24 +492,13 @@ class FileRecorder:
             if stack in self._stacked and at.isdecimal():
                 whole = self.pieces[stacked := self._numbers[stack]].slice
                 numel, own = whole.numel // whole.shape[0], int(at) - whole.place * whole.shape[0]
-                tensors = {WEIGHT: ((name,), _dtype(value))}
-                parts = (Part(stacked, own * numel, (own + 1) * numel, 0),)
-                self._vectors.append(Vector(file, tensors, {}, parts))
+                self._add(file, (Part(stacked, own * numel, (own + 1) * numel, 0),), {WEIGHT: ((name,), value)})
             elif (number := self._by_whole_name.get(name)) is not None and torch.is_tensor(value):
-                is_buffer = any(self._numbers.get(buffer) == number for buffer in self._buffers)
-                self._add_whole(number, BUFFER if is_buffer else WEIGHT, value, file, (), name)
+                self._add_whole(number, value, file, (name,))
 
-    def _add_whole(self, number: int, kind: str, value: torch.Tensor, file: str, path: Path, key: str) -> None:
-        names, pieces = self._weights.setdefault((file, kind, value.dtype, path), ([], []))
-        names.append(key)
-        pieces.append(number)
-
-    def _add_fragment(self, name: str, tensor: torch.Tensor, file: str) -> None:
-        number = self._numbers[name]
-        start, stop = partition_of(self.pieces[number].slice.numel, *self.partition)
-        if start < stop:
-            tensors = {WEIGHT: ((_FRAGMENTS, name), _dtype(tensor))}
-            self._vectors.append(Vector(file, tensors, {}, (Part(number, start, stop, 0),)))
+    def _add_whole(self, number: int, value: torch.Tensor, file: str, path: Path) -> None:
+        key = BUFFER if number in self._buffers else WEIGHT
+        self._add(file, (Part(number, 0, self.pieces[number].slice.numel, 0),), {key: (path, value)})
 
     def _add_partition(self, saved: Mapping[str, Any], file: str) -> None:
         is_stage_3 = _STAGE_3 in saved
@@ -587,7 +514,7 @@ class FileRecorder:
             parts = tuple(order.parts(self.pieces, numel, is_by_parameter=is_stage_3) if master.numel() else ())
             masters: dict[str, tuple[Path, Any]] = {MASTER: ((_STATES, of_masters, number), master)}
             self._written[number] += sum(part.stop - part.start for part in parts)
-            self._add_vector(file, parts, masters, inner, path, number, numel)
+            self._add_states(file, parts, masters, inner, path, number, numel)
 
     def _add_optimizer(self, saved: Mapping[str, Any], file: str) -> None:
         """Add an optimizer without ZeRO."""
@@ -604,12 +531,12 @@ class FileRecorder:
                 places = [(group,) if torch.is_tensor(one) else (group, at) for at in range(len(copies))]
                 masters += [(("optimizer", kind, *at), each) for at, each in zip(places, copies, strict=True)]
         for number, order in enumerate(self.orders):
-            parts = tuple(order.parts(self.pieces, None))
-            numel = sum(self.pieces[part.piece].slice.numel for part in parts)
+            numel = max((begin + self.pieces[piece].slice.numel for piece, begin in order.begins), default=0)
+            parts = tuple(order.parts(self.pieces, numel))
             own = {MASTER: masters[number]} if masters else {}
-            self._add_vector(file, parts, own, inner, path, number, numel)
+            self._add_states(file, parts, own, inner, path, number, numel)
 
-    def _add_vector(
+    def _add_states(
         self,
         file: str,
         parts: tuple[Part, ...],
@@ -631,14 +558,20 @@ class FileRecorder:
         if group is not None:
             values[GROUP] = (*path, "param_groups", group)
         if parts:
-            of_keys = {key: (place, _dtype(value)) for key, (place, value) in tensors.items()}
-            self._vectors.append(Vector(file, of_keys, values, parts))
+            self._add(file, parts, tensors, values)
 
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return _name_of_type(tensor.dtype)
+    def _add(
+        self,
+        file: str,
+        parts: tuple[Part, ...],
+        tensors: Mapping[str, tuple[Path, torch.Tensor]],
+        values: dict[str, Path] | None = None,
+    ) -> None:
+        of_keys = {key: (path, name_of_type(value.dtype)) for key, (path, value) in tensors.items()}
+        self._vectors.append(Vector(file, of_keys, values or {}, parts))
 
 
 @cache
-def _name_of_type(dtype: torch.dtype) -> str:
+def name_of_type(dtype: torch.dtype) -> str:
+    """Return the name of a data type, without its module."""
     return str(dtype).removeprefix("torch.")

@@ -58,7 +58,7 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
 )
 from ds_topo.checkpoint.folder import check_folder, is_checkpoint, other_kind, tags_in
-from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, why_unreachable
+from ds_topo.checkpoint.manifest import SavedLayout, SavedStructure, built_from, whole_structure, why_unreachable
 from ds_topo.checkpoint.meeting import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, boxes_in
@@ -135,8 +135,8 @@ class TorchState:
         """
         meeting = Meeting.begin(_SUBJECT, f"save, flatten_optimizer_state_dict={self.is_flat}")
         found = meeting.step("described", lambda: EngineState(self.engine, self.rename))
-        share, whole = facts.share_of_structure(self.engine), facts.whole_structure
-        order = meeting.decided_from("order", share, lambda posted: _order_of(whole(posted)))
+        share = facts.share_of_structure(self.engine)
+        order = meeting.decided_from("order", share, lambda posted: _order_of(whole_structure(posted)))
         meeting.end()
         optim: dict[str, Any]
         if self.is_flat:
@@ -161,9 +161,11 @@ class TorchState:
             saved = {(name, key): value for name, one in optim[_STATE].items() for key, value in one.items()}
             groups = optim[_GROUPS]
         numbers = meeting.step("numbers", lambda: _numbers(found, saved))
-        share, whole = facts.share_of_structure(self.engine), facts.whole_structure
+        share = facts.share_of_structure(self.engine)
         layout, progress = facts.layout_of(self.engine), dict(state_dict.get(_PROGRESS) or ())
-        meeting.decided_from("order", share, lambda posted: _require_same_training(layout, whole(posted), progress))
+        meeting.decided_from(
+            "order", share, lambda posted: _require_same_training(layout, whole_structure(posted), progress)
+        )
         meeting.end()
         inner = inner_optimizer(self.engine)
         for (master, key), value in numbers.items():
@@ -529,10 +531,9 @@ class TorchFiles(Source):
             else:
                 saved = self.model.parameters[one.name]
                 own, real, shape = saved.slice_of(one.place, one.slices), saved.real, saved.shape
-            boxes = boxes_in(one.into, own, one.start, one.start + one.into.numel())
-            if real is not None:  # other rows are padding, which is new
+            boxes = boxes_in(one.into, own, one.start, one.start + one.into.numel(), rows=real)
+            if real is not None:
                 one.into.zero_()
-                boxes = {at: box[: real - at[0]] for at, box in boxes.items() if at[0] < real}
             is_weight = one.key in (WEIGHT, MASTER, BUFFER)
             key = self._keys.weights + one.name
             if not is_weight:
@@ -625,16 +626,14 @@ def _kind_of(path: Path) -> str:
 
 # -- after tensors were loaded in place --------------------------------------------------------------------------------
 
-_Numbers = dict[tuple[torch.Tensor, str], float]
-"""The states that are one number, by the tensor that the optimizer steps on and the state's key."""
 
+def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> dict[tuple[torch.Tensor, str], float]:
+    """Return the new values of the optimizer's numbers, such as steps, by the tensor that it steps on and their keys.
 
-def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbers:
-    """Return the new values of the optimizer's numbers, such as steps. Those not in ``saved`` stay.
-
-    If parameters that share one number here have different ones there, CheckpointModelError is raised.
+    Those not in ``saved`` stay. If parameters that share one number here have different ones there,
+    CheckpointModelError is raised.
     """
-    result = _Numbers()
+    result: dict[tuple[torch.Tensor, str], float] = {}
     names: dict[tuple[torch.Tensor, str], str] = {}
     for (name, key), master in found.numbers.items():
         if (value := saved.get((name, key))) is None:

@@ -141,7 +141,6 @@ class ParallelState:
 
     @staticmethod
     def _refuse_other(what: str, axes: Iterable[str], value: int | None, here: int) -> None:
-        """Refuse any value but the grid's."""
         if value is not None and value != here:
             along = ",".join(axes)
             raise TopologyError(f"the {what} along {along} is the grid's, {here}, not {value}: create another grid")
@@ -160,7 +159,6 @@ class ParallelState:
         return self._experts() if _EXPERTS in axes else None
 
     def _experts(self) -> ExpertGroups | None:
-        """Return the expert groups of this grid, or None."""
         known = registry.of(self.grid)
         if len(known) > 1:
             names = [entry.plan.name for entry in known]
@@ -170,7 +168,6 @@ class ParallelState:
         return known[0] if known else None
 
     def _check_degrees(self, **wanted: int | None) -> None:
-        """Compare the degrees that a program asks for with the grid's."""
         for axis, size in wanted.items():
             here = degree(self.grid.topology(), [axis])
             if size is not None and size != here:
@@ -182,7 +179,6 @@ class ParallelState:
 
     @staticmethod
     def _check_cpu(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
-        """Return the group if it serves tensors on the CPU; raise otherwise."""
         if group is not None and "cpu" not in devices_of(group):
             raise RuntimeError(
                 f"{name}: the groups of this job have no gloo backend, which tensors on the CPU need. "

@@ -23,7 +23,7 @@ from ds_topo.checkpoint.folder import (
     replace_text,
     take_back_replaced,
     tidy,
-    wrong_without_manifest,
+    wrong_in_stock_checkpoint,
 )
 from tests.checkpoint.handmade import LAYOUT, make
 
@@ -195,7 +195,7 @@ def deepspeed_folder(tmp_path: Path) -> Path:
 
 
 def test_complete_checkpoint_of_deepspeed_has_no_problems(deepspeed_folder: Path) -> None:
-    assert wrong_without_manifest(deepspeed_folder, LAYOUT) == []
+    assert wrong_in_stock_checkpoint(deepspeed_folder, LAYOUT) == []
 
 
 @pytest.mark.parametrize(
@@ -204,20 +204,20 @@ def test_complete_checkpoint_of_deepspeed_has_no_problems(deepspeed_folder: Path
 )
 def test_missing_file_of_deepspeed_is_named(deepspeed_folder: Path, name: str) -> None:
     (deepspeed_folder / name).unlink()
-    assert f"{name} is missing" in wrong_without_manifest(deepspeed_folder, LAYOUT)
+    assert f"{name} is missing" in wrong_in_stock_checkpoint(deepspeed_folder, LAYOUT)
 
 
 @pytest.mark.parametrize("name", ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "old_model_states.pt"])
 def test_folder_without_weights_of_a_model_rank_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"some bytes")
-    assert wrong_without_manifest(tmp_path) == ["there is no *_model_states.pt of a model rank"]
+    assert wrong_in_stock_checkpoint(tmp_path) == ["there is no *_model_states.pt of a model rank"]
 
 
 def test_unreadable_file_of_deepspeed_is_named_once(deepspeed_folder: Path) -> None:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     (deepspeed_folder / name).unlink()
     (deepspeed_folder / name).symlink_to("nothing")
-    assert len(wrong_without_manifest(deepspeed_folder, LAYOUT)) == 1
+    assert len(wrong_in_stock_checkpoint(deepspeed_folder, LAYOUT)) == 1
 
 
 def test_truncated_file_of_deepspeed_is_named(deepspeed_folder: Path) -> None:

@@ -19,7 +19,7 @@ from deepspeed.pipe import PipelineModule as StockPipelineModule
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.checkpoint.without_manifest import layout_of_files
+from ds_topo.checkpoint.stock_checkpoints import layout_of_files
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, DamagedCheckpointError
 from tests.checkpoint.continued_jobs import train_pipeline
 from tests.support.small_engines import start

@@ -33,8 +33,8 @@ from ds_topo.checkpoint.manifest import (
     SavedTable,
     from_text,
     merged,
-    merged_structures,
     to_text,
+    whole_structure,
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
@@ -179,7 +179,6 @@ PIPELINE = Manifest(
         {"0.weight": SavedSplit(0), "tied_modules.t.weight": SavedSplit(0)},
         layers=(SavedLayer("A"), SavedLayer("T", "t"), SavedLayer("T", "t")),
         bounds=(0, 2, 3),
-        method="parameters",
     ),
 )
 EXPERTS = Manifest(
@@ -353,5 +352,9 @@ def test_tied_and_sliced_parameters_count_once() -> None:
 
 
 def test_merged_structure_has_the_buffers_of_all_stages() -> None:
-    stages = [SavedStructure(None, (), buffers=buffers) for buffers in ({"a": (1,)}, None, {"b": (2, 3)})]
-    assert merged_structures(stages).buffers == {"a": (1,), "b": (2, 3)}
+    found = [
+        {"stage": stage, "structure": {"optimizer": None, "groups": [], "buffers": {name: [stage]}}}
+        for stage, name in enumerate("ab")
+    ]
+    whole = whole_structure([found[1], None, found[0]])
+    assert (list(whole.buffers), whole.buffers["b"]) == (["a", "b"], (1,))

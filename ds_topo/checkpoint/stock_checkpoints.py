@@ -35,11 +35,9 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     merged,
 )
-from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS
-from ds_topo.errors import (
-    CheckpointError,
-    CheckpointLayoutError,
-)
+from ds_topo.checkpoint.table import COPIED_MASTERS, FLAT_MASTERS, name_of_type
+from ds_topo.errors import CheckpointError, CheckpointLayoutError
+from ds_topo.topology.axes import MODEL
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -131,9 +129,12 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         shapes_of_slices.setdefault(name, tuple(tensor.shape))
         shape = next((known[name] for known in shapes[rank:] if name in known), tensor.shape)
         is_trained = not layout.has_partitions or name in trained
-        kind = str(tensor.dtype).removeprefix("torch.")
-        rows.append(SavedParameter(name, tuple(shape), kind, tuple(holders) or (rank,), None, None, is_trained))
-    slices = layout.degrees().get("model", 1)
+        rows.append(
+            SavedParameter(
+                name, tuple(shape), name_of_type(tensor.dtype), tuple(holders) or (rank,), is_trained=is_trained
+            )
+        )
+    slices = layout.degree(MODEL)
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
         groups = tuple(groups_of_partitions(path, layout, SavedPlace(first, 0), ranks[first]) for first in firsts)
@@ -148,7 +149,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
         rows = [_placed(row, groups, slices) for row in rows]
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
-    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
+    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers={})
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
 
 
