@@ -79,8 +79,7 @@ def page(spec: str, config: dict[str, Any], *, is_pipeline: bool = False, has_ex
         parts = parts_of(case)[::-1]
         yield f"{len(parts)} parts; the calls of a method go down this list, and end in DeepSpeed's own method:"
         for part in parts:
-            why = str(part.load().__doc__).partition("\n")[0]
-            yield f"  {part.mixin:30} {part.file}: {why}"
+            yield f"  {part.mixin:30} {part.file}: {part.why}"
         yield "Not shown: the classes of a reducer, replicas, check_replicas and verify, which run outside of these."
         engine = PipelineEngine if is_pipeline else DeepSpeedEngine
         names = {kind: part.file for part in parts[::-1] for kind in part.load().__mro__}

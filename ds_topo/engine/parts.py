@@ -29,9 +29,11 @@ class EnginePart:
     file: str
     """The module, within this package."""
     mixin: str
-    """The name of its mixin for engines, whose docstring says why."""
+    """The name of its mixin for engines."""
     wanted: Callable[[Case], object]
     """Tell from the case alone whether an engine gets it; equal on all ranks of an engine."""
+    why: str
+    """What is wrong without it, or what it adds."""
 
     @property
     def where(self) -> str:
@@ -80,52 +82,154 @@ def _scales_losses(case: Case) -> bool:
 
 
 PARTS: tuple[EnginePart, ...] = (
-    EnginePart("samples", "DealtSamples", _always),
-    EnginePart("data_efficiency", "DataEfficiency", lambda case: "data_efficiency" in case.config._param_dict),
-    EnginePart("shard", "ShardedEngine", lambda case: has_shard(case.grid)),
+    EnginePart("samples", "DealtSamples", _always, "Loaders of training_data read this rank's share of the samples."),
+    EnginePart(
+        "data_efficiency",
+        "DataEfficiency",
+        lambda case: "data_efficiency" in case.config._param_dict,
+        "DeepSpeed's sampler sends samples to the data parallel group, which slices do not share.",
+    ),
+    EnginePart("shard", "ShardedEngine", lambda case: has_shard(case.grid), "ZeRO partitions over shard alone."),
     # Optimizers are built over shard inside of this. Another stage of a pipeline may have experts.
-    EnginePart("experts", "EngineWithExperts", lambda case: case.has_experts or case.is_pipeline),
-    EnginePart("checks", "CheckedModel", _always),
+    EnginePart(
+        "experts",
+        "EngineWithExperts",
+        lambda case: case.has_experts or case.is_pipeline,
+        "Expert groups come from the grid, in one order on all ranks.",
+    ),
+    EnginePart("checks", "CheckedModel", _always, "Replicas that were built differently are refused, not broadcast."),
     # The layers that it replaces are compared afterwards.
-    EnginePart("autoparallel", "AutomaticParallelism", lambda case: case.splits_automatically),
+    EnginePart(
+        "autoparallel",
+        "AutomaticParallelism",
+        lambda case: case.splits_automatically,
+        "AutoTP, AutoEP and AutoSP join neighboring ranks.",
+    ),
     # They are checked when automatic parallelism has completed the config.
-    EnginePart("config_options", "OptionsOfConfig", may_assume_ranks),
-    EnginePart("bf16", "EngineWithBF16", lambda case: case.is_bf16),
-    EnginePart("sequence_sums", "SummedOverSequence", lambda case: case.stage == 3 and case.degree(SEQ) > 1),
-    EnginePart("repairs.linked_states", "LinkedStates", lambda case: case.stage in (1, 2)),
-    EnginePart("repairs.kept_modules", "FreedModule", lambda case: case.stage == 3),
-    EnginePart("gathers", "GatheredPointToPoint", _gathers_after_step),
+    EnginePart("config_options", "OptionsOfConfig", may_assume_ranks, "Some options assume neighboring ranks."),
+    EnginePart("bf16", "EngineWithBF16", lambda case: case.is_bf16, "DeepSpeed refuses Muon in bf16 with any mpu."),
+    EnginePart(
+        "sequence_sums",
+        "SummedOverSequence",
+        lambda case: case.stage == 3 and case.degree(SEQ) > 1,
+        "ZeRO 3 averages over seq where every other stage sums.",
+    ),
+    EnginePart(
+        "repairs.linked_states",
+        "LinkedStates",
+        lambda case: case.stage in (1, 2),
+        "ZeRO 1 and 2 link the states of the first group alone; all are linked.",
+    ),
+    EnginePart("repairs.kept_modules", "FreedModule", lambda case: case.stage == 3, "ZeRO 3 keeps destroyed modules."),
+    EnginePart(
+        "gathers",
+        "GatheredPointToPoint",
+        _gathers_after_step,
+        "gloo's all_gather uses a link in one direction at a time.",
+    ),
     # Comparisons are read before copies are summed.
-    EnginePart("reduction_order", "ComparedReduction", lambda case: case.stage > 0),
+    EnginePart(
+        "reduction_order",
+        "ComparedReduction",
+        lambda case: case.stage > 0,
+        "ZeRO adds gradients by their places in buckets.",
+    ),
     # Gradients are handed over before they are summed over copies.
-    EnginePart("repairs.unused_parameters", "UnusedParameters", _keeps_gradients),
-    EnginePart("repairs.adagrad_groups", "GroupsOfAdagrad", _may_be_adagrad),
-    EnginePart("repairs.step_of_zeros", "WithoutStepOfZeros", lambda case: case.has_master_weights and not case.stage),
-    EnginePart("norms", "ClippedByGrid", _clips_in_fp32),
-    EnginePart("optimizer_norms", "NormsOfOptimizer", lambda case: case.has_master_weights),
-    EnginePart("repairs.bf16_infinities", "WithoutInfinities", lambda case: case.is_bf16),
+    EnginePart(
+        "repairs.unused_parameters", "UnusedParameters", _keeps_gradients, "Gradients that are kept are never cleared."
+    ),
+    EnginePart(
+        "repairs.adagrad_groups",
+        "GroupsOfAdagrad",
+        _may_be_adagrad,
+        "ZeRO replaces an Adagrad by another one, of one group.",
+    ),
+    EnginePart(
+        "repairs.step_of_zeros",
+        "WithoutStepOfZeros",
+        lambda case: case.has_master_weights and not case.stage,
+        "Optimizers of fp16 and bf16 without ZeRO take a step of zeros before the first one, which is undone.",
+    ),
+    EnginePart(
+        "norms",
+        "ClippedByGrid",
+        _clips_in_fp32,
+        "DeepSpeed's norm in fp32 counts the first stage alone; clipping (by default at 1.0) uses that of the grid.",
+    ),
+    EnginePart(
+        "optimizer_norms",
+        "NormsOfOptimizer",
+        lambda case: case.has_master_weights,
+        "DeepSpeed's optimizers count experts and slices wrongly.",
+    ),
+    EnginePart(
+        "repairs.bf16_infinities",
+        "WithoutInfinities",
+        lambda case: case.is_bf16,
+        "BF16_Optimizer fails on gradients that are not finite before DeepSpeed 0.19.8.",
+    ),
     # Before norms, because a step that is skipped has none.
-    EnginePart("repairs.loss_scales", "LossScales", _scales_losses),
-    EnginePart("pipelines.pipeline_engine", "PipelineOnGrid", _is_pipeline),
-    EnginePart("repairs.pipeline_timers", "TimedOnce", _is_pipeline),
+    EnginePart(
+        "repairs.loss_scales",
+        "LossScales",
+        _scales_losses,
+        "Losses in fp16 are not scaled without ZeRO, and each rank decides alone with torch_autocast.",
+    ),
+    EnginePart(
+        "pipelines.pipeline_engine",
+        "PipelineOnGrid",
+        _is_pipeline,
+        "A step starts on all ranks or on none, and stages send what others expect.",
+    ),
+    EnginePart("repairs.pipeline_timers", "TimedOnce", _is_pipeline, "Two places start the timers of a backward pass."),
     # Before experts, which sort the groups.
     EnginePart(
-        "pipelines.idle_stages", "EngineWithPlaceholders", lambda case: case.is_pipeline and case.degree(PIPE) > 1
+        "pipelines.idle_stages",
+        "EngineWithPlaceholders",
+        lambda case: case.is_pipeline and case.degree(PIPE) > 1,
+        "A stage without trainable parameters fails alone.",
     ),
-    EnginePart("written_weights", "NoticedWrites", lambda case: case.has_master_weights),
-    EnginePart("samples", "ComparedSamplesOfPlain", _is_plain),
+    EnginePart(
+        "written_weights",
+        "NoticedWrites",
+        lambda case: case.has_master_weights,
+        "Optimizers with master weights overwrite what a program writes.",
+    ),
+    EnginePart(
+        "samples",
+        "ComparedSamplesOfPlain",
+        _is_plain,
+        "Slices that train on different samples raise no error, nor do replicas that train on the same ones.",
+    ),
     # Outside of the pipeline, which reads samples.
-    EnginePart("samples", "ComparedSamplesOfPipeline", _is_pipeline),
-    EnginePart("direct_steps", "NoticedSteps", _always),
+    EnginePart(
+        "samples", "ComparedSamplesOfPipeline", _is_pipeline, "Stages that train on different samples raise no error."
+    ),
+    EnginePart("direct_steps", "NoticedSteps", _always, "A step that the program takes itself is not counted."),
     # Before samples are read.
-    EnginePart("repairs.micro_batches", "CountedMicroBatchesOfPlain", _is_plain),
-    EnginePart("repairs.micro_batches", "CountedMicroBatchesOfPipeline", _is_pipeline),
+    EnginePart(
+        "repairs.micro_batches",
+        "CountedMicroBatchesOfPlain",
+        _is_plain,
+        "DeepSpeed does not notice that the number of micro-batches in a step changes.",
+    ),
+    EnginePart(
+        "repairs.micro_batches",
+        "CountedMicroBatchesOfPipeline",
+        _is_pipeline,
+        "DeepSpeed does not notice that the number of micro-batches changes.",
+    ),
     # Outside of what looks at inputs and losses.
-    EnginePart("repairs.backward_passes", "BackwardPassesOfProgram", _is_plain),
+    EnginePart(
+        "repairs.backward_passes",
+        "BackwardPassesOfProgram",
+        _is_plain,
+        "DeepSpeed prepares and divides once for each output.",
+    ),
     # Outside of experts and shard, which choose files.
-    EnginePart("on_grid", "EngineWithCheckpoints", _always),
-    EnginePart("on_grid", "GuardedCallsOfPlain", _is_plain),
-    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline),
+    EnginePart("on_grid", "EngineWithCheckpoints", _always, "Checkpoints are saved and loaded as a whole."),
+    EnginePart("on_grid", "GuardedCallsOfPlain", _is_plain, "If one rank raises in a call, all raise."),
+    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline, "If one rank raises in a call, all raise."),
 )
 """All parts of engines, from the innermost on. Where the order of two matters, a comment on the later one says why."""
 
