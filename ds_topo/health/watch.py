@@ -320,7 +320,7 @@ class Watch:
 
     def _limit_the_end(self) -> None:
         """End the process in time after a fault, since torch may wait for other ranks at the end of a process."""
-        if self.verdict is not None:
+        if self.verdict is not None and not self._stopped.is_set():  # another hook may keep that of a stopped watch
             faulthandler.dump_traceback_later(GRACE, exit=True)
 
 

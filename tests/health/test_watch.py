@@ -11,6 +11,7 @@ import time
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +53,9 @@ def _twice() -> list[str]:
     second = job_watch.start(30.0)
     assert second is not first
     second.stop()
+    ends_process = mock.patch("faulthandler.dump_traceback_later", side_effect=AssertionError)
+    with ends_process, mock.patch.object(Watch, "verdict", "a fault"), redirect_stderr(io.StringIO()):
+        second._on_exception(ValueError, ValueError("kept by a hook of torch"), None)
     return before[1]
 
 
