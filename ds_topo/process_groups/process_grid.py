@@ -24,7 +24,7 @@ from ds_topo.launch.council import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import Spec, axis_meant, canonical_axis, check_meanings, divisors
+from ds_topo.topology.axes import Spec, axis_meant, canonical_axis, check_meanings, divisors, whole_number
 from ds_topo.topology.rank_tables import RankGroup
 
 
@@ -508,14 +508,17 @@ class ProcessGrid:
             **options: further options of ``DataLoader``.
 
         Raises:
-            TypeError: the dataset is iterable, or ``options`` has a sampler.
+            TypeError: the dataset is iterable, ``options`` has a sampler, or the size of a batch is no whole number.
+            ValueError: the size of a batch is below 1.
         """
         if given := {"sampler", "batch_sampler"} & options.keys():
             raise TypeError(
                 f"options {sorted(given)}: the grid provides the sampler; for your own, construct a DataLoader instead"
             )
-        if isinstance(batch_size, str):
-            raise TypeError(f"batch_size={batch_size!r}: give a number of samples")
+        size = 1 if batch_size is None else None if isinstance(batch_size, bool) else whole_number(batch_size)
+        if size is None or size < 1:
+            kind = TypeError if size is None else ValueError
+            raise kind(f"batch_size={abridged(batch_size)}: give a number of samples, at least 1")
         sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, start=start)
         options |= {"sampler": sampler, "drop_last": drop_last}
         loader: DataLoader[Any] = DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
@@ -537,9 +540,9 @@ class ProcessGrid:
     def check_weights(self) -> bool:
         """Return whether engines look after weights that a program writes or copies by mistake; True by default.
 
-        They copy parameters that were written after ``deepspeed.initialize`` to the master weights, and warn about
-        ranks along ``model`` that train copies of the whole model, parameters that were frozen since, and steps of the
-        optimizer or the scheduler that the program takes itself.
+        They warn about parameters that were written after ``deepspeed.initialize`` and will be overwritten, ranks along
+        ``model`` that train copies of the whole model, parameters that were frozen since, and steps of the optimizer
+        or the scheduler that the program takes itself.
         """
         return self._core.check_weights
 

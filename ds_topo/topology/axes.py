@@ -235,7 +235,8 @@ def _checked_degree(axis: str, degree: object) -> int:
         )
     if not 1 <= size <= MAX_DEGREE:
         shown = abridged(size) if abs(size) < 10**30 else "with so many digits"
-        rule = "must be >= 1" if size < 1 else f"must be at most {MAX_DEGREE}"
+        unknown = "must be >= 1, or -1 for one that follows from the number of ranks"
+        rule = unknown if size < 1 else f"must be at most {MAX_DEGREE}"
         raise TopologyError(f"axis {abridged(axis)}: degree {shown} {rule}")
     return size
 

@@ -250,6 +250,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "batch_size='2': give a number",
     ),
+    "no samples in a batch": (
+        lambda: _grid(SPEC).data_loader([1, 2], batch_size=0),
+        ValueError,
+        "batch_size=0: give a number of samples, at least 1",
+    ),
+    "a dataset in place of a batch size": (
+        lambda: _grid(SPEC).data_loader(2, [1, 2]),  # type: ignore[arg-type]
+        TypeError,
+        r"batch_size=[1, 2]: give a number of samples",
+    ),
     "a model by position": (lambda: initialize(nn.Linear(4, 4), CONFIG), TypeError, "write model="),
     "a grid of an engine": (
         lambda: initialize(model=nn.Linear(4, 4), grid=_grid(SPEC), config=CONFIG),  # type: ignore[arg-type]
