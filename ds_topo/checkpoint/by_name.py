@@ -41,7 +41,7 @@ from ds_topo.checkpoint.manifest import (
     whole_structure,
 )
 from ds_topo.checkpoint.meeting import Meeting
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel, has_placeholders, require_split, require_splits
+from ds_topo.checkpoint.saved_model import WholeModel, WholeParameter, has_placeholders, require_split, require_splits
 from ds_topo.checkpoint.table import BUFFER, MASTER, WEIGHT, head_of, starred
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, abridged, listed, warn
 from ds_topo.topology.axes import MODEL
@@ -146,14 +146,14 @@ def model_of_whole(
         named: this rank's parameters.
         buffers: this rank's buffers.
     """
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, WholeParameter] = {}
     for one in named:
         is_stacked = one.is_expert and not head_of(one.local)
         split = SavedSplit(0) if is_stacked else one.split
         for name in (name for name in one.names if name in shapes):
             shape, dtype = tuple(shapes[name][0]), shapes[name][1]
             own = split if split is not None and split.dim < len(shape) else None
-            found = Parameter(name, shape, dtype, True, own, 1, experts=one.experts, is_stacked=is_stacked)
+            found = WholeParameter(name, shape, dtype, True, own, 1, experts=one.experts, is_stacked=is_stacked)
             padded = own.padded if own is not None and own.padded not in (None, found.size) else None
             parameters[name] = replace(found, padded=padded)
     slices = ((name, one.slice) for name, one in buffers.items())
@@ -179,7 +179,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 class MatchedParameter:
     """A parameter of this rank that the checkpoint has."""
 
-    saved: Parameter
+    saved: WholeParameter
     named: Named
     place: int
     slices: int
@@ -261,7 +261,7 @@ class Loader:
             self._require_states_that_fit()
         return names, added
 
-    def _require_equal(self, row: MatchedParameter, found: Sequence[Parameter], shape: tuple[int, ...]) -> None:
+    def _require_equal(self, row: MatchedParameter, found: Sequence[WholeParameter], shape: tuple[int, ...]) -> None:
         """Raise CheckpointModelError unless a parameter has the shape of those in the checkpoint, which are equal."""
         saved = row.saved
         if row.named.experts != saved.experts:

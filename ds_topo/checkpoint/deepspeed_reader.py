@@ -31,7 +31,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
 )
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import Parameter, WholeModel
+from ds_topo.checkpoint.saved_model import WholeModel, WholeParameter
 from ds_topo.checkpoint.table import (
     BUFFER,
     GROUP,
@@ -409,7 +409,7 @@ class DeepSpeedFiles(Source):
                     "it. Register a buffer that follows from the slice itself with persistent=False"
                 )
 
-    def _copy(self, one: Parameter, key: str, place: int) -> torch.Tensor:
+    def _copy(self, one: WholeParameter, key: str, place: int) -> torch.Tensor:
         """Return a slice's copy of what slices do not split."""
         rank = None if one.experts else one.stage * self.model.slices + place
         for own in (key, MASTER if key == WEIGHT else WEIGHT):

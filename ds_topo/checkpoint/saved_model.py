@@ -33,7 +33,7 @@ from ds_topo.topology.axes import MODEL
 
 
 @dataclass(frozen=True)
-class Parameter:
+class WholeParameter:
     """One parameter of the whole model."""
 
     name: str
@@ -76,7 +76,7 @@ class Parameter:
     def shape_of_slice(self, slices: int) -> tuple[int, ...]:
         """Return the shape that a slice has among ``slices``.
 
-        >>> Parameter("weight", (4, 2), torch.float32, True, SavedSplit(0), 2).shape_of_slice(4)
+        >>> WholeParameter("weight", (4, 2), torch.float32, True, SavedSplit(0), 2).shape_of_slice(4)
         (2, 2)
         """
         if self.split is None or (slices == self.slices and self.padded is None):
@@ -98,7 +98,7 @@ class WholeModel:
     ranks of one expert data parallel group hold each part.
     """
 
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, WholeParameter]
     """Parameters by name, in the order of the module that saved them, stage after stage."""
     structure: SavedStructure
     """The model's structure in the layout that saved it."""
@@ -281,7 +281,7 @@ def _parameters_of(
     slices: int,
     splits: Mapping[str, SavedSplit],
     padded: Mapping[str, SavedSplit],
-) -> dict[str, Parameter]:
+) -> dict[str, WholeParameter]:
     """Return the parameters of a manifest by name, each expert of a layer after the other."""
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
@@ -291,7 +291,7 @@ def _parameters_of(
                 f"slices of {row.name!r} have different shapes, {list(known.shape)} and {list(row.shape)}: only equal "
                 "slices can be put together. Load the checkpoint in the layout that saved it"
             )
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, WholeParameter] = {}
     for _, run in groupby(rows.values(), key=lambda row: head_of(row.name) or row.name):
         of_layer = list(run)  # rows of an expert stand for all experts of the layer
         for number in range((of_layer[0].experts or 1) if head_of(of_layer[0].name) else 1):
@@ -309,7 +309,7 @@ def _parameters_of(
                         f"{len(row.shape)} dimensions. Set partition_dim to one of them and save once more"
                     )
                 stage = row.model_ranks[0] // slices
-                one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, stage, row.experts or 0)
+                one = WholeParameter(name, row.shape, dtype, row.is_trained, split, slices, stage, row.experts or 0)
                 if _is_stacked(row):
                     one = replace(one, split=SavedSplit(0), slices=structure.experts[name], is_stacked=True)
                 elif first in padded and padded[first].padded != one.size:
@@ -383,7 +383,7 @@ def require_splits(model: WholeModel, slices: int) -> None:
             require_split(one, slices)
 
 
-def require_split(one: Parameter, slices: int) -> None:
+def require_split(one: WholeParameter, slices: int) -> None:
     """Raise CheckpointLayoutError unless a parameter can be cut into so many slices, with the new padding."""
     if one.split is None or (slices == one.slices and one.padded is None):
         return

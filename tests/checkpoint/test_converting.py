@@ -23,7 +23,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.by_name import Loader
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, Located
 from ds_topo.checkpoint.plain_weights import to_single_file
-from ds_topo.checkpoint.saved_model import Parameter, require_split
+from ds_topo.checkpoint.saved_model import WholeParameter, require_split
 from ds_topo.checkpoint.table import Part, Piece, Slice, Vector
 from ds_topo.errors import CheckpointError, CheckpointLayoutError
 from tests.checkpoint.gpt_jobs import TAG, TOLERANCE, Layout, go_on, greatest_difference, job, save
@@ -189,7 +189,7 @@ def test_undeclared_splits_are_refused_and_named(world: Worlds, saved: Saved, tm
 
 
 def test_slices_that_do_not_divide_a_parameter_are_refused() -> None:
-    one = Parameter("weight", (3, 2), torch.float32, True, manifests.SavedSplit(0), 2)
+    one = WholeParameter("weight", (3, 2), torch.float32, True, manifests.SavedSplit(0), 2)
     require_split(one, 3)
     with pytest.raises(CheckpointLayoutError, match="'weight' has 6 elements along dimension 0"):
         require_split(one, 4)
