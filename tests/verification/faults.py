@@ -25,9 +25,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import PipelineParallelGrid, clip_grad_norm_
+from ds_topo.base.classes import stock_class
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.engine import checks
+from ds_topo.engine import checks, shard
 from ds_topo.engine.grid import PipelineEngineGrid
+from ds_topo.engine.partition_sums import PartitionSum
 from ds_topo.mpu import registry
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 from tests.support import gpt_training
@@ -391,9 +393,15 @@ def one_rank_in_the_config() -> AbstractContextManager[object]:
 
 def stock_method(engine: Any, grid: PipelineParallelGrid, name: str) -> AbstractContextManager[object]:
     """Put a method of DeepSpeed's optimizer in force again."""
-    optimizer = engine.optimizer
-    assert name in vars(optimizer), "ds_topo does not replace it"
-    return mock.patch.object(optimizer, name, getattr(type(optimizer), name).__get__(optimizer))
+    optimizer, stock = engine.optimizer, stock_class(engine.optimizer)
+    assert getattr(type(optimizer), name) is not getattr(stock, name), "ds_topo does not replace it"
+    return mock.patch.object(optimizer, name, getattr(stock, name).__get__(optimizer))
+
+
+def copies_stay_apart(engine: Any, grid: PipelineParallelGrid) -> AbstractContextManager[object]:
+    """Keep the gradients of each copy of a partition."""
+    apart = lambda tensors, group, scale, dtype: PartitionSum(tensors, None, 1.0, dtype)  # noqa: E731
+    return mock.patch.object(shard, "PartitionSum", apart)
 
 
 def reloaded_experts(engine: Any, grid: PipelineParallelGrid) -> AbstractContextManager[object]:
@@ -625,6 +633,6 @@ FAULTS: dict[str, Fault] = {
         before=one_rank_in_the_config,
     ),
     "copies of a partition are not summed": _fault(
-        Job("data=2,shard=2", False, ZERO[1]), stock_method, REDUCED, "not reduced along 'data'", "data", name="step"
+        Job("data=2,shard=2", False, ZERO[1]), copies_stay_apart, REDUCED, "not reduced along 'data'", "data"
     ),
 }
