@@ -315,7 +315,7 @@ def save_in_background(
 
 @dataclass(frozen=True)
 class WrittenShare(Saved):
-    """What one rank has written."""
+    """The share of a checkpoint that one rank has written."""
 
     files: list[SavedFile]
     parameters: list[SavedParameter]

@@ -25,7 +25,7 @@ from ds_topo.topology.rank_tables import gradient_axes
 
 @dataclass(frozen=True)
 class Case:
-    """What decides about the parts of an engine: its config, its grid and its kind."""
+    """The facts that choose the parts of an engine: its config, its grid and its kind."""
 
     config: DeepSpeedConfig
     grid: MpuGrid

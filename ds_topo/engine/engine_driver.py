@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reduction.reducer import StandaloneReducer, StepDriver, wider_sums
 from ds_topo.reduction.reductions import LARGE_BUCKET_BYTES, suitable_bucket_bytes
-
-if TYPE_CHECKING:
-    pass
 
 
 class OptimizerGradients:

@@ -85,7 +85,7 @@ class NormsOfOptimizer(EngineOnGrid):
 
 
 class CorrectedNorm(NamedTuple):
-    """What an optimizer's norm needs."""
+    """The corrections that an optimizer's norm needs."""
 
     is_needed: bool
     """True if the optimizer's own norm would be wrong."""

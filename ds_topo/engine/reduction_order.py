@@ -62,7 +62,7 @@ class ComparedReduction(EngineOnGrid):
 
 
 class OrderOfReduction(NamedTuple):
-    """How an optimizer's ranks reduce the same gradients together."""
+    """The means by which an optimizer's ranks reduce the same gradients together."""
 
     compared: ComparedBuckets | None
     """The comparison of the gradients that are reduced; None if their order does not matter."""

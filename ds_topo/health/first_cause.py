@@ -208,7 +208,7 @@ class FailureListener:
 
     @cached_property
     def _blocked(self) -> BlockedCall:
-        """What the main thread waits in. The first failure imports it."""
+        """Return the call in which the main thread waits. The first failure imports its class."""
         from ds_topo.health.blocked_calls import BlockedCall
 
         return BlockedCall(self._place[1], self._ports, self._tick)
