@@ -18,6 +18,7 @@ from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutEr
 from ds_topo.launch import council
 from ds_topo.launch.council import within
 from ds_topo.process_groups import creation
+from tests.support import ranks
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.served_store import serve_a_store
 
@@ -84,8 +85,10 @@ def _ends_at_once(folder: str) -> None:
 
 
 def test_all_ranks_read_the_verdict_before_the_store_server_exits(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):  # of the first rank, which returns nothing
-        run_ranks(4, _ends_at_once, str(tmp_path))
+    # of the first rank, which returns nothing; another may be about to connect to its store, and then waits 10 seconds
+    with pytest.raises(RankFailure) as caught, mock.patch.object(ranks, "GRACE_SECONDS", 30.0):
+        ranks.run_ranks(4, _ends_at_once, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"], str(caught.value)
     assert len({(tmp_path / str(rank)).read_text() for rank in range(4)}) == 1
     assert "data=4" in (tmp_path / "3").read_text()
 
