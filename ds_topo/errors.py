@@ -61,6 +61,20 @@ def listed(names: Sequence[object], shown: int = 8) -> str:
     return f"{list(names[:shown])}{more}" if names else "none"
 
 
+def by_value(said: Iterable[tuple[int, str]], shown: int = 4) -> str:
+    """Describe which ranks have said what; the most common value comes first.
+
+    >>> by_value([(0, "a"), (1, "b"), (2, "a")])
+    'a on ranks [0, 2]; b on ranks [1]'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in said:
+        ranks.setdefault(value, []).append(rank)
+    ordered = sorted(ranks, key=lambda value: -len(ranks[value]))
+    more = f"; and {len(ordered) - shown} further values" if len(ordered) > shown else ""
+    return "; ".join(f"{value} on ranks {listed(ranks[value])}" for value in ordered[:shown]) + more
+
+
 def bytes_text(size: float, base: int = 1000) -> str:
     """Return bytes with a unit, in powers of 1,000, or of 1,024 as benchmarks of collectives count.
 

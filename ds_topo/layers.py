@@ -332,7 +332,8 @@ def parallel_cross_entropy(
         group: as of :class:`ParallelLinear`.
 
     Raises:
-        ValueError: ``dim`` or ``reduction`` is something else, or the shapes do not match.
+        ValueError: ``dim`` or ``reduction`` is something else, or the shapes do not match. On CPUs, all ranks have the
+            same logits, those of all classes.
         IndexError: on CPUs, a target is no class.
     """
     if reduction not in ("mean", "sum", "none"):
@@ -355,13 +356,33 @@ def parallel_cross_entropy(
     _require_in_range("target", target, logits.shape[-1] * members.size(), counted)
     rows, is_own = own_rows(target, logits.shape[-1], members)
     of_target = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * is_own
-    total, of_target = collectives.reduce(torch.stack([shifted.exp().sum(-1), of_target]), members).unbind()
+    sums = shifted.exp().sum(-1)
+    total, of_target = collectives.reduce(torch.stack([sums, of_target]), members).unbind()
+    _require_parts(logits, largest, sums, total, members.size())
     losses = total.log() - of_target
     factors = counted.to(losses.dtype) if weight is None else weight[target.clamp(min=0)] * counted
     losses = torch.where(counted, losses * factors, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() / factors.sum() if reduction == "mean" else losses.sum()
+
+
+def _require_parts(logits: Tensor, largest: Tensor, sums: Tensor, total: Tensor, size: int) -> None:
+    """Refuse whole logits, which all ranks have alike: each class would count several times.
+
+    All ranks decide alike, without a message: of whole logits every rank has the largest one of all tokens, and the
+    same sum. Not on accelerators, as in :func:`_require_in_range`.
+    """
+    if logits.device.type != "cpu" or size == 1 or sums.numel() < 2:
+        return
+    logits, sums, total = logits.detach(), sums.detach(), total.detach()
+    are_alike = torch.equal(logits.amax(-1), largest) and torch.allclose(sums * size, total, rtol=1e-5, atol=0.0)
+    if are_alike and bool((logits.amin(-1) < largest).any()):  # constant logits say nothing
+        raise ValueError(
+            f"input {list(logits.shape)}: all {size} ranks of the group have the same logits, so these are those of "
+            "all classes, of which each would count several times: give this rank's part, such as the output of "
+            "ParallelLinear(..., dim=-1), or set dim=None"
+        )
 
 
 def _require_in_range(what: str, indices: Tensor, size: int, counted: Tensor | None = None) -> None:

@@ -205,7 +205,10 @@ PARTS: tuple[EnginePart, ...] = (
     EnginePart(
         "samples", "ComparedSamplesOfPipeline", _is_pipeline, "Stages that train on different samples raise no error."
     ),
-    EnginePart("direct_steps", "NoticedSteps", _always, "A step that the program takes itself is not counted."),
+    EnginePart("unseen_changes", "NoticedSteps", _always, "A step that the program takes itself is not counted."),
+    EnginePart(
+        "unseen_changes", "NoticedLoneChanges", _always, "Replicas that a program changes alone raise no error."
+    ),
     # Before samples are read.
     EnginePart(
         "repairs.micro_batches",

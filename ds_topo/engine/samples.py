@@ -29,7 +29,7 @@ from torch.utils.data import DistributedSampler
 
 from ds_topo.engine.config import passes_of
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
+from ds_topo.errors import DisagreementError, EngineOptionError, by_value, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import FollowedSampler
@@ -79,6 +79,8 @@ _TELLING = 8
 """The number of elements from which on equal tensors are no coincidence."""
 _UNLIKE = 1e-3
 """The relative difference from which on losses are not those of the same operations."""
+_UNKNOWN = -(1 << 62)
+"""What a rank without a value brings to a comparison: less than all values."""
 _ZERO = 1e-6
 """The difference of losses that may be rounding near zero."""
 
@@ -130,6 +132,8 @@ class FirstSamples:
         """True from the first step on, before which replicas are compared."""
         self.types: set[torch.dtype] = set()
         """The floating-point types of the inputs in the first batch that this rank of a pipeline has read."""
+        self._shapes: list[list[int]] = []
+        """The shapes of the tensors in the first batch, but those of single numbers."""
 
     def look_at_inputs(self, inputs: Any) -> None:
         """Compare the inputs of a forward pass of a plain engine between slices, in the first micro-batches."""
@@ -194,26 +198,30 @@ class FirstSamples:
         if self.are_compared:
             return
         tensors = list(_tensors(samples))
-        if not self._digests and self._grid.grid_rank == 0:
-            self._warn_of_size(tensors)
+        if not self._digests:
+            self._shapes = [list(tensor.shape) for tensor in tensors if tensor.dim()]
+            if self._grid.grid_rank == 0 and self._has_micro_batch() is False:
+                self._warn_of_size()
         is_telling = any(
             tensor.numel() >= _TELLING and bool((tensor != tensor.reshape(-1)[0]).any()) for tensor in tensors
         )
         self._digests.append(read if is_telling else ())
 
-    def _warn_of_size(self, tensors: Sequence[torch.Tensor]) -> None:
-        shapes = [list(tensor.shape) for tensor in tensors if tensor.dim()]
-        if shapes and not any(self._micro_batch in shape[:2] for shape in shapes):
-            warn(
-                f"a batch with tensors of shape {listed(shapes, 3)}, but train_micro_batch_size_per_gpu is "
-                f"{self._micro_batch}: DeepSpeed counts that many samples for each batch, in train_batch_size and in "
-                "its logs. Give both the same size, or set grid.check_samples = False if it is intended"
-            )
+    def _has_micro_batch(self) -> bool | None:
+        """Tell whether a tensor of the first batch has the number of samples of the config; None without a tensor."""
+        return any(self._micro_batch in shape[:2] for shape in self._shapes) if self._shapes else None
+
+    def _warn_of_size(self, where: str = "") -> None:
+        warn(
+            f"a batch with tensors of shape {listed(self._shapes, 3)}{where}, but train_micro_batch_size_per_gpu is "
+            f"{self._micro_batch}: DeepSpeed counts that many samples for each batch, in train_batch_size and in its "
+            "logs. Give both the same size, or set grid.check_samples = False if it is intended"
+        )
 
     def compare(self, engine: EngineOnGrid) -> None:
-        """Warn if all replicas have read the same samples before the first step; collective over them.
+        """Warn if all replicas have read the same samples before the first step, or divide them in different ways.
 
-        Of a plain engine, compare losses, too.
+        It is collective over them. Of a plain engine, compare losses, too.
         """
         self.are_compared = True
         self._compare_replicas()
@@ -233,11 +241,24 @@ class FirstSamples:
             return  # there is no such group yet
         is_known = bool(self._digests) and all(self._digests)
         number = abs(hash(tuple(self._digests))) if is_known else -grid.grid_rank  # unlike those of all others
-        device = get_accelerator().current_device_name()
-        extremes = torch.tensor([number, ~number], device=device)
+        dealt, fits = grid.progress.dealt, self._has_micro_batch()
+        order = int.from_bytes(hashlib.blake2b(dealt.encode(), digest_size=7).digest(), "big")
+        numbers = (number, order if dealt else None, None if fits is None else int(fits))
+        pairs = [(_UNKNOWN, _UNKNOWN) if each is None else (each, ~each) for each in numbers]
+        extremes = torch.tensor(pairs, device=get_accelerator().current_device_name())
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        highest, lowest = extremes.tolist()
-        if highest == ~lowest and grid.grid_rank == 0:
+        are_same, is_one_order, is_one_size = (high == ~low or high == _UNKNOWN for high, low in extremes.tolist())
+        if not is_one_order:
+            said = gathered((dist.get_rank(), dealt or "no samples"), group)
+            if grid.grid_rank == 0:
+                warn(
+                    f"replicas of {grid.topology().spec!r} divide samples in different orders, so that they read some "
+                    f"twice and others never: {by_value(said)}. Give grid.sampler or grid.data_loader the same "
+                    "dataset, seed and epoch on all ranks, or set grid.check_samples = False if it is intended"
+                )
+        if not is_one_size and fits is False and grid.grid_rank:
+            self._warn_of_size(f" on rank {dist.get_rank()}, other than on others")
+        if are_same and grid.grid_rank == 0:
             warn(
                 f"all {grid.get_sample_world_size()} replicas of {grid.topology().spec!r} have read the same samples "
                 "before the first step, so they compute the same gradients. Use grid.sampler(dataset) or "

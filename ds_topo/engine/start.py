@@ -114,6 +114,8 @@ _INSTEAD = {
     "config": "omit it; pass the config to initialize()",
 }
 """Arguments of ``deepspeed.init_distributed`` and torch's ``init_process_group``, and what to write instead."""
+_CONFIGS = ("deepspeed_config", "deepscale_config")
+"""Attributes of ``args`` in which DeepSpeed finds a config."""
 _INSTEAD_IN_INITIALIZE = {
     "grid": "write mpu=grid",
     "topology": 'write it in the config ("topology": "data=2,model=2"), or pass mpu=PipelineParallelGrid(topology)',
@@ -214,6 +216,11 @@ def initialize(
         raise EngineOptionError(
             f"mpu={abridged(mpu)} with a PipelineModule, which has its own grid: omit mpu=, or build the module with "
             "PipelineModule(layers, grid=grid)"
+        )
+    if all(each is None for each in (config, config_params, *(getattr(args, name, None) for name in _CONFIGS))):
+        raise ValueError(
+            "initialize() got no config: pass config=, a dict or the path of a JSON file, with at least "
+            '"train_micro_batch_size_per_gpu"; or args with deepspeed_config, from --deepspeed_config of the launcher'
         )
     remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)

@@ -47,6 +47,8 @@ class TrainingProgress:
     check_samples: bool = True
     steps: int = 0
     """The number of steps that engines of the grid have taken."""
+    dealt: str = ""
+    """What the sampler that began last deals, in the same words on all ranks that deal the same."""
 
 
 @dataclass(eq=False)
@@ -96,6 +98,10 @@ class FollowedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         left_out, self.left_out = self.left_out, 0
+        order = f"shuffled by seed {self.seed} in epoch {self.epoch}" if self.shuffle else "in order"
+        self.progress.dealt = f"{len(self.dataset)} samples {order}"  # type: ignore[arg-type]
+        if left_out:
+            self.progress.dealt += f" from {left_out * self.num_replicas} on"
         indices = super().__iter__()
         if self.progress.is_first_rank and self.shuffle:
             indices = self._followed(indices)
@@ -540,9 +546,9 @@ class ProcessGrid:
     def check_weights(self) -> bool:
         """Return whether engines look after weights that a program writes or copies by mistake; True by default.
 
-        They warn about parameters that were written after ``deepspeed.initialize`` and will be overwritten, ranks along
-        ``model`` that train copies of the whole model, parameters that were frozen since, and steps of the optimizer
-        or the scheduler that the program takes itself.
+        They warn about parameters that were written after ``deepspeed.initialize`` and will be overwritten, replicas
+        whose weights or learning rates differ, ranks along ``model`` that train copies of the whole model, parameters
+        that were frozen since, and steps of the optimizer or the scheduler that the program takes itself.
         """
         return self._core.check_weights
 

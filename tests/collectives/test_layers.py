@@ -142,10 +142,23 @@ def _losses(group: Any) -> None:
                     torch.testing.assert_close(loss.flatten(), wanted.flatten(), rtol=1e-5, atol=1e-4)
                     close(torch.autograd.grad(loss.sum(), logits)[0], expected)
     ones = torch.zeros(3, dtype=torch.long)
-    half = torch.randn(3, 4, dtype=torch.bfloat16)
+    half = own(torch.randn(3, 8, dtype=torch.bfloat16), group, 1)
     assert parallel_cross_entropy(half, ones).dtype == torch.float32
-    kept = parallel_cross_entropy(torch.randn(3, 4), ones + 7, ignore_index=7)
+    kept = parallel_cross_entropy(own(torch.randn(3, 8), group, 1), ones + 7, ignore_index=7)
     assert kept.isnan(), "as torch's: the mean of nothing"
+
+
+def _whole_logits(group: Any) -> None:
+    torch.manual_seed(4)
+    target = torch.randint(0, 22, (5,))
+    whole, hidden = torch.randn(5, 22), torch.zeros(5, 22)
+    with pytest.raises(
+        ValueError, match=r"^input \[5, 22\]: all 2 ranks of the group have the same logits, .* dim=None"
+    ):
+        parallel_cross_entropy(whole, target, group=group)
+    hidden[:, 0] = whole[:, 0] * (1 + dist.get_rank(group))
+    for parts in (torch.zeros(5, 11), hidden, whole[:1]):  # constants, other values, and a single token
+        parallel_cross_entropy(parts, target[: len(parts)], group=group)
 
 
 class Convolution(nn.Module):
@@ -188,6 +201,7 @@ CASES: tuple[Callable[[Any], None], ...] = (
     _a_stack_of_layers,
     _sequence_parallel,
     _losses,
+    _whole_logits,
     _converted,
 )
 

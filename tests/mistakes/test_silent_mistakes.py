@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -58,7 +59,7 @@ def test_each_silent_mistake_is_named_once(world: Worlds) -> None:
 
 @pytest.mark.parametrize(("ahead", "number"), [((0, 0, 0), 0), ((1, 0, 0), 0), ((1, 0, 1), 1), ((5, 5, -3), 0)])
 def test_a_scheduler_that_is_one_step_ahead_twice_is_named(ahead: tuple[int, ...], number: int) -> None:
-    from ds_topo.engine.direct_steps import DirectSteps  # deleting it leaves the other tests
+    from ds_topo.engine.unseen_changes import DirectSteps  # deleting it leaves the other tests
 
     scheduler = SimpleNamespace(last_epoch=0)
     engine: Any = SimpleNamespace(mpu=SimpleNamespace(check_weights=True), optimizer=None, lr_scheduler=scheduler)
@@ -190,3 +191,78 @@ def test_steps_inside_no_sync_are_named(world: Worlds) -> None:
         assert world(2).run(_train_inside_no_sync, 1, reduced, "first") == [([], 0.0)] * 2
         errors = world(2).run(_train_inside_no_sync, 1, reduced, "all", expect_failure=True)
         assert all("leave no_sync() before the forward pass of the last" in str(error) for error in errors)
+
+
+LONE = ("nothing", "weights", "one weight", "lr", "lr later", "seed", "epoch", "samples", "dataset")
+
+
+def _change_alone(kind: str, spec: str, config: dict[str, Any]) -> list[str]:
+    """Train five steps; the last rank does one thing otherwise. Return the warnings."""
+    start()
+    options = settings(gradient_accumulation_steps=1, **config)
+    with PipelineParallelGrid(spec) as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        is_alone = grid.get_sample_rank() == grid.get_sample_world_size() - 1
+        alone = kind if is_alone else ""
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        engine, *_ = initialize(model=model, mpu=grid, config=options)
+        dataset = torch.randn(64 if alone == "dataset" else 40, 8)
+        sizes = 1 if alone == "samples" else 2
+        loader = grid.data_loader(dataset, sizes, shuffle=True, seed=int(alone == "seed"))
+        loader.sampler.set_epoch(int(alone == "epoch"))  # type: ignore[attr-defined]
+        if alone == "weights":
+            engine.module.load_state_dict({name: each * 2 for name, each in model.state_dict().items()})
+        if alone == "one weight":
+            engine.module[1].bias.data[3] += 1e-6
+        for step, rows in zip(range(5), loader, strict=False):
+            if alone == "lr" or (alone == "lr later" and step == 2):
+                engine.optimizer.param_groups[0]["lr"] = 0.01
+            engine.backward(engine(rows).square().mean())
+            engine.step()
+        engine.destroy()
+    marks = ("start with", "take step", "divide samples", "a batch with tensors")
+    return [str(each.message) for each in said if any(mark in str(each.message) for mark in marks)]
+
+
+@pytest.mark.parametrize("kind", LONE)
+def test_what_a_program_changes_on_one_replica_is_named_once(world: Worlds, kind: str) -> None:
+    said = world(2).run(_change_alone, kind, "data=2", {})
+    found = [text for own in said for text in own]
+    expected = {
+        "weights": r"weights, 4 of 4 parameters, first '0\.weight'",
+        "one weight": r"weights, 1 of 4 parameters, first '1\.bias'",
+        "lr": r"take step 1 with.* lr=0\.1 .* on ranks \[0\]; lr=0\.01 .* on ranks \[1\]",
+        "lr later": r"take step 4 with.* lr=0\.1 .* on ranks \[0\]; lr=0\.01 .* on ranks \[1\]",
+        "seed": r"seed 0 in epoch 0 on ranks \[0\]; 40 samples shuffled by seed 1 in epoch 0 on ranks \[1\]",
+        "epoch": r"seed 0 in epoch 1 on ranks \[1\]",
+        "dataset": r"64 samples shuffled by seed 0 in epoch 0 on ranks \[1\]",
+        "samples": r"shape \[\[1, 8\]\] on rank 1, other than on others, but train_micro_batch_size_per_gpu is 2",
+    }
+    assert len(found) == (kind != "nothing")
+    if found:
+        assert re.search(expected[kind], found[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    mark_exhaustive(
+        [
+            ("data=2,model=2", {}),
+            ("seq=2,data=2", {}),
+            ("data=2,model=2", {"zero_optimization": {"stage": 1}, "gradient_reducer": True}),
+            ("data=2,shard=2", {"zero_optimization": {"stage": 3}}),
+            ("data=4", {"zero_optimization": {"stage": 2}}),
+        ],
+        lambda _, case: case[0] == "data=2,model=2",
+    ),
+)
+def test_replicas_of_other_layouts_look_for_lone_changes(world: Worlds, spec: str, config: dict[str, Any]) -> None:
+    assert world(4).run(_change_alone, "nothing", spec, config) == [[]] * 4
+    for kind, text in (("lr", "take step 1"), ("seed", "divide samples")):
+        if kind == "seed" and "shard" in spec:
+            continue  # no group joins these replicas
+        said = [each for own in world(4).run(_change_alone, kind, spec, config) for each in own]
+        assert said
+        assert all(text in each for each in said)
+    found = [each for own in world(4).run(_change_alone, "weights", spec, config) for each in own]
+    assert bool(found) == (not config), "master weights overwrite what a program writes"

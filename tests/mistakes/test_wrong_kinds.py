@@ -260,6 +260,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"batch_size=[1, 2]: give a number of samples",
     ),
+    "no config": (
+        lambda: initialize(model=nn.Linear(4, 4), args=SimpleNamespace(deepspeed_config=None)),
+        ValueError,
+        "initialize() got no config: pass config=",
+    ),
     "a model by position": (lambda: initialize(nn.Linear(4, 4), CONFIG), TypeError, "write model="),
     "a grid of an engine": (
         lambda: initialize(model=nn.Linear(4, 4), grid=_grid(SPEC), config=CONFIG),  # type: ignore[arg-type]
