@@ -600,11 +600,14 @@ def _peak(zero: int, reducer: Any) -> int:
         return peak(step)
 
 
-@pytest.mark.exhaustive  # beside other tests, threads overlap otherwise in a step, and the peak differs
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [1, 2])
 def test_uses_at_most_one_bucket_more_memory(zero: int) -> None:
-    theirs, ours = (min(run_ranks(2, _peak, zero, reducer)) for reducer in (False, {"bucket_bytes": _BUCKET_BYTES}))
-    assert ours <= theirs + _BUCKET_BYTES
+    peaks: dict[bool, list[int]] = {False: [], True: []}
+    for _ in range(5):  # threads overlap otherwise in each run, which moves a peak by up to two buckets
+        for is_ours, reducer in ((False, False), (True, {"bucket_bytes": _BUCKET_BYTES})):
+            peaks[is_ours] += run_ranks(2, _peak, zero, reducer)
+    assert min(peaks[True]) <= min(peaks[False]) + _BUCKET_BYTES
 
 
 def _reports() -> None:
