@@ -1,14 +1,17 @@
 """Warn of changes that a program makes and that its engine does not see.
 
 These are steps of the engine's optimizer and of its scheduler that the program takes itself, and weights and learning
-rates that it sets on one replica alone. Replicas compare both in an all-reduce of a few numbers.
+rates that it sets on one replica alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,8 +20,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.base.marks import expert_group_name, inner_optimizer
+from ds_topo.base.torch_names import default_store
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import by_value, warn
+from ds_topo.launch.council import leave, within
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 
 _HOOK = "_ds_topo_direct_steps"
@@ -110,13 +115,20 @@ def _count_of(scheduler: Any) -> Any:
 _OPTIONS = ("lr", "weight_decay", "momentum", "betas")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers as which elements are read, by their size."""
+_PATIENCE = timedelta(seconds=5)
+_OTHER_OPTIONS = "take step {} with different options of the optimizer"
+_LONE = (
+    "replicas {}: {}. They train different models. deepspeed.initialize has made them equal; what a program loads, "
+    "writes or sets afterwards it must do on all ranks. Set grid.check_weights = False if it is intended"
+)
 
 
 class LoneChanges:
     """The search for weights and options of the optimizer that a program has set on some replicas alone.
 
-    Replicas compare options before steps 1, 2, 4, 8, ..., and weights before the first one. Optimizers with master
-    weights overwrite what a program has written, so there weights are not compared
+    Replicas compare both before the first step, by an all-reduce. Before steps 2, 4, 8, ... they compare options
+    through the job's store, where nobody waits: a rank that has left out a step would join another collective instead.
+    Optimizers with master weights overwrite what a program has written, so there weights are not compared
     (:mod:`ds_topo.engine.written_weights`).
 
     Args:
@@ -126,40 +138,61 @@ class LoneChanges:
 
     def __init__(self, engine: DeepSpeedEngine, has_masters: bool) -> None:
         self._engine, self._has_masters = engine, has_masters
-        self._steps = 0
+        self._steps = self._key = 0
+        """The number of steps, and a random number of the replicas, which tells their keys in the store from others."""
         self._has_warned = False
 
     def look(self) -> None:
-        """Warn of what differs, at the beginning of a step; collective over the replicas of a parameter."""
+        """Warn of what differs, at the beginning of a step; the first step is collective over the replicas."""
         self._steps += 1
         grid = self._engine.mpu
         group = grid.get_data_parallel_group()
         if self._steps & (self._steps - 1) or not grid.check_weights or dist.get_world_size(group) == 1:
             return
         options = ", ".join(_options_of(self._engine.optimizer))
-        weights = self._weights() if self._steps == 1 and not self._has_masters else {}
+        if self._steps > 1:
+            if self._key:
+                self._compare_in_store(options, dist.get_process_group_ranks(group))
+            return
+        weights = {} if self._has_masters else self._weights()
         sums = [int(each) for each in weights.values()]
-        same_options, same_names, same_weights = _are_equal(map(_number_of, (options, [*weights], sums)), group)
+        numbers = [*map(_number_of, (options, [*weights], sums)), secrets.randbits(62)]
+        (same_options, same_names, same_weights, _), (*_, self._key) = _compared(numbers, group)
         if not same_names:
             self._warn("start with different parameters", f"{len(weights)} parameters", group)
         elif not same_weights:
-            are_equal = _are_equal(sums, group)
+            are_equal, _ = _compared(sums, group)
             names = [name for name, is_equal in zip(weights, are_equal, strict=True) if not is_equal]
             own = f"a sum {int(weights[names[0]]) & 0xFFFFFFFF:08x} of its bits"
             what = f"start with different weights, {len(names)} of {len(sums)} parameters, first {names[0]!r}"
             self._warn(f"{what}, and without ZeRO, bf16 and fp16 nothing makes them equal again", own, group)
-        if not same_options and not self._has_warned:
+        if not same_options:
             self._has_warned = True
-            self._warn(f"take step {self._steps} with different options of the optimizer", options, group)
+            self._warn(_OTHER_OPTIONS.format(1), options, group)
+
+    def _compare_in_store(self, options: str, members: Sequence[int]) -> None:
+        """Compare options with those of the first rank that came; the first that differs warns."""
+        store, rank = default_store(), dist.get_rank()
+        key = f"ds_topo/options/{self._key:x}/{self._steps}"
+
+        def compare() -> tuple[int, str]:
+            first, theirs = json.loads(store.compare_set(key, "", json.dumps([rank, options])))
+            is_told = theirs != options and store.add(f"{key}/told", 1) > 1
+            return first, options if is_told else theirs
+
+        if self._has_warned:
+            return
+        with suppress(RuntimeError):  # the store does not answer: what needs it says so
+            first, theirs = within(_PATIENCE, "a comparison of options", compare)
+            leave(store, rank, members, [key] * (first == rank) + [f"{key}/told"] * (theirs != options))
+            if theirs != options:
+                self._has_warned = True
+                warn(_LONE.format(_OTHER_OPTIONS.format(self._steps), by_value([(first, theirs), (rank, options)])))
 
     def _warn(self, what: str, own: str, group: ProcessGroup) -> None:
         said = gathered((dist.get_rank(), own), group)
         if dist.get_rank(group) == 0:
-            warn(
-                f"replicas {what}: {by_value(said)}. They train different models. deepspeed.initialize has made them "
-                "equal; what a program loads, writes or sets afterwards it must do on all ranks. Set "
-                "grid.check_weights = False if it is intended"
-            )
+            warn(_LONE.format(what, by_value(said)))
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return a sum of the bits of each parameter of which all replicas have the same values."""
@@ -190,12 +223,13 @@ class NoticedLoneChanges(EngineOnGrid):
         super()._take_model_step(*arguments)
 
 
-def _are_equal(numbers: Iterable[int], group: ProcessGroup) -> list[bool]:
-    """Tell of each number whether all ranks of a group have the same; collective over it."""
-    own = torch.tensor([*numbers], device=get_accelerator().current_device_name())
+def _compared(numbers: Sequence[int], group: ProcessGroup) -> tuple[list[bool], list[int]]:
+    """Tell of each number whether all ranks of a group have the same, and the highest; collective over it."""
+    own = torch.tensor(numbers, device=get_accelerator().current_device_name())
     extremes = torch.stack([own, ~own])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    return [highest == ~lowest for highest, lowest in zip(*extremes.tolist(), strict=True)]
+    highest, lowest = extremes.tolist()
+    return [high == ~low for high, low in zip(highest, lowest, strict=True)], highest
 
 
 def _options_of(optimizer: Any) -> list[str]:
