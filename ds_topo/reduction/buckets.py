@@ -159,9 +159,7 @@ class GradientBucket:
     """
 
     is_scattered = False
-    """True if a rank needs the sum of a part alone, unless a communication hook reduces the bucket."""
-    takes_hook = True
-    """True if a communication hook may reduce it."""
+    """True if a rank needs the sum of a part alone."""
 
     def __init__(self, index: int, members: Sequence[ParameterState]) -> None:
         self.index = index
@@ -347,43 +345,6 @@ class GradientBucket:
         """Scale the sum, which has arrived."""
         if after != 1.0:
             self.flat.mul_(after)
-
-
-class CommHookBucket:
-    """The argument of DDP communication hooks: a ``torch.distributed.GradBucket``, which Python cannot construct."""
-
-    def __init__(self, bucket: GradientBucket, is_last: bool) -> None:
-        self._bucket, self._is_last = bucket, is_last
-        self._buffer = bucket.flat[: bucket.numel]
-        """The gradients; a hook may replace them."""
-
-    def index(self) -> int:
-        """Return the bucket's position in the order of reduction."""
-        return self._bucket.index
-
-    def buffer(self) -> torch.Tensor:
-        """Return the gradients, one after the other: ``[numel]``."""
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the tensor that ``buffer()`` returns."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients in their parameters' shapes, as views of ``buffer()``."""
-        members = self._bucket.members
-        return [
-            self._buffer[offset:].as_strided(member.view.shape, member.view.stride())
-            for offset, member in zip(self._bucket.offsets, members, strict=True)
-        ]
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters, in the order of ``gradients()``."""
-        return [member.parameter for member in self._bucket.members]
-
-    def is_last(self) -> bool:
-        """Return True for the last bucket of the step."""
-        return self._is_last
 
 
 class BucketLayout:

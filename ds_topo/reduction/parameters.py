@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 # -- routes ------------------------------------------------------------------------------------------------------------
 
-CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
-"""A communication hook of torch's DDP, ``(state, bucket) -> future``; its state may be anything."""
-
 
 @dataclass(eq=False)
 class Route:
@@ -64,16 +61,6 @@ class Route:
     """The capacity of its buckets; equal on all ranks of the group."""
     exchange: Exchange | None = None
     """The exchange that sums inside hosts first, then across hosts, or also beyond the group."""
-    hook: CommHook | None = None
-    hook_state: object = None
-    last_hook: torch.futures.Future[Any] | None = None
-    """The result of the hook for the previous bucket, unless streams order its collectives."""
-
-    def wait_for_hook(self) -> None:
-        """Wait for the last hook: its callbacks may start collectives, which must not mix with others."""
-        if self.last_hook is not None:
-            self.last_hook.wait()
-            self.last_hook = None
 
     @property
     def size(self) -> int:

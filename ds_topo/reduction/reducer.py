@@ -57,7 +57,6 @@ from ds_topo.reduction.parameters import (
     REBUILD,
     SUMMED,
     Changes,
-    CommHook,
     HasDataParallelGroup,
     ParameterState,
     ReducerReference,
@@ -236,8 +235,6 @@ class StandaloneReducer:
         self.module = module
         self.group = data_parallel_group(grid, process_group)
         self.driver = driver or StepDriver()
-        self._given = frozenset(options)
-        """Names of the options that the user gave, not the driver."""
         embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
         places = SPARSE_ROWS.load().places_of_rows(module) if any(part.sparse for part in embeddings) else {}
         self.options, self._states = agreed_inputs(
@@ -411,34 +408,6 @@ class StandaloneReducer:
         """Wait for all parameters that other ranks have updated; for programs that keep references to parameters."""
         self.driver.wait_for_parameters()
 
-    def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduce dense gradients by a communication hook of torch's DDP, such as ``bf16_compress_hook``.
-
-        The hook averages by itself, as it does under DDP. Experts and rows of embeddings are reduced without it.
-
-        Raises:
-            ValueError: the reducer has options that a hook would ignore.
-            RuntimeError: in the middle of a step.
-        """
-        if self._state is not IDLE:
-            raise _wrong_moment("register_comm_hook()", self._state)
-        options = self.options
-        type_is_given = options.communication_dtype is not None and "communication_dtype" in self._given
-        if options.op == "sum" or options.divisor or options.predivide_factor or type_is_given:
-            raise ValueError(
-                "register_comm_hook() with op, divisor, predivide_factor or communication_dtype: a communication hook "
-                "scales and converts by itself, so leave these options out of this GradientReducer"
-            )
-        if any(partition.waits_for_buckets for partition in options.partitions):
-            raise ValueError(
-                "register_comm_hook() at ZeRO stage 2: a communication hook works on whole gradients, of which ranks "
-                "keep their partition alone; use stage 0 or 1"
-            )
-        self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
-        for parameter in self._states:
-            if parameter.route is self._dense and parameter.bucket.takes_hook:
-                parameter.scale = 1.0
-
     def report(self) -> GradientReport:
         """Return bytes and times of the last steps on this rank."""
         steps = tuple(timing for timing in self._timings if timing.ended_ns)
@@ -567,9 +536,8 @@ class StandaloneReducer:
     def _launch_full_buckets(self) -> None:
         """Launch full buckets in the layout's order, the same on all ranks, whichever became full first."""
         step, buckets = self._step, self._layout.buckets
-        last = len(buckets) - 1
-        while step.next_bucket <= last and not buckets[step.next_bucket].pending:
-            step.in_flight.append(Reduction(buckets[step.next_bucket], is_last=step.next_bucket == last))
+        while step.next_bucket < len(buckets) and not buckets[step.next_bucket].pending:
+            step.in_flight.append(Reduction(buckets[step.next_bucket]))
             self.reduction_count += 1
             step.next_bucket += 1
 

@@ -23,9 +23,9 @@ from ds_topo.base.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction import EXCHANGE
-from ds_topo.reduction.buckets import BucketTiming, CommHookBucket, GradientBucket
+from ds_topo.reduction.buckets import BucketTiming, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import ROWS, CommHook, ParameterState, Route
+from ds_topo.reduction.parameters import ROWS, ParameterState, Route
 from ds_topo.topology.rank_tables import has_two_levels
 
 if TYPE_CHECKING:
@@ -183,10 +183,9 @@ class Reduction:
 
     Args:
         bucket: the bucket, which is full.
-        is_last: True for the last bucket of the step.
     """
 
-    def __init__(self, bucket: GradientBucket, is_last: bool) -> None:
+    def __init__(self, bucket: GradientBucket) -> None:
         bucket.prepare()
         self.bucket, self.route = bucket, bucket.route
         self.timing = BucketTiming(
@@ -196,7 +195,7 @@ class Reduction:
         """The version of the bucket's memory at the start, if only writes of the program change it until the wait."""
         self._pending: Pending | None = None
         """The exchange of a region, or one in two levels, which knows its end; None for torch's own all-reduce."""
-        self._finish: Callable[[], object] | None = bucket.start() or self._start_sum(is_last)
+        self._finish: Callable[[], object] | None = bucket.start() or self._start_sum()
         """Waits for the sum and writes it to the bucket; None after the wait, so that memory is freed."""
 
     @property
@@ -220,11 +219,9 @@ class Reduction:
             timing.done_ns = timing.done_ns or timing.wait_ended_ns
         return timing.done_ns
 
-    def _start_sum(self, is_last: bool) -> Callable[[], object]:
+    def _start_sum(self) -> Callable[[], object]:
         """Sum the bucket in the communication data type, for all ranks, or each part for its owner."""
         bucket, route = self.bucket, self.route
-        if route.hook is not None:
-            return self._call_hook(route.hook, is_last)
         if route.size == 1 and route.exchange is None and not bucket.is_scattered:
             return lambda: None
         payload, dtype = bucket.flat, route.communication_dtype
@@ -250,23 +247,6 @@ class Reduction:
             if payload is not bucket.flat:
                 own = bucket.own_part(bucket.flat)
                 own.copy_(bucket.own_part(payload)[: len(own)])
-
-        return finish
-
-    def _call_hook(self, hook: CommHook, is_last: bool) -> Callable[[], object]:
-        """Reduce by a communication hook of torch's DDP, which also averages."""
-        self.route.wait_for_hook()
-        future = hook(self.route.hook_state, CommHookBucket(self.bucket, is_last))
-        if not self.route.traits.ordered_by_stream:
-            self.route.last_hook = future
-            future.add_done_callback(self._note_done)
-
-        def finish() -> None:
-            result = future.wait()
-            result = result[0] if isinstance(result, (list, tuple)) else result
-            flat = self.bucket.flat[: self.bucket.numel]
-            if result.data_ptr() != flat.data_ptr():
-                flat.copy_(result.view(-1))
 
         return finish
 
@@ -308,7 +288,6 @@ class StepNotes:
         prefers_to_defer: bool,
         step: int,
     ) -> None:
-        route.wait_for_hook()
         self.route, self._members = route, members
         self._unused, self._late = unused, late
         unusual = {*unused, *late}

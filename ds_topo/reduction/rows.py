@@ -53,8 +53,6 @@ class PlaceOfRows(GradientPlace):
 class RowsBucket(GradientBucket):
     """The bucket of one sparse gradient."""
 
-    takes_hook = False
-
     def _first_memory(self) -> torch.Tensor:
         first = self.members[0]
         return torch.empty(0, dtype=first.dtype, device=first.parameter.device)

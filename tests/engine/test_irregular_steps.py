@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups, initialize
@@ -217,32 +216,6 @@ def _frozen_middle_stage(zero: int) -> None:
 
 def test_a_frozen_stage_reduces_its_placeholder_alone(world: Worlds) -> None:
     world(6).run(_frozen_middle_stage, 0)
-
-
-# -- hooks, norms, unfreezing -----------------------------------------------------------------------------------------
-
-
-def _comm_hook_in_an_engine() -> None:
-    start()
-    with PipelineParallelGrid("data=2") as grid:
-        engine, *_ = deepspeed.initialize(model=Unruly(), mpu=grid, config=settings())
-        reducer = GradientReducer.attach(engine)
-        reducer.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        for step in range(4):
-            engine.backward(engine(samples(step).requires_grad_()).square().mean())
-            engine.step()
-        weights = [torch.empty(8, 8) for _ in range(2)]
-        dist.all_gather(weights, engine.module.layers[0].weight.detach())
-        assert torch.equal(*weights)
-        reducer.detach()
-        stated = GradientReducer.attach(engine, communication_dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match="a communication hook scales and converts by itself"):
-            stated.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        engine.destroy()
-
-
-def test_communication_hook_in_an_engine(world: Worlds) -> None:
-    world(2).run(_comm_hook_in_an_engine)
 
 
 # -- two engines ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from packaging.version import Version
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.base.supported import number
@@ -730,30 +729,6 @@ def test_groups_of_an_optimizer_train_and_have_states_as_in_one_process(
     world: Worlds, kind: type[torch.optim.Optimizer], stage: int, reducer: bool
 ) -> None:
     world(2).run(_train_groups, kind, stage, reducer)
-
-
-def _with_a_hook(zero: int) -> None:
-    start()
-    with PipelineParallelGrid("data=2") as grid:
-        engine = _engine(grid, zero)
-        if zero == 2:
-            with pytest.raises(ValueError, match="a communication hook works on whole gradients"):
-                engine.gradient_reducer.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
-            engine.destroy()
-            return
-        engine.gradient_reducer.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
-        seen, parameters = _train(engine), [parameter.detach().clone() for parameter in engine.module.parameters()]
-        engine.destroy()
-        theirs = _engine(grid, zero, reducer=False, communication_data_type="bf16")
-        torch.testing.assert_close(seen, _train(theirs), rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(parameters, list(theirs.module.parameters()), rtol=2e-2, atol=2e-2)
-        theirs.destroy()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("zero", [1, 2])
-def test_accepts_communication_hooks_of_ddp(world: Worlds, zero: int) -> None:
-    world(2).run(_with_a_hook, zero)
 
 
 def _one_rank_is_wrong() -> None:

@@ -18,7 +18,6 @@ from torch import nn
 from ds_topo.reduction import buckets as buckets_module
 from ds_topo.reduction.buckets import (
     BucketLayout,
-    CommHookBucket,
     GradientBucket,
     is_copied_at_once,
     plan_buckets,
@@ -283,23 +282,6 @@ def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
     bucket.reset()
     assert bucket.pending == set(states)
     assert all((state.contribution, state.arrived) == (NOT_YET, 0) for state in states)
-
-
-def test_comm_hook_bucket_has_gradients_parameters_and_index() -> None:
-    states = [_state(0, (2, 3)), _state(1, (2, 2, 1, 2))]
-    states[1].parameter.data = states[1].parameter.data.to(memory_format=torch.channels_last)
-    bucket = _bucket(*states, multiple=8)
-    seen = CommHookBucket(bucket, True)
-    assert (seen.index(), seen.is_last(), CommHookBucket(bucket, False).is_last()) == (7, True, False)
-    assert len(seen.buffer()) == 14
-    for gradient, parameter, state in zip(seen.gradients(), seen.parameters(), states, strict=True):
-        assert parameter is state.parameter
-        assert gradient.data_ptr() == state.view.data_ptr()
-        assert (gradient.shape, gradient.stride()) == (state.view.shape, state.view.stride())
-    other = torch.arange(14.0)
-    seen.set_buffer(other)
-    assert seen.buffer() is other
-    assert seen.gradients()[0].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------

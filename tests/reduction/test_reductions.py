@@ -1,4 +1,4 @@
-"""Routes and reductions: scaling, types, communication hooks, two levels, and notes at the end of a step."""
+"""Routes and reductions: scaling, types, two levels, and notes at the end of a step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer
 from ds_topo.base import backends
 from ds_topo.reduction import exchange, reductions
-from ds_topo.reduction.buckets import CommHookBucket, GradientBucket
+from ds_topo.reduction.buckets import GradientBucket
 from ds_topo.reduction.options import ReductionOptions
 from ds_topo.reduction.parameters import ParameterState, Route
 from ds_topo.reduction.partitions import STEP, PartitionedGradients, PartitionLayout
@@ -123,45 +121,6 @@ def _bf16_accumulated_wide() -> None:
 
 def test_bf16_gradients_accumulate_in_fp32(world: Worlds) -> None:
     world(2).run(_bf16_accumulated_wide)
-
-
-def _hooked() -> None:
-    rank = dist.get_rank()
-    hooks: list[tuple[Callable[[], Any], Callable[..., Any]]] = [
-        (lambda: None, default_hooks.allreduce_hook),
-        (lambda: None, default_hooks.bf16_compress_hook),
-        (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-        (
-            lambda: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1),
-            powerSGD_hook.powerSGD_hook,
-        ),
-    ]
-    sizes = {"bucket_bytes": 1 << 20, "first_bucket_bytes": 1 << 20, "last_bucket_bytes": 1 << 20}  # DDP's: one bucket
-    for make_state, hook in hooks:
-        ours, theirs = model(), DistributedDataParallel(model(), gradient_as_bucket_view=True)
-        reducer = GradientReducer(ours, **SMALL | sizes)
-        reducer.register_comm_hook(make_state(), hook)
-        with mock.patch.object(DistributedDataParallel, "_check_comm_hook"):  # it wants CUDA for bf16
-            theirs.register_comm_hook(make_state(), hook)
-        for step in range(4):
-            for module in (ours, theirs):
-                module.zero_grad()
-            ours(tokens(step, rank)).backward()
-            reducer.finish()
-            theirs(tokens(step, rank)).backward()
-            if hook is not powerSGD_hook.powerSGD_hook or step < 2:
-                assert_close(gradients(ours), gradients(theirs))
-            assert_equal_on_all_ranks(gradients(ours))
-        exact = alone(3, 1, 2)
-        if hook is powerSGD_hook.powerSGD_hook:  # an approximation whose error depends on the order in the bucket
-            assert reducer._dense.hook_state.error_dict
-            assert not torch.equal(ours.hidden[1].weight.grad, exact["hidden.1.weight"])
-        with pytest.raises(ValueError, match="predivide_factor"):
-            GradientReducer(model(), predivide_factor=2.0).register_comm_hook(None, hook)
-
-
-def test_communication_hooks_give_gradients_of_ddp(world: Worlds) -> None:
-    world(2).run(_hooked)
 
 
 def _two_level() -> None:
@@ -282,7 +241,7 @@ def test_bucket_is_summed_and_scaled_once() -> None:
         with fake_world(0, 2), _recorded_sums(2.0) as sums:
             route = _route(after, op=dist.ReduceOp.AVG)
             bucket, sparse = _bucket(VALUES, route), _sparse_bucket(VALUES, route)
-            in_flight = [Reduction(bucket, True), Reduction(sparse, True)]
+            in_flight = [Reduction(bucket), Reduction(sparse)]
             for reduction, (_, _, work) in zip(in_flight, sums, strict=True):
                 assert not work.wait.called, "the reduction is in flight"
                 reduction.wait()
@@ -293,7 +252,7 @@ def test_bucket_is_summed_and_scaled_once() -> None:
         assert sums[0][1] == dist.ReduceOp.AVG
     with fake_world(0, 1), _recorded_sums() as sums:
         bucket = _bucket(VALUES, _route(0.25))
-        Reduction(bucket, True).wait()
+        Reduction(bucket).wait()
         assert torch.equal(bucket.flat, VALUES * 0.25), "a single rank only scales"
         assert not sums
 
@@ -302,7 +261,7 @@ def test_communication_dtype_applies_to_real_gradients_only() -> None:
     with fake_world(0, 2), _recorded_sums() as sums:
         for values in (VALUES / 3, VALUES.to(torch.complex64) / 3):
             bucket = _bucket(values, _route(communication_dtype=torch.bfloat16))
-            Reduction(bucket, True).wait()
+            Reduction(bucket).wait()
             is_sent_narrow = sums[-1][0].dtype == torch.bfloat16
             assert is_sent_narrow is not values.is_complex()
             assert torch.equal(bucket.flat, values.bfloat16().float() if is_sent_narrow else values)
@@ -310,7 +269,7 @@ def test_communication_dtype_applies_to_real_gradients_only() -> None:
 
 def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
     with fake_world(0, 2), _recorded_sums() as sums:
-        early, late = Reduction(_bucket(VALUES, _route()), False), Reduction(_bucket(VALUES, _route()), True)
+        early, late = Reduction(_bucket(VALUES, _route())), Reduction(_bucket(VALUES, _route()))
         sums[0][2].future.set_result(None)
         for reduction in (early, late):
             reduction.wait()
@@ -328,7 +287,7 @@ def test_result_of_backend_that_counts_writes_is_no_write_of_the_program(device:
     dist.destroy_process_group()
     with fake_world(0, 2), _recorded_sums():
         bucket = _bucket(VALUES, replace(_route(), traits=traits))
-        reduction = Reduction(bucket, True)
+        reduction = Reduction(bucket)
         bucket.flat.mul_(2)
         assert reduction.was_overwritten is is_noticed
 
@@ -345,7 +304,7 @@ def test_two_level_padding_is_sent_but_not_copied_back() -> None:
         with fake_world(0, 2):
             bucket = _bucket(VALUES, _route(exchange=levels))
             levels.slices = slices
-            reduction = Reduction(bucket, True)
+            reduction = Reduction(bucket)
             reduction.wait()
         assert torch.equal(bucket.flat, VALUES * 2)
         assert reduction.timing.done_ns == 1234
@@ -353,50 +312,6 @@ def test_two_level_padding_is_sent_but_not_copied_back() -> None:
         levels.slices = 1
     assert torch.equal(sent[0], torch.cat([VALUES * 2, torch.zeros(2)]))
     assert sent[1] is bucket.flat
-
-
-@pytest.mark.parametrize("kind", ["in place", "elsewhere", "list", "tuple"])
-def test_result_of_comm_hook_becomes_the_gradient(kind: str) -> None:
-    seen: list[CommHookBucket] = []
-    futures: list[torch.futures.Future[Any]] = []
-
-    def hook(state: object, bucket: CommHookBucket) -> torch.futures.Future[Any]:
-        assert state == "state"
-        assert all(future.done() for future in futures), "one at a time"
-        seen.append(bucket)
-        futures.append(torch.futures.Future())
-        buffer = bucket.buffer()
-        result: Any = buffer.mul_(2) if kind == "in place" else (buffer * 2).view(2, -1)
-        result = {"list": [result], "tuple": (result,)}.get(kind, result)
-        threading.Timer(0.05, futures[-1].set_result, [result]).start()
-        return futures[-1]
-
-    with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
-        route = _route(hook=hook, hook_state="state", exchange=SimpleNamespace(slices=3))
-        buckets = [_bucket(VALUES, route), _bucket(VALUES, route)]
-        in_flight: list[Reduction] = [Reduction(bucket, bucket is buckets[1]) for bucket in buckets]
-        route.wait_for_hook()
-        assert futures[1].done()
-        assert route.last_hook is None
-        for reduction, bucket in zip(in_flight, buckets, strict=True):
-            assert _soon(lambda timing=reduction.timing: timing.done_ns > timing.launched_ns)
-            reduction.wait()
-            assert torch.equal(bucket.flat[:4], VALUES * 2)
-            assert reduction.timing.done_ns <= reduction.timing.wait_started_ns
-    assert [bucket.is_last() for bucket in seen] == [False, True]
-    assert [len(bucket.buffer()) for bucket in seen] == [4, 4], "without padding"
-
-
-def test_comm_hook_serves_a_single_rank_but_not_sparse_gradients() -> None:
-    with fake_world(0, 1), _recorded_sums() as sums:
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(VALUES)
-        hook = mock.Mock(return_value=done)
-        Reduction(_sparse_bucket(VALUES, _route(hook=hook)), True).wait()
-        assert len(sums) == 1
-        assert not hook.called
-        Reduction(_bucket(VALUES, _route(hook=hook)), True).wait()
-        assert hook.called
 
 
 # -- routes, in one process ----------------------------------------------------------------------------------------
@@ -644,30 +559,6 @@ def test_notes_of_30000_ranks_do_not_overflow() -> None:
         assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (0, 0, False)
 
 
-@pytest.mark.parametrize(
-    ("options", "is_refused"),
-    [
-        ({}, False),
-        ({"communication_dtype": None}, False),
-        ({"communication_dtype": torch.bfloat16}, True),
-        ({"op": "sum"}, True),
-        ({"divisor": 4.0}, True),
-        ({"predivide_factor": 2.0}, True),
-    ],
-)
-def test_communication_hook_is_refused_with_options_that_it_would_ignore(
-    options: dict[str, Any], is_refused: bool
-) -> None:
-    with fake_world(0, 2):
-        reducer = GradientReducer(nn.Linear(2, 2), two_level=False, **options)
-        for of_engine in (None, *([torch.bfloat16] if "communication_dtype" not in options else [])):
-            if of_engine is not None:  # the type of an engine is no option of the user
-                reducer.options = replace(reducer.options, communication_dtype=of_engine)
-            with pytest.raises(ValueError, match="scales and converts by itself") if is_refused else nullcontext():
-                reducer.register_comm_hook(None, default_hooks.allreduce_hook)
-        reducer.detach()
-
-
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) -> None:
     layout = PartitionLayout.balanced([4], [(0,)], 2)
@@ -682,7 +573,7 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
         bucket.install()
         bucket.complete()
         with mock.patch.object(gradients, "start_sum") as start_sum:
-            Reduction(bucket, True).wait()
+            Reduction(bucket).wait()
         assert start_sum.call_count == (not is_whole)
         assert len(sums) == is_whole
         if is_whole:
@@ -697,10 +588,3 @@ def test_ranks_at_other_steps_are_named_up_to_a_number(more: int) -> None:
         message = str(reductions.different_steps(7, None))  # type: ignore[arg-type]
     named = [f"rank {rank} on a has taken 3" for rank in range(reductions._RANKS_SHOWN)]
     assert f": {'; '.join(named)}{'; and 1 more' if more else ''}; the others have taken 7. " in message
-
-
-def test_notes_wait_for_the_last_communication_hook() -> None:
-    previous: Any = mock.Mock()
-    with _summed_over(1):
-        StepNotes([_state()], _route(last_hook=previous), (), (), failed=False, prefers_to_defer=False, step=0)
-    previous.wait.assert_called_once_with()
