@@ -157,7 +157,6 @@ TESTS = {
     "reduction/parameters": "reduction/test_buckets.py reduction/test_parameters.py reduction/test_interactions.py",
     "reduction/reducer": "reduction/test_gradients.py reduction/test_parameters.py reduction",
     "reduction/exchange": "reduction/test_exchange.py engine/test_hybrid_sharding.py",
-    "reduction/rows": "reduction/test_buckets.py reduction/test_reductions.py",
     "reduction/partitions": "reduction/test_partitions.py reduction/test_exchange.py engine/test_zero_partitions.py",
     "reduction/arrivals": "engine/test_arriving_parameters.py",
 }

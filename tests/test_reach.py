@@ -46,7 +46,6 @@ ROOMS = {
     "ds_topo.engine.quorum": (),
     "ds_topo.reduction.managed": (),
     "ds_topo.reduction.report": (),
-    "ds_topo.reduction.rows": (),
     "ds_topo.engine.late_parameters": (),
     "ds_topo.reduction.arrivals": (),
     "ds_topo.reduction.exchange": ("ZeRO 1 with reducer", "shard", "Trainer"),

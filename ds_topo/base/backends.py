@@ -41,8 +41,6 @@ class BackendTraits:
     """Messages with a tag find their receiver in any order, beside collectives of the same group."""
     aborts: bool = False
     """``abort()`` ends a collective that is blocked."""
-    sums_sparse: bool = False
-    """``all_reduce`` takes sparse tensors."""
     uses_sockets: bool = False
     """It connects ranks by sockets, whose addresses are in the job's store."""
     keeps_versions: bool = False
@@ -62,7 +60,6 @@ TRAITS: dict[str, BackendTraits] = {
     "gloo": BackendTraits(
         ordered_by_stream=False,
         tagged_messages=True,
-        sums_sparse=True,
         uses_sockets=True,
         keeps_versions=True,
         serves_host_first=True,

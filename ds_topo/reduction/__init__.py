@@ -32,7 +32,6 @@ class OnDemand:
 
 
 EXCHANGE = OnDemand("ds_topo.reduction.exchange", "a group over hosts with several ranks each")
-SPARSE_ROWS = OnDemand("ds_topo.reduction.rows", "a module with sparse embeddings")
 MANAGED = OnDemand("ds_topo.reduction.managed", "the option manager, or replicas of an engine's job")
 REPORT = OnDemand("ds_topo.reduction.report", "a call of report()")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from ds_topo.base.marks import expert_group_name
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction import SPARSE_ROWS
 from ds_topo.reduction.options import BucketSizes, ReductionOptions
 from ds_topo.reduction.parameters import (
     BUFFER,
@@ -28,11 +27,11 @@ from ds_topo.reduction.parameters import (
     GRAD,
     NOT_YET,
     PARTITION,
-    ROWS,
     SUMMED,
     WIDER,
     Contribution,
     ParameterState,
+    sparse_gradient,
 )
 
 if TYPE_CHECKING:
@@ -329,10 +328,6 @@ class GradientBucket:
     def prepare(self) -> None:
         """Complete the memory before the reduction starts."""
 
-    def start(self) -> Callable[[], object] | None:
-        """Start a reduction of this bucket's own, and return the wait for it; None if it is reduced like others."""
-        return None
-
     def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
         """Start to sum this rank's part of ``payload``, the bucket as it travels, if :attr:`is_scattered`."""
         raise NotImplementedError
@@ -439,11 +434,9 @@ def _sum(gradient: torch.Tensor, state: ParameterState, before: Contribution) ->
 
 
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
-    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it has rows alone."""
+    """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it is sparse."""
     if gradient.layout is not _STRIDED:
-        if state.home in (PARTITION, BUFFER):
-            return gradient.detach().to_dense()
-        raise SPARSE_ROWS.load().unexpected_rows(state.name)
+        raise sparse_gradient(state.name)
     return gradient.detach() if gradient.requires_grad else gradient
 
 
@@ -469,8 +462,6 @@ def hand_out(
         parameter, home = state.parameter, state.home
         if home in (PARTITION, BUFFER):
             parameter.grad = None
-        elif home is ROWS and state.index not in keep:
-            parameter.grad = state.view
         elif home is WIDER and state.index not in keep:
             setattr(parameter, "main_grad", state.view)  # noqa: B010
             parameter.grad = state.view.to(parameter.dtype)

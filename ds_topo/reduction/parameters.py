@@ -76,8 +76,6 @@ class GradientHome(enum.Enum):
 
     GRAD = enum.auto()
     """In ``parameter.grad``, which is a view of the bucket."""
-    ROWS = enum.auto()
-    """In ``parameter.grad``, as rows of an embedding (:mod:`~ds_topo.reduction.rows`); the bucket has no memory."""
     WIDER = enum.auto()
     """In the bucket, in another data type; ``main_grad`` is the view of it, and ``parameter.grad`` gets a copy."""
     BUFFER = enum.auto()
@@ -86,13 +84,13 @@ class GradientHome(enum.Enum):
     """In partitioned gradients alone."""
 
 
-GRAD, ROWS, WIDER, BUFFER, PARTITION = GradientHome
+GRAD, WIDER, BUFFER, PARTITION = GradientHome
 
 
 class GradientPlace:
     """A place for the gradients of some parameters that are not in buckets of the usual kind, and reduced together.
 
-    :mod:`~ds_topo.reduction.partitions` and :mod:`~ds_topo.reduction.rows` have subclasses.
+    :mod:`~ds_topo.reduction.partitions` has a subclass.
     """
 
     home: GradientHome
@@ -100,12 +98,6 @@ class GradientPlace:
     """True if a gradient stays in ``parameter.grad`` until its bucket is full."""
     is_lent = False
     """True if the bucket has memory only from a first gradient on until its sum is collected."""
-
-    def check(self, module: nn.Module, name: str) -> None:
-        """Refuse a parameter of a module that this place cannot serve."""
-
-    def check_wider(self) -> None:
-        """Refuse it if its sums cannot go on beyond the group of the route (:class:`ReplicaSums`)."""
 
     def address_of(self, parameter: nn.Parameter) -> int:
         """Return the sort key of a gradient among those of its bucket."""
@@ -168,7 +160,7 @@ class ParameterState:
 
     # -- set by each layout of buckets
     view: torch.Tensor = field(init=False)
-    """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that has rows."""
+    """Its part of the bucket, in the parameter's shape and strides."""
     bucket: Any = field(init=False)
     """Its :class:`~ds_topo.reduction.buckets.GradientBucket`."""
 
@@ -195,7 +187,7 @@ class ParameterState:
     @property
     def is_apart(self) -> bool:
         """True if the view in the bucket is never ``parameter.grad``."""
-        return self.home is not GRAD and self.home is not ROWS
+        return self.home is not GRAD
 
     @property
     def stays_in_grad(self) -> bool:
@@ -239,8 +231,6 @@ class ParameterState:
             return gradient is not None and self.expected is not None and self.arrived <= self.expected
         if gradient is self.view:
             return False
-        if self.home is ROWS:
-            return gradient is None
         return gradient is not None or not self.is_apart
 
     def discard_sum(self) -> None:
@@ -253,7 +243,6 @@ class ParameterState:
 def find_parameters(
     module: nn.Module,
     options: ReductionOptions,
-    places: Mapping[torch.Tensor, GradientPlace],
     may_be_empty: bool = False,
 ) -> list[ParameterState]:
     """Return the state of each trainable parameter of a module, once each, without the ignored ones.
@@ -261,15 +250,16 @@ def find_parameters(
     Args:
         module: the module.
         options: the options of the reducer.
-        places: the places of gradients, unless the options have others.
         may_be_empty: accept a module without trainable parameters.
 
     Raises:
-        ValueError: nothing to train, an unknown ignored name, a DTensor, an expert without a group, or a parameter that
-            its place cannot serve.
+        ValueError: nothing to train, an unknown ignored name, a DTensor, a sparse gradient, or an expert without a
+            group.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
+    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {part.weight for part in embeddings if part.sparse}
     states: list[ParameterState] = []
     for name, parameter in module.named_parameters():
         if id(parameter) in ignored:
@@ -282,9 +272,8 @@ def find_parameters(
             )
         if not parameter.requires_grad:
             continue
-        place = options.place_of(parameter)
-        if place is None and parameter not in options.grad_buffers:
-            place = places.get(parameter)
+        if parameter in sparse:
+            raise sparse_gradient(name)
         state = ParameterState(
             index=len(states),
             name=name,
@@ -292,13 +281,11 @@ def find_parameters(
             dtype=options.accumulation_dtype_of(parameter),
             repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
-            place=place,
+            place=options.place_of(parameter),
         )
         # Counting the gradients of others first would need memory for all of them.
         if options.static_graph and not state.waits_for_bucket:
             state.expected = None
-        if place is not None:
-            place.check(module, name)
         group = expert_group_name(parameter)
         if group is not None and group not in options.expert_groups:
             raise ValueError(
@@ -322,6 +309,14 @@ def find_parameters(
             f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
         )
     return states
+
+
+def sparse_gradient(name: str) -> ValueError:
+    """Return the error for a parameter whose gradient is sparse."""
+    return ValueError(
+        f"parameter {name!r} has a sparse gradient, which buckets cannot hold: give its nn.Embedding or "
+        "nn.EmbeddingBag sparse=False, or return a dense gradient"
+    )
 
 
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
@@ -380,7 +375,6 @@ def data_parallel_group(grid: HasDataParallelGroup | None, process_group: Proces
 def agreed_inputs(
     module: nn.Module,
     arguments: ReductionArguments,
-    places: Mapping[torch.Tensor, GradientPlace],
     group: ProcessGroup,
     may_be_empty: bool,
 ) -> tuple[ReductionOptions, list[ParameterState]]:
@@ -399,7 +393,7 @@ def agreed_inputs(
         if any(problems):
             raise TypeError("".join(problems))
         options = ReductionOptions(**arguments)
-        states = find_parameters(module, options, places, may_be_empty)
+        states = find_parameters(module, options, may_be_empty)
     except (TypeError, ValueError, RuntimeError) as error:
         failure = error
     lines = options.summary() + [_description(state) for state in states]
@@ -412,7 +406,7 @@ def agreed_inputs(
 def _description(state: ParameterState) -> str:
     text = f"{state.name} {list(state.parameter.shape)} {state.parameter.dtype}"
     expert = expert_group_name(state.parameter)
-    return text + (" in rows" if state.home is ROWS else "") + (f" expert of {expert}" if expert is not None else "")
+    return text + (f" expert of {expert}" if expert is not None else "")
 
 
 def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:

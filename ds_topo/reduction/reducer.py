@@ -42,7 +42,7 @@ from typing_extensions import Unpack
 from ds_topo.base.marks import owners
 from ds_topo.errors import abridged, listed, warn
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reduction import MANAGED, REPORT, SPARSE_ROWS
+from ds_topo.reduction import MANAGED, REPORT
 from ds_topo.reduction.buckets import (
     BucketLayout,
     BucketTiming,
@@ -235,19 +235,14 @@ class StandaloneReducer:
         self.module = module
         self.group = data_parallel_group(grid, process_group)
         self.driver = driver or StepDriver()
-        embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
-        places = SPARSE_ROWS.load().places_of_rows(module) if any(part.sparse for part in embeddings) else {}
         self.options, self._states = agreed_inputs(
-            module, {**self.driver.options(), **options}, places, self.group, may_be_empty=driver is not None
+            module, {**self.driver.options(), **options}, self.group, may_be_empty=driver is not None
         )
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
         self._wider = self.driver.wider or wider_sums(self.options.manager)
         """What continues the sums beyond the group; None if they end there."""
         self._dense = assign_routes(self._states, self.options, self.group, self._device, self._wider)
-        for state in self._states if self._wider is not None else ():
-            if state.place is not None:
-                state.place.check_wider()
         self._members: dict[Route, list[ParameterState]] = {}
         """The parameters of each route."""
         for state in self._states:

@@ -25,7 +25,7 @@ from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reduction import EXCHANGE
 from ds_topo.reduction.buckets import BucketTiming, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
-from ds_topo.reduction.parameters import ROWS, ParameterState, Route
+from ds_topo.reduction.parameters import ParameterState, Route
 from ds_topo.topology.rank_tables import has_two_levels
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def assign_routes(
     for state in states:
         name = expert_group_name(state.parameter)
         state.route = dense if name is None else experts[name]
-        state.scale = options.scales(size)[0] if state.home is ROWS else state.route.before
+        state.scale = state.route.before
     return dense
 
 
@@ -195,7 +195,7 @@ class Reduction:
         """The version of the bucket's memory at the start, if only writes of the program change it until the wait."""
         self._pending: Pending | None = None
         """The exchange of a region, or one in two levels, which knows its end; None for torch's own all-reduce."""
-        self._finish: Callable[[], object] | None = bucket.start() or self._start_sum()
+        self._finish: Callable[[], object] | None = self._start_sum()
         """Waits for the sum and writes it to the bucket; None after the wait, so that memory is freed."""
 
     @property

@@ -165,7 +165,6 @@ def reducer(place: Place) -> None:
             _assert_close(_gradients(module), _times(mean, factor), rtol)
         ours.detach()
     _accumulated(place)
-    _sparse(place)
     _unused(place)
     _read_later(place)
 
@@ -180,28 +179,6 @@ def _accumulated(place: Place) -> None:
                 module(_tokens(place, 10 * step + micro_batch)).backward()
         ours.finish()
         _assert_close(_gradients(module), reduced_model.alone(step, 3, dist.get_world_size()))
-    ours.detach()
-
-
-def _sparse(place: Place) -> None:
-    """A sparse embedding, whose rows differ between ranks."""
-    torch.manual_seed(0)
-    module, alone = (nn.Sequential(nn.Embedding(13, 8, sparse=True), nn.Linear(8, 1)) for _ in range(2))
-    alone.load_state_dict(module.state_dict())
-    module.to(place.device)
-    ours = GradientReducer(module, **reduced_model.SMALL)
-    size = dist.get_world_size()
-    for step in range(2):
-        module.zero_grad()
-        alone.zero_grad()
-        module(_tokens(place, step)).square().sum().backward()
-        ours.finish()
-        for rank in range(size):
-            (alone(reduced_model.tokens(step, rank)).square().sum() / size).backward()
-        assert module[0].weight.grad.is_sparse
-        found = {name: value.to_dense() for name, value in _gradients(module).items() if value is not None}
-        wanted = reduced_model.gradients(alone)
-        _assert_close(found, {name: value.to_dense() for name, value in wanted.items() if value is not None})
     ours.detach()
 
 

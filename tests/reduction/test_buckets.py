@@ -26,7 +26,6 @@ from ds_topo.reduction.buckets import (
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.parameters import COPIED, NOT_YET, SUMMED, ParameterState
 from ds_topo.reduction.partitions import MICRO_BATCH, STEP, GradientMemory, PartitionedGradients, PartitionLayout
-from ds_topo.reduction.rows import PlaceOfRows, start_sum_of_rows
 from tests.support.fake_world import fake_world
 
 KINDS = ("float32", "bfloat16", "expert")
@@ -95,7 +94,6 @@ def _state(
     index: int,
     shape: Sequence[int] = (4,),
     dtype: torch.dtype = torch.float32,
-    is_sparse: bool = False,
     route: Any = None,
     **more: Any,
 ) -> ParameterState:
@@ -103,7 +101,6 @@ def _state(
     parameter = nn.Parameter(torch.ones(tuple(shape)))
     for name, mark in marks.items():
         setattr(parameter, name, mark)
-    more |= {"place": PlaceOfRows()} if is_sparse else {}
     state = ParameterState(index, f"p{index}", parameter, dtype, **more)
     state.route = route or ROUTE
     return state
@@ -136,11 +133,6 @@ def test_parameters_share_a_bucket_if_type_and_route_are_equal() -> None:
     assert sorted(_buckets([_state(0), _state(1, dtype=torch.bfloat16), _state(2)])) == [(0, 2), (1,)]
     routes = [_route(), _route()]
     assert sorted(_buckets([_state(index, route=routes[index % 2]) for index in range(4)])) == [(0, 2), (1, 3)]
-
-
-def test_each_sparse_gradient_has_a_bucket_of_its_own() -> None:
-    states = [_state(0), _state(1, is_sparse=True), _state(2, is_sparse=True), _state(3)]
-    assert sorted(_buckets(states)) == [(0, 3), (1,), (2,)]
 
 
 def test_experts_fill_buckets_of_their_routes_size_by_falling_index() -> None:
@@ -271,9 +263,7 @@ def test_live_gradients_move_to_the_new_bucket() -> None:
     assert summed.parameter.grad is small
 
 
-def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
-    sparse = _bucket(_state(0, is_sparse=True))
-    assert len(sparse.flat) == 0
+def test_reset_restores_pending_state() -> None:
     states = [_state(0), _state(1)]
     bucket = _bucket(*states)
     bucket.pending.clear()
@@ -376,8 +366,7 @@ def _installed(place: str = "in the bucket", gradient: object = None, **more: An
     state = _state(0, **given)
     state.scale = 0.5
     _bucket(state)
-    if not given.get("is_sparse"):
-        state.view.fill_(torch.nan)
+    state.view.fill_(torch.nan)
     if gradient == "in place":
         state.view.copy_(VALUES)
         state.parameter.grad = state.view
@@ -389,7 +378,6 @@ def _installed(place: str = "in the bucket", gradient: object = None, **more: An
 def test_only_large_dense_gradients_are_copied_at_once() -> None:
     assert is_copied_at_once(_state(0, (1 << 14,)))
     assert not is_copied_at_once(_state(0, ((1 << 14) - 1,)))
-    assert not is_copied_at_once(_state(0, (1 << 14,), is_sparse=True))
     assert not is_copied_at_once(_state(0, (1 << 14,), dtype=torch.float64))
 
 
@@ -461,43 +449,6 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     assert bucket.copy_in(bucket.members) == []
 
 
-def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
-    state, repeated, none = (
-        _installed(is_sparse=True),
-        _installed(is_sparse=True, repeats=True),
-        _installed(is_sparse=True),
-    )
-    for one in (state, repeated):
-        one.parameter.grad = SPARSE.clone()
-        one.bucket.accumulate(one)
-        assert one.parameter.grad is not None
-    for one in (state, repeated, none):
-        assert one.bucket.copy_in([one]) == []
-        assert one.view.is_sparse
-    assert state.view.to_dense().tolist() == repeated.view.to_dense().tolist() == [0, 2.5, 0, 0]
-    assert none.view.to_dense().tolist() == [0] * 4
-    assert (none.view._nnz(), none.view.shape) == (0, (4,))
-    assert state.parameter.grad is not None
-    assert repeated.parameter.grad is None
-
-
-def test_rows_are_gathered_if_the_backend_cannot_sum_them() -> None:
-    ours = torch.sparse_coo_tensor([[2, 0, 2]], torch.arange(6.0).view(3, 2), (4, 2), check_invariants=True)
-    theirs = torch.sparse_coo_tensor([[0, 1, 3]], torch.ones(3, 2), (4, 2), check_invariants=True).coalesce()
-    others = [torch.tensor([3]), theirs.indices()[0], theirs.values()]
-
-    def gather(everyone: torch.Tensor, own: torch.Tensor, group: object, async_op: bool = False) -> Any:
-        everyone.view(2, *own.shape).copy_(torch.stack([own, others.pop(0)]))
-        return SimpleNamespace(wait=lambda: None)
-
-    route: Any = SimpleNamespace(traits=SimpleNamespace(sums_sparse=False), size=2, group=None)
-    with mock.patch.object(dist, "all_gather_into_tensor", gather):
-        found = start_sum_of_rows(ours, route)()
-    assert found.is_coalesced()
-    assert found.indices().tolist() == [[0, 1, 2, 3]]
-    assert torch.equal(found.to_dense(), ours.to_dense() + theirs.to_dense())
-
-
 FILLS: list[Callable[[ParameterState], object]] = [
     lambda state: state.bucket.accumulate(state),
     lambda state: state.bucket.copy_in([state], in_one_pass=True),
@@ -507,12 +458,9 @@ FILLS: list[Callable[[ParameterState], object]] = [
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_gradient_of_unexpected_layout_is_named_in_error(fill: Any) -> None:
-    with pytest.raises(ValueError, match=r"parameter 'p0' got a sparse gradient, but no nn\.Embedding"):
+def test_sparse_gradient_is_refused(fill: Any) -> None:
+    with pytest.raises(ValueError, match=r"parameter 'p0' has a sparse gradient.* sparse=False"):
         fill(_installed(gradient=SPARSE))
-    if fill is not FILLS[0]:
-        with pytest.raises(ValueError, match=r"parameter 'p0' is the weight of an nn\.Embedding\(sparse=True\)"):
-            fill(_installed(gradient=VALUES, is_sparse=True))
 
 
 def test_late_gradient_has_the_type_of_the_view() -> None:
@@ -523,10 +471,6 @@ def test_late_gradient_has_the_type_of_the_view() -> None:
         late = state.bucket.late_gradient(state)
         assert torch.equal(late, VALUES.to(state.dtype))
         assert late.data_ptr() != state.view.data_ptr()
-    sparse = _installed(is_sparse=True)
-    assert sparse.bucket.late_gradient(sparse).to_dense().tolist() == [0] * 4
-    sparse.parameter.grad = SPARSE.clone()
-    assert sparse.bucket.late_gradient(sparse).to_dense().tolist() == [0, 5, 0, 0]
 
 
 def test_is_replaced_detects_gradients_replaced_after_the_copy() -> None:
@@ -541,11 +485,6 @@ def test_is_replaced_detects_gradients_replaced_after_the_copy() -> None:
     assert not apart.is_replaced, "the view never was the parameter's gradient"
     apart.parameter.grad = VALUES
     assert apart.is_replaced
-    sparse = _installed(is_sparse=True, gradient=SPARSE)
-    sparse.bucket.copy_in([sparse])
-    assert not sparse.is_replaced
-    sparse.parameter.grad = None
-    assert sparse.is_replaced
     repeated = _installed(gradient=VALUES, repeats=True)
     repeated.bucket.copy_in([repeated])
     assert not repeated.is_replaced

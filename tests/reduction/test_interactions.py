@@ -149,13 +149,6 @@ def test_large_gradients_are_copied_at_once_and_small_ones_together() -> None:
     assert not any(options for _, options in calls[1:])
 
 
-def test_reducer_of_a_sparse_embedding_is_detached_before_its_first_step() -> None:
-    with fake_world(0, 1):
-        module = nn.Embedding(4, 2, sparse=True)
-        GradientReducer(module).detach()
-        GradientReducer(module).detach()
-
-
 def test_zero_grad_and_detach_delete_main_grad(world: Worlds) -> None:
     world(2).run(_main_grad_goes)
 
@@ -358,18 +351,6 @@ def _create_graph(width: int) -> None:
 @pytest.mark.parametrize("width", [4, LARGE])
 def test_backward_with_create_graph_leaves_plain_gradients(world: Worlds, width: int) -> None:
     world(2).run(_create_graph, width)
-
-
-def _sparse_tied_to_dense() -> None:
-    embed, head = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 7, bias=False)
-    head.weight = embed.weight
-    module = nn.ModuleDict({"embed": embed, "head": head})
-    with pytest.raises(ValueError, match=r"'embed\.weight' .*sparse=True.*'head\.weight'.*sparse=False"):
-        GradientReducer(module)
-
-
-def test_sparse_embedding_tied_to_dense_layer_is_refused(world: Worlds) -> None:
-    world(2).run(_sparse_tied_to_dense)
 
 
 class Repeated(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from ds_topo import GradientReducer
 from ds_topo.errors import DisagreementError
 from ds_topo.reduction.options import ReductionOptions
+from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
     Model,
@@ -136,3 +137,13 @@ def _different_models() -> None:
 
 def test_construction_names_ranks_with_different_parameters_or_options(world: Worlds) -> None:
     world(2).run(_different_models)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_embedding_is_refused_unless_it_is_frozen(kind: type[nn.Embedding]) -> None:
+    with fake_world(0, 1):
+        module = nn.ModuleDict({"table": kind(7, 4, sparse=True), "head": nn.Linear(4, 7)})
+        with pytest.raises(ValueError, match=r"parameter 'table\.weight' has a sparse gradient.*sparse=False"):
+            GradientReducer(module)
+        module["table"].requires_grad_(False)
+        GradientReducer(module).detach()

@@ -1,4 +1,4 @@
-"""Experts, and unused, sparse, ignored, shared and user-stored parameters."""
+"""Experts, and unused, ignored, shared and user-stored parameters."""
 
 from __future__ import annotations
 
@@ -131,35 +131,6 @@ def test_finish_raises_on_all_ranks_if_they_use_different_parameters(world: Worl
     world(2).run(_unused_without_leave)
 
 
-def _sparse() -> None:
-    rank = dist.get_rank()
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
-
-    ours, alone = build(), build()
-    reducer = GradientReducer(ours)
-    for step in range(4):
-        for module in (ours, alone):
-            module.zero_grad()
-        if step < 3 or rank:  # in the last step the first rank has no row
-            ours(tokens(step, rank)).square().mean().backward()
-        else:
-            (0.0 * sum(parameter.sum() for parameter in ours[1].parameters())).backward()
-            ours[0](torch.empty(0, dtype=torch.long)).sum().backward()
-        for other in range(dist.get_world_size()):
-            if step < 3 or other:
-                (alone(tokens(step, other)).square().mean() / dist.get_world_size()).backward()
-        reducer.finish()
-        assert ours[0].weight.grad.is_sparse
-        assert_close(gradients(ours), gradients(alone))
-
-
-def test_sparse_gradients_equal_those_of_one_process(world: Worlds) -> None:
-    world(2).run(_sparse)
-
-
 def _ignored() -> None:
     module = model()
     reducer = GradientReducer(module, ignored_parameters=["hidden.1.weight", module.hidden[2].weight], **SMALL)
@@ -260,23 +231,6 @@ def _stored() -> None:
 
 def test_gradients_accumulate_in_grad_buffers(world: Worlds) -> None:
     world(2).run(_stored)
-
-
-def _stored_rows() -> list[float]:
-    embedding, rank = nn.Embedding(4, 2, sparse=True), dist.get_rank()
-    buffer = torch.zeros(8)
-    reducer = GradientReducer(embedding, grad_buffers={embedding.weight: buffer}, op="sum")
-    with reducer.no_sync():
-        embedding(torch.tensor([rank])).sum().backward()
-    embedding(torch.tensor([rank, 2])).sum().backward()
-    reducer.finish()
-    assert embedding.weight.grad is None
-    reducer.detach()
-    return buffer[::2].tolist()
-
-
-def test_rows_of_sparse_embeddings_accumulate_in_grad_buffers(world: Worlds) -> None:
-    assert world(2).run(_stored_rows) == [[2.0, 2.0, 2.0, 0.0]] * 2
 
 
 def test_copy_of_module_can_have_its_own_reducer(world: Worlds) -> None:

@@ -25,7 +25,6 @@ from ds_topo.reduction.options import ReductionOptions
 from ds_topo.reduction.parameters import ParameterState, Route
 from ds_topo.reduction.partitions import STEP, PartitionedGradients, PartitionLayout
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, scaling
-from ds_topo.reduction.rows import PlaceOfRows, RowsBucket
 from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
@@ -170,11 +169,11 @@ def test_bucket_bytes_follow_the_measured_link(world: Worlds) -> None:
 # -- reductions of one bucket, in one process ----------------------------------------------------------------------
 
 
-def _state(index: int = 0, numel: int = 4, is_sparse: bool = False, **marks: Any) -> ParameterState:
+def _state(index: int = 0, numel: int = 4, **marks: Any) -> ParameterState:
     parameter = nn.Parameter(torch.zeros(numel))
     for name, mark in marks.items():
         setattr(parameter, name, mark)
-    return ParameterState(index, f"p{index}", parameter, torch.float32, place=PlaceOfRows() if is_sparse else None)
+    return ParameterState(index, f"p{index}", parameter, torch.float32)
 
 
 def _bucket(values: torch.Tensor, route: Route) -> GradientBucket:
@@ -184,15 +183,6 @@ def _bucket(values: torch.Tensor, route: Route) -> GradientBucket:
     bucket = GradientBucket(3, [state])
     bucket.install()
     bucket.flat[: len(values)] = values
-    return bucket
-
-
-def _sparse_bucket(rows: torch.Tensor, route: Route) -> GradientBucket:
-    state = _state(is_sparse=True)
-    state.route = route
-    bucket = RowsBucket(3, [state])
-    bucket.install()
-    state.view = rows.to_sparse()
     return bucket
 
 
@@ -240,14 +230,13 @@ def test_bucket_is_summed_and_scaled_once() -> None:
     for after in (1.0, 0.25):
         with fake_world(0, 2), _recorded_sums(2.0) as sums:
             route = _route(after, op=dist.ReduceOp.AVG)
-            bucket, sparse = _bucket(VALUES, route), _sparse_bucket(VALUES, route)
-            in_flight = [Reduction(bucket), Reduction(sparse)]
-            for reduction, (_, _, work) in zip(in_flight, sums, strict=True):
-                assert not work.wait.called, "the reduction is in flight"
-                reduction.wait()
-                assert work.wait.called
+            bucket = _bucket(VALUES, route)
+            reduction = Reduction(bucket)
+            [(_, _, work)] = sums
+            assert not work.wait.called, "the reduction is in flight"
+            reduction.wait()
+            assert work.wait.called
         assert torch.equal(bucket.flat, VALUES * 2 * after)
-        assert torch.equal(sparse.members[0].view.to_dense(), VALUES * 2 * after)
         assert sums[0][0] is bucket.flat, "no copy"
         assert sums[0][1] == dist.ReduceOp.AVG
     with fake_world(0, 1), _recorded_sums() as sums:
@@ -321,7 +310,7 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
     with fake_world(0, 8):
         used, unused = dist.new_group([0, 1]), dist.new_group([0, 2])
         options = ReductionOptions(expert_groups={"used": used, "unused": unused}, communication_dtype=torch.bfloat16)
-        states = [_state(0), _state(1, allreduce=False, group_name="used"), _state(2, is_sparse=True)]
+        states = [_state(0), _state(1, allreduce=False, group_name="used"), _state(2)]
         measured: list[object] = []
 
         def measure(group: object, device: torch.device) -> int:
@@ -347,7 +336,7 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
             options = ReductionOptions(bucket_bytes=77)
             dense = assign_routes(states[::2], options, dist.group.WORLD, CPU)
         assert (dense.before, dense.after, dense.op, dense.bucket_bytes) == (1.0, 1.0, dist.ReduceOp.AVG, 77)
-        assert [state.scale for state in states[::2]] == [1.0, 1 / 8], "NCCL does not average sparse ones"
+        assert [state.scale for state in states[::2]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
