@@ -80,7 +80,7 @@ def page(spec: str, config: dict[str, Any], *, is_pipeline: bool = False, has_ex
         yield f"{len(parts)} parts; the calls of a method go down this list, and end in DeepSpeed's own method:"
         for part in parts:
             yield f"  {part.mixin:30} {part.file}: {part.why}"
-        yield "Not shown: the classes of a reducer, replicas, check_replicas and verify, which run outside of these."
+        yield "Not shown: the classes of a reducer, replicas and verify, which run outside of these."
         engine = PipelineEngine if is_pipeline else DeepSpeedEngine
         names = {kind: part.file for part in parts[::-1] for kind in part.load().__mro__}
         of_engine = {kind: names[kind] for part in parts for kind in part.load().__mro__ if issubclass(kind, Mixin)}

@@ -27,10 +27,10 @@ CALLED_BY_PROGRAMS = frozenset(
     ]
 )
 """The methods of engines and optimizers that programs call. DeepSpeed itself calls all others."""
-_SUFFIXES = ("OnGrid", "Reduced", "Recorded", "Compared", "Replicated")
-ON_GRID, REDUCED, RECORDED, COMPARED, REPLICATED = range(len(_SUFFIXES))
-"""Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, ``check_replicas``, and
-replicas that are jobs of their own. The name of an object's class gets a suffix for each.
+_SUFFIXES = ("OnGrid", "Reduced", "Recorded", "Replicated")
+ON_GRID, REDUCED, RECORDED, REPLICATED = range(len(_SUFFIXES))
+"""Orders of the methods of mixins, from the innermost on: of a grid, a reducer, a recorder, and replicas that
+are jobs of their own. The name of an object's class gets a suffix for each.
 """
 
 

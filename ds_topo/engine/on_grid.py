@@ -4,9 +4,9 @@ An engine whose mpu is a grid gets its class before its constructor runs (:mod:`
 back when the grid is destroyed. The class is made of the mixins that :mod:`ds_topo.engine.parts` lists for its config
 and its grid. Each derives from :class:`EngineOnGrid`, overrides methods of DeepSpeed, and keeps its own state.
 
-A :class:`~ds_topo.GradientReducer` and ``check_replicas`` add classes of their own, also to engines without a grid.
-Their methods run around those of the parts: those of ``check_replicas`` outside, then those of ``ds-topo verify``,
-which records, then those of the reducer, then the parts.
+A :class:`~ds_topo.GradientReducer` and ``ds-topo verify`` add classes of their own, also to engines without a grid.
+Their methods run around those of the parts: those of ``ds-topo verify``, which records, outside, then those of the
+reducer, then the parts.
 """
 
 from __future__ import annotations

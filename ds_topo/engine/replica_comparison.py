@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo.base.backends import device_in_use
-from ds_topo.base.classes import COMPARED, Mixin, adopt, mixins_of
 from ds_topo.base.marks import expert_group_name, inner_optimizer
 from ds_topo.base.torch_names import devices_of
 from ds_topo.engine.current_mpu import agreement, axes_of_engine
@@ -38,8 +37,8 @@ from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL, PIPE
 
 
-def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = False) -> ReplicaCheck:
-    """Compare the replicas of an engine's parameters and optimizer states bit by bit: now, and every few steps.
+def check_replicas(engine: DeepSpeedEngine, *, slices: bool = False) -> None:
+    """Compare the replicas of an engine's parameters and optimizer states bit by bit; collective over its ranks.
 
     It compares
 
@@ -50,43 +49,59 @@ def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = Fa
       (``tensor_model_parallel``), and the random states, which must be equal for replicated dropout.
 
     It does not compare buffers. A comparison takes one pass over the tensors and an all-reduce of 48 bytes for each.
-    Every rank of the engine raises, whichever replicas differ.
+    Every rank of the engine raises, whichever replicas differ. To find the step after which they differ, call it every
+    few steps::
 
-    ::
-
-        check = check_replicas(engine, every=100)
-        ...
-        check.remove()
+        if engine.global_steps % 100 == 0:
+            check_replicas(engine)
 
     Args:
         engine: the result of ``deepspeed.initialize``.
-        every: the number of steps between comparisons, by the engine's count. 0: compare only now, and at every call of
-            :meth:`ReplicaCheck.now`.
         slices: compare also the slices of a ``model`` axis.
 
     Raises:
-        TypeError: ``engine`` is not an engine, or ``every`` is not a number.
-        ValueError: ``every`` is negative, ``slices`` is set without a grid, or ZeRO stage 3 keeps no replicas.
-        RuntimeError: the engine compares every few steps already.
-        DisagreementError: ranks compare after different steps, or with different arguments; the message names them.
-        ReplicaError: replicas differ; the message names the first tensor that differs, the ranks and their hosts. With
-            ``every``, ``engine.step()`` and ``engine.train_batch()`` may raise it, too.
+        TypeError: ``engine`` is not an engine.
+        ValueError: ``slices`` is set without a grid, or ZeRO stage 3 keeps no replicas.
+        DisagreementError: ranks compare after different steps or with different arguments, do not compare, or cannot
+            compute a digest; the message names them.
+        ReplicaError: replicas differ; the message names the first tensor that differs, the ranks and their hosts.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(
             f"check_replicas: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns"
         )
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r}: give a number of steps, or 0 to compare only now")
-    if every < 0:
-        raise ValueError(f"every={every!r}: give a number of steps, or 0 to compare only now")
     if int(engine.zero_optimization_stage()) == 3:
         raise ValueError(
             "check_replicas: ZeRO stage 3 partitions parameters and keeps no replicas to compare: use stage 0, 1 or 2"
         )
     if slices and not isinstance(engine.mpu, MpuGrid):
         raise ValueError("slices=True needs an engine whose mpu is a grid: pass it a grid, or leave slices=False")
-    return ReplicaCheck(engine, every, slices)
+    everyone = dist.group.WORLD
+    if isinstance(engine.mpu, MpuGrid):
+        everyone = engine.mpu.get_group(axes_of_engine(engine.mpu, isinstance(engine, PipelineEngine)))
+    assert everyone is not None
+    by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
+    sums: dict[int, torch.Tensor] = {}
+    members, when = dist.get_process_group_ranks(everyone), f"after step {engine.global_steps}"
+    with agreement(members, "a comparison of replicas", f"{when}, slices={slices}"):
+        for each in replicated(engine, slices):
+            by_group[each.group].append(each)
+        unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
+        sums = {identity: digest(tensor) for identity, tensor in unique.items()}
+    found = [_difference(brought, group, sums) for group, brought in by_group.items()]
+    text = next((difference for difference in found if difference), "")
+    first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
+    if int(first) == _NOBODY:
+        return
+    counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
+    dist.all_reduce(counted, group=everyone)
+    said = [text]
+    dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
+    raise ReplicaError(
+        f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
+        "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
+    )
 
 
 def compare_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
@@ -160,101 +175,6 @@ def _may_be_split(engine: DeepSpeedEngine, model: nn.Module) -> bool:
         return True
     owners = (dist.ProcessGroup, ProcessGrid)
     return any(isinstance(value, owners) for layer in model.modules() for value in vars(layer).values())
-
-
-class ReplicaCheck:
-    """A comparison of replicas every few steps, until :meth:`remove` or the end of the engine."""
-
-    def __init__(self, engine: DeepSpeedEngine, every: int, slices: bool) -> None:
-        self._engine, self._every, self._slices = engine, every, slices
-        self._release: Callable[[], None] = lambda: None
-        mixin = ComparedPipelineEngine if isinstance(engine, PipelineEngine) else ComparedEngine
-        if every and mixin in mixins_of(engine):
-            raise RuntimeError("this engine already compares its replicas every few steps: remove() that check first")
-        self.now()
-        if every:
-            engine.replica_check = self
-            self._release = adopt(engine, mixin)
-
-    def now(self) -> None:
-        """Compare; collective over the engine's ranks, all of which raise.
-
-        Raises:
-            ReplicaError: replicas differ.
-            DisagreementError: some ranks compare at another time or with other arguments, do not compare, or cannot
-                compute a digest.
-        """
-        engine = self._engine
-        everyone = dist.group.WORLD
-        if isinstance(engine.mpu, MpuGrid):
-            everyone = engine.mpu.get_group(axes_of_engine(engine.mpu, isinstance(engine, PipelineEngine)))
-        assert everyone is not None
-        by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
-        sums: dict[int, torch.Tensor] = {}
-        members, when = dist.get_process_group_ranks(everyone), f"after step {engine.global_steps}"
-        with agreement(members, "a comparison of replicas", f"{when}, every={self._every}, slices={self._slices}"):
-            for each in replicated(engine, self._slices):
-                by_group[each.group].append(each)
-            unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
-            sums = {identity: digest(tensor) for identity, tensor in unique.items()}
-        found = [_difference(brought, group, sums) for group, brought in by_group.items()]
-        text = next((difference for difference in found if difference), "")
-        first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
-        dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
-        if int(first) == _NOBODY:
-            return
-        counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
-        dist.all_reduce(counted, group=everyone)
-        said = [text]
-        dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
-        raise ReplicaError(
-            f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
-            "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
-        )
-
-    def remove(self) -> None:
-        """Stop comparing. Idempotent."""
-        self._release()
-
-    def after_step(self, before: int) -> None:
-        """Compare if a step was taken since the engine had taken ``before`` steps, every few steps."""
-        taken = self._engine.global_steps
-        if taken > before and taken % self._every == 0:
-            self.now()
-
-
-class Compared(Mixin, DeepSpeedEngine):  # type: ignore[misc]
-    """An engine whose replicas are compared every few steps, which finds the step after which they differ."""
-
-    mixin_order, mixin_state = COMPARED, "replica_check"
-    replica_check: ReplicaCheck
-
-    def destroy(self) -> None:
-        """Stop comparing first."""
-        self.replica_check.remove()
-        self.destroy()
-
-
-class ComparedEngine(Compared):
-    """A plain engine whose replicas are compared every few steps."""
-
-    def step(self, *arguments: Any, **options: Any) -> Any:
-        """Compare replicas after the step."""
-        before = self.global_steps
-        result = super().step(*arguments, **options)
-        self.replica_check.after_step(before)
-        return result
-
-
-class ComparedPipelineEngine(Compared, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose replicas are compared every few steps."""
-
-    def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Compare replicas after the step."""
-        before = self.global_steps
-        result = super().train_batch(*arguments, **options)
-        self.replica_check.after_step(before)
-        return result
 
 
 # -- tensors that must be alike ---------------------------------------------------------------------------------------

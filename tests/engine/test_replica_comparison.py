@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_topo import GradientReducer, PipelineParallelGrid, check_replicas, initialize
+from ds_topo import PipelineParallelGrid, check_replicas, initialize
 from ds_topo.engine import replica_comparison as replicas
 from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
@@ -68,14 +68,9 @@ KINDS = {
 
 def _agrees(kind: str) -> None:
     with KINDS[kind]() as (engine, step):
-        before = {name: vars(engine).get(name) for name in ("step", "train_batch", "destroy")}
-        check = check_replicas(engine, every=1, slices=kind != "pipeline of slices")
         for number in range(3):
             step(number)
-        check.now()
-        check.remove()
-        check.remove()
-        assert {name: vars(engine).get(name) for name in before} == before
+            check_replicas(engine, slices=kind != "pipeline of slices")
 
 
 @pytest.mark.sampled(3)
@@ -88,22 +83,6 @@ def _change_a_bit(parameter: torch.Tensor) -> None:
     """Change a bit that a step does not round off."""
     integers, bit = (torch.int16, 4) if parameter.itemsize == 2 else (torch.int32, 16)
     parameter.data.view(integers).view(-1)[0] ^= 1 << bit
-
-
-def _finds(kind: str, changed_rank: int, change: Callable[[Any], str], every: int = 2) -> tuple[str, str, int]:
-    """Return the name of the changed tensor, the error of this rank, and the step after which it was raised."""
-    with KINDS[kind]() as (engine, step):
-        check_replicas(engine, every=every)
-        step(0)
-        name = change(engine) if dist.get_rank() == changed_rank else ""
-        with pytest.raises(ReplicaError) as caught:
-            _steps(step)
-        return name, str(caught.value), engine.global_steps
-
-
-def _steps(step: Callable[[int], object]) -> None:
-    for number in range(1, 6):
-        step(number)
 
 
 def _a_parameter(engine: Any) -> str:
@@ -135,44 +114,23 @@ def _an_expert(engine: Any) -> str:
     return name
 
 
-@pytest.mark.parametrize(
-    ("kind", "changed_rank", "change", "alike"),
-    [
-        pytest.param("plain 0", 2, _a_parameter, (0, 2), marks=pytest.mark.exhaustive),
-        ("pipeline 0", 3, _a_parameter, (2, 3)),
-        ("experts", 2, _an_expert, (0, 2)),
-    ],
-)
-def test_a_changed_bit_raises_on_every_rank_at_the_next_compared_step(
-    world: Worlds, kind: str, changed_rank: int, change: Callable[[Any], str], alike: tuple[int, int]
-) -> None:
-    """The error has the name of the tensor, and the ranks that have each value."""
-    found = world(4).run(_finds, kind, changed_rank, change)
-    name = next(name for name, _, _ in found if name)
-    errors = {error for _, error, _ in found}
-    assert len(errors) == 1
-    (error,) = errors
-    assert name in error
-    assert "replicas differ after step 2, on 2 of 4 ranks" in error
-    assert all(f"ranks [{rank}] on " in error for rank in alike)
-    assert {steps for _, _, steps in found} == {2}
-
-
-def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[str, str]:
-    """Return the name of the changed tensor, and the error of an immediate comparison."""
+def _finds(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[str, str]:
+    """Return the name of the changed tensor, and the error of this rank."""
     with KINDS[kind]() as (engine, step):
-        check = check_replicas(engine)
         step(0)
         name = change(engine) if dist.get_rank() == changed_rank else ""
         with pytest.raises(ReplicaError) as caught:
-            check.now()
+            check_replicas(engine)
         return name, str(caught.value)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("kind", "changed_rank", "change", "alike"),
     [
+        pytest.param("plain 0", 2, _a_parameter, ([0], [2]), marks=pytest.mark.exhaustive),
+        ("pipeline 0", 3, _a_parameter, ([2], [3])),
+        ("experts", 2, _an_expert, ([0], [2])),
         ("plain 0", 1, _a_state, ([1], [3])),
         ("bf16", 3, _a_state, ([1], [3])),
         ("pipeline 0", 1, _a_state, ([0], [1])),
@@ -180,20 +138,23 @@ def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[
         ("bf16 1", 1, _a_parameter, ([0, 2, 3], [1])),
     ],
 )
-def test_now_compares_at_once(
+def test_a_changed_bit_raises_on_every_rank(
     world: Worlds, kind: str, changed_rank: int, change: Callable[[Any], str], alike: tuple[list[int], list[int]]
 ) -> None:
-    """States differ before parameters do. At ZeRO 1, the next gather would overwrite a changed parameter."""
-    found = world(4).run(_asked, kind, changed_rank, change)
+    """The error has the name of the tensor, and the ranks that have each value.
+
+    States differ before parameters do. At ZeRO 1, the next gather would overwrite a changed parameter.
+    """
+    found = world(4).run(_finds, kind, changed_rank, change)
     name = next(name for name, _ in found if name)
     (error,) = {error for _, error in found}
     assert name in error
+    assert "replicas differ after step 1, on " in error
     assert all(f"ranks {ranks} on " in error for ranks in alike)
 
 
 def _slices_differ(what: str) -> str:
     with KINDS["plain 0"]() as (engine, step):
-        check = check_replicas(engine, slices=True)
         step(0)
         odd = dist.get_rank() % 2 == 1
         if what == "random" and odd:
@@ -201,7 +162,7 @@ def _slices_differ(what: str) -> str:
         if what == "norm" and odd:
             _change_a_bit(next(p for n, p in engine.module.named_parameters() if "norm" in n))
         with pytest.raises(ReplicaError) as caught:
-            check.now()
+            check_replicas(engine, slices=True)
         return str(caught.value)
 
 
@@ -223,13 +184,8 @@ def test_slices_with_different_parameters_raise(world: Worlds) -> None:
 def _other_arguments() -> None:
     with KINDS["plain 0"]() as (engine, step):
         is_last = dist.get_rank() == 3
-        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, every=0, slices=True"):
+        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, slices=True"):
             check_replicas(engine, slices=is_last)
-        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, every=1, slices=False"):
-            check_replicas(engine, every=1 if is_last else 2)
-        check_replicas(engine, every=1)
-        with pytest.raises(RuntimeError, match="remove\\(\\) that check first"):
-            check_replicas(engine, every=2)
         step(0)
 
 
@@ -365,27 +321,6 @@ def test_first_slice_warns_of_wrong_parameters(
                 assert all(said in str(each.message) for each in caught)
 
 
-def _beside_a_reducer() -> None:
-    small_engines.start()
-    with PipelineParallelGrid("data=2") as grid:
-        for reducer_goes_first in (True, False):
-            engine, *_ = initialize(model=torch.nn.Linear(4, 2), mpu=grid, config=small_engines.settings())
-            of_grid = type(engine)
-            ends = [GradientReducer.attach(engine).detach, check_replicas(engine, every=1).remove]
-            for end in ends if reducer_goes_first else ends[::-1]:
-                end()
-            assert type(engine) is of_grid
-            check_replicas(engine, every=1)
-            assert type(engine) is not of_grid
-            engine.destroy()
-            assert type(engine) is of_grid, "the check ends with the engine"
-            destroy_engine(engine)
-
-
-def test_remove_and_detach_work_in_any_order(world: Worlds) -> None:
-    world(2).run(_beside_a_reducer)
-
-
 def _refusals() -> None:
     small_engines.start()
     with PipelineParallelGrid("data=2") as grid:
@@ -400,19 +335,6 @@ def _refusals() -> None:
 
 def test_check_replicas_refuses_zero_3_and_other_objects(world: Worlds) -> None:
     world(2).run(_refusals)
-
-
-def _counts() -> None:
-    small_engines.start()
-    engine, *_ = initialize(model=torch.nn.Linear(4, 2), config=small_engines.settings())
-    for every, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError)):
-        with pytest.raises(error, match="give a number of steps"):
-            check_replicas(engine, every=every)  # type: ignore[arg-type]
-    destroy_engine(engine)
-
-
-def test_check_replicas_refuses_invalid_numbers_of_steps(world: Worlds) -> None:
-    world(2).run(_counts)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex128, torch.bool]

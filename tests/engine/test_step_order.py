@@ -17,7 +17,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid, check_replicas, groups, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize
 from ds_topo.base.classes import mixins_of, stock_class
 from ds_topo.base.overrides import mixins
 from ds_topo.engine import on_grid
@@ -41,7 +41,6 @@ class Experts(nn.Module):
 
 
 AS_READ = [
-    "ComparedPipelineEngine.train_batch",
     "ReducedPipelineEngine.train_batch",
     "GuardedCallsOfPipeline.train_batch",
     "CountedMicroBatchesOfPipeline.train_batch",
@@ -59,8 +58,8 @@ AS_READ = [
     "PartitionedOptimizer.update_lp_params",
     "ReducedZero.zero_grad",
 ]
-"""The overrides that a step of a pipeline at ZeRO 1 goes through, with experts, the reducer, a watch and
-``check_replicas``: those of ``check_replicas`` outside, then the reducer's, then the grid's."""
+"""The overrides that a step of a pipeline at ZeRO 1 goes through, with experts, the reducer and a watch:
+the reducer's outside, then the grid's."""
 
 
 def _traced_step() -> tuple[list[str], list[list[str]], list[list[str]]]:
@@ -81,7 +80,6 @@ def _traced_step() -> tuple[list[str], list[list[str]], list[list[str]]]:
             module = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, partition_method="uniform")
             config = settings(zero_optimization={"stage": 1}, gradient_clipping=0.1, gradient_reducer=True)
             engine, *_ = initialize(model=module, config=config)
-            check_replicas(engine, every=1)
             called: list[tuple[Any, str]] = []
 
             def note(frame: Any, event: str, _: object) -> None:

@@ -133,6 +133,6 @@ def _warn_of_tied_weights(engine: PipelineOnGrid) -> None:
     warn(
         f"{kind} is not known to update each element by itself, and {wrapper} gives it vectors of many parameters, "
         "which differ between stages: copies of tied weights may drift apart. Use another optimizer, or ZeRO 0 in "
-        "fp32. ds_topo.check_replicas(engine, every=100) compares the copies. If the optimizer does update each "
+        "fp32. ds_topo.check_replicas(engine) compares the copies. If the optimizer does update each "
         "element by itself, set is_element_by_element = True on its class"
     )
