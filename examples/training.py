@@ -240,9 +240,7 @@ def train(
     if grid.global_rank == 0 and (sentence := describe_restarts(arguments.out)):
         print(sentence)
     if engine.gradient_reducer is not None and grid.global_rank == 0:
-        report = engine.gradient_reducer.report()
-        report.save_trace(arguments.out / "trace.json")
-        print(f"{report}\ntimeline of the last steps: {arguments.out / 'trace.json'}, for https://ui.perfetto.dev")
+        print(engine.gradient_reducer.report())
     return history
 
 

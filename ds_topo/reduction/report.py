@@ -1,11 +1,9 @@
-"""Report the measurements of a reducer: bytes and times of every bucket, as a table and as a Chrome trace."""
+"""Report the measurements of a reducer: bytes and times of every bucket, as a table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -81,38 +79,6 @@ class GradientReport:
                 f"waited for {waited:.2f} ms"
             )
         return "\n".join(lines)
-
-    def chrome_trace(self) -> dict[str, Any]:
-        """Return the timeline as a Chrome trace, for https://ui.perfetto.dev, with one process per rank."""
-        events: list[dict[str, Any]] = []
-
-        def add_name(kind: str, thread: int, name: str) -> None:
-            events.append({"ph": "M", "name": kind, "pid": self.rank, "tid": thread, "args": {"name": name}})
-
-        def add_span(thread: int, name: str, start_ns: int, end_ns: int, **details: object) -> None:
-            times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}  # microseconds
-            events.append({"ph": "X", "name": name, "pid": self.rank, "tid": thread, "args": details, **times})
-
-        add_name("process_name", 0, f"rank {self.rank}")
-        add_name("thread_name", 0, "backward and finish()")
-        tracks: list[int] = []
-        """The end of the last span of every track of communication; spans of one track must not overlap."""
-        for step in self.steps:
-            add_span(0, f"step {step.step}: backward", step.started_ns, step.finish_ns)
-            add_span(0, f"step {step.step}: finish()", step.finish_ns, step.ended_ns)
-            for bucket in step.gathers + step.buckets:
-                track = next((track for track, end in enumerate(tracks) if end <= bucket.launched_ns), len(tracks))
-                tracks[track : track + 1] = [bucket.done_ns]
-                name = f"{'region' if bucket in step.gathers else 'bucket'} {bucket.index}"
-                facts = {"bytes": bucket.nbytes, "parameters": bucket.parameters, "over": bucket.label}
-                add_span(track + 1, name, bucket.launched_ns, bucket.done_ns, **facts)
-        for track in range(len(tracks)):
-            add_name("thread_name", track + 1, f"communication {track}")
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-    def save_trace(self, path: str | Path) -> None:
-        """Write ``chrome_trace()`` as JSON."""
-        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
 
     def __str__(self) -> str:
         return self.table()

@@ -1,6 +1,6 @@
 """Time one step's gradients of a GPT of 10.7 M parameters on two hosts: our reducer, DDP and DeepSpeed's stage 0.
 
-    OMP_NUM_THREADS=1 python -m tests.bench.gradient_overlap [--rate 1gbit] [--rounds 12] [--trace trace.json]
+    OMP_NUM_THREADS=1 python -m tests.bench.gradient_overlap [--rate 1gbit] [--rounds 12]
 
 A step is forward, backward and reduction, without the optimizer. All sides run alternately in the same two processes;
 the output has medians and quartiles of the slower rank. The limit is forward + max(backward, all_reduce), each measured
@@ -10,11 +10,9 @@ alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -35,8 +33,8 @@ from tests.support.gpt_training import PlainGPT, batch
 MODEL = GPTConfig(context=128, width=384, heads=6, depth=6)
 
 
-def measure(rounds: int, samples: int) -> tuple[Times, str, dict[str, Any]]:
-    """Return times, our report and its trace."""
+def measure(rounds: int, samples: int) -> tuple[Times, str]:
+    """Return times, and our report."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
@@ -73,8 +71,7 @@ def measure(rounds: int, samples: int) -> tuple[Times, str, dict[str, Any]]:
         losses[:] = [alone(*data)]  # for the side that times backward alone; it may be the first
 
     times = alternate(sides, rounds, clear, warmup=2)
-    report = reducer.report()
-    return times, report.table(), report.chrome_trace()
+    return times, reducer.report().table()
 
 
 def with_limit(times: Times) -> Times:
@@ -92,21 +89,18 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of each host's link; 'none': two ranks on one host")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--samples", type=int, default=4, help="of 128 bytes, per rank")
-    parser.add_argument("--trace", help="write the first rank's timeline here, for https://ui.perfetto.dev")
     arguments = parser.parse_args()
     work = (measure, arguments.rounds, arguments.samples)
     if arguments.rate == "none":
-        times, report, trace = run_ranks(2, *work, deadline=600)[0]
+        times, report = run_ranks(2, *work, deadline=600)[0]
     else:
         with Cluster(hosts=2, rate=arguments.rate) as cluster:
-            times, report, trace = cluster.run_ranks(*work, timeout=600)[0]
+            times, report = cluster.run_ranks(*work, timeout=600)[0]
     times = with_limit(times)
     print(f"link {arguments.rate}, {arguments.samples} samples per rank, {arguments.rounds} rounds")
     print(table(times))
     print(ratios(times, [("deepspeed", "ours"), ("ddp", "ours"), ("ours", "limit"), ("ddp", "limit")]))
     print(f"\n{report}")
-    if arguments.trace:
-        Path(arguments.trace).write_text(json.dumps(trace))
 
 
 if __name__ == "__main__":

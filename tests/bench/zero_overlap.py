@@ -1,6 +1,6 @@
 """Time training steps of a GPT of 10.7 M parameters on two hosts at ZeRO stages 1 and 2, optimizer included.
 
-    OMP_NUM_THREADS=1 python -m tests.bench.zero_overlap [--rate 1gbit] [--rounds 8] [--sides ours] [--trace trace.json]
+    OMP_NUM_THREADS=1 python -m tests.bench.zero_overlap [--rate 1gbit] [--rounds 8] [--sides ours]
 
 Compares our reducer with DeepSpeed's own reduction, torch's DDP and FSDP2. A side's turn is several steps. The first is
 not counted, because parameters that still arrive when a step returns are part of the next one. Turns alternate in the
@@ -15,7 +15,6 @@ faster. Bytes are those that the first rank's host sends in a step.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -78,8 +77,8 @@ def torch_step(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) 
     return step, lambda: None
 
 
-def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[str, Any]]:
-    """Return times, bytes and reports as text, and a trace."""
+def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str]:
+    """Return times, and bytes and reports as text."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
@@ -125,9 +124,8 @@ def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[st
     weights = [f"{name:28} {sent[name]:8.2f} MB sent" for name in sides]
     reducers = {name: getattr(owner, "gradient_reducer", None) for name, (owner, _) in built.items()}
     reports = {name: reducer.report() for name, reducer in reducers.items() if reducer is not None}
-    trace: dict[str, Any] = next((report.chrome_trace() for report in reports.values()), {})
     texts = ["\n".join(weights), *(f"{name}\n{report}" for name, report in reports.items())]
-    return times, "\n\n".join(texts), trace
+    return times, "\n\n".join(texts)
 
 
 def parts(parallel: Parallel, data: Any) -> dict[str, tuple[Step, Step]]:
@@ -187,14 +185,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="samples of 128 bytes, per rank")
     parser.add_argument("--sides", default="", help="run only the sides with this text in their names")
-    parser.add_argument("--trace", help="write the timeline of our first side here, for https://ui.perfetto.dev")
     arguments = parser.parse_args()
     work = (measure, arguments.rounds, arguments.samples, arguments.sides)
     if arguments.rate == "none":
-        times, report, trace = run_ranks(arguments.ranks, *work, deadline=900)[0]
+        times, report = run_ranks(arguments.ranks, *work, deadline=900)[0]
     else:
         with Cluster(hosts=2, rate=arguments.rate) as cluster:
-            times, report, trace = cluster.run_ranks(*work, timeout=900)[0]
+            times, report = cluster.run_ranks(*work, timeout=900)[0]
     print(f"link {arguments.rate}, {arguments.samples} samples per rank, {arguments.rounds} turns of {STEPS - 1} steps")
     print(table(times))
     limits = {f"limit {exchanges}": limit(times, exchanges) for exchanges in (TORCHS, OURS)}
@@ -210,8 +207,6 @@ def main() -> None:
     for pair in pairs:
         print(ratios(best, [pair]))
     print(f"\n{report}")
-    if arguments.trace:
-        Path(arguments.trace).write_text(json.dumps(trace))
 
 
 if __name__ == "__main__":

@@ -617,8 +617,6 @@ def _reports() -> None:
         report = engine.gradient_reducer.report()
         assert len(report.steps[-1].gathers) == len(engine.gradient_reducer.buckets)
         assert "regions of parameters" in str(report)
-        names = {event["name"] for event in report.chrome_trace()["traceEvents"]}
-        assert {"region 0", "bucket 0"} <= names
         engine.destroy()
 
 
