@@ -10,7 +10,7 @@ Importing this package is fast: torch and DeepSpeed are imported when a name tha
   ``collectives``.
 - Checks: ``check_replicas`` while a job trains, ``verify`` against one process, and the exceptions in ``errors``.
 - Names of others: ``PipeDataParallelTopology``, ``PipeModelDataParallelTopology``, ``parallel_state`` (Megatron's),
-  ``distributed`` (torchshard's), ``mark_tensor_parallel_gradients`` (for an ``mpu`` that is no grid).
+  ``distributed`` (torchshard's).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ds_topo.engine.gradient_reducer import GradientReducer as GradientReducer
     from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
     from ds_topo.engine.norms import clip_grad_norm_ as clip_grad_norm_
-    from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.pipelines.pipeline import DualPipeVModule as DualPipeVModule
     from ds_topo.engine.pipelines.pipeline import LayerSpec as LayerSpec
     from ds_topo.engine.pipelines.pipeline import PipelineModule as PipelineModule
@@ -61,7 +60,6 @@ _MODULES = {
     "clip_grad_norm_": "engine.norms",
     "init_distributed": "engine.start",
     "initialize": "engine.start",
-    "mark_tensor_parallel_gradients": "engine.norms",
     "use": "engine.use",
     "verify": "verification.runs",
     **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "layers", "parallel_state")),

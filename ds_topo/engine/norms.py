@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -54,36 +53,6 @@ class ClippedByGrid(EngineOnGrid):
             self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), self.mpu)
         else:
             super().clip_fp32_gradients()
-
-
-# -- marks ------------------------------------------------------------------------------------------------------------
-
-
-def mark_tensor_parallel_gradients(module: nn.Module) -> Callable[[], None]:
-    """Copy each parameter's ``model_parallel`` mark to its gradient, for an ``mpu`` that is not one of our grids.
-
-    For fp16 and bf16 without ZeRO and with an optimizer that is not fused, DeepSpeed's ``FP16_UnfusedOptimizer`` takes
-    the norm of gradients, which unlike their parameters have no mark: the shards of all tensor-parallel ranks but the
-    first are then missing from the norm, and clipping is too weak. An engine whose mpu is a ``PipelineParallelGrid``
-    does this by itself; elsewhere call it once before ``deepspeed.initialize``.
-
-    Args:
-        module: a module whose tensor-parallel parameters have ``tensor_model_parallel`` or ``model_parallel`` set, as
-            Megatron's and DeepSpeed's have.
-
-    Returns:
-        A function that removes the hooks that set the marks.
-    """
-    handles = ExitStack()
-    for parameter in module.parameters():
-        if parameter.requires_grad and is_model_parallel_parameter(parameter):
-            handles.callback(parameter.register_post_accumulate_grad_hook(_mark).remove)
-    return handles.close
-
-
-def _mark(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:  # ZeRO has taken it already
-        parameter.grad.model_parallel = True  # type: ignore[attr-defined]
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------

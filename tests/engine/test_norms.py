@@ -31,7 +31,6 @@ from ds_topo import (
     clip_grad_norm_,
     groups,
     initialize,
-    mark_tensor_parallel_gradients,
 )
 from ds_topo.base.patches import BF16_DISCARDS_INFINITIES
 from ds_topo.engine import norms, optimizer_norms
@@ -163,30 +162,6 @@ def _replicas(p: nn.Parameter, grid: PipelineParallelGrid) -> list[int]:
 )
 def test_every_parameter_counts_once(world: Worlds, topology: str, size: int, sliced: bool, partitioned: bool) -> None:
     world(4).run(_norm, topology, size, sliced, partitioned)
-
-
-def test_marks_on_gradients_are_removed() -> None:
-    module = nn.Linear(3, 3)
-    module.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-    remove = mark_tensor_parallel_gradients(module)
-    module(torch.ones(1, 3)).sum().backward()
-    assert module.weight.grad.model_parallel
-    assert not hasattr(module.bias.grad, "model_parallel")
-    remove()
-    module.zero_grad()
-    module(torch.ones(1, 3)).sum().backward()
-    assert not hasattr(module.weight.grad, "model_parallel")
-
-
-def test_marks_skip_frozen_parameters_and_missing_gradients() -> None:
-    module = nn.Linear(3, 3)
-    for parameter in module.parameters():
-        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    module.bias.requires_grad_(False)
-    module.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
-    mark_tensor_parallel_gradients(module)
-    module(torch.ones(1, 3)).sum().backward()
-    assert module.weight.grad is None
 
 
 # -- marks and norms of a single rank --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
 from text import standard_library, windows
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, mark_tensor_parallel_gradients
+from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize
 from tests.support.training import (
     Batch,
     Run,
@@ -142,7 +142,6 @@ def plain_engine(topology: str, settings: dict[str, Any]) -> Iterator[tuple[Any,
     _join()
     with PipelineParallelGrid(topology) as grid:
         module = PlainGPT(Parallel(grid.get_group("model")))
-        mark_tensor_parallel_gradients(module)
         second_partition = settings["zero_optimization"].get("zero_hpz_partition_size")
         if second_partition is not None:
             groups.create_zero_partition_groups(grid, second_partition)

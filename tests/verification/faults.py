@@ -328,14 +328,6 @@ def without_corrected_norms() -> AbstractContextManager[object]:
 # -- defects of DeepSpeed: our fix is switched off, and its own function or formula is in force ------------------------
 
 
-def without_marks_of_gradients() -> AbstractContextManager[object]:
-    """Build an engine without our corrections of norms, and without the hooks for other mpus."""
-    undo = ExitStack()
-    undo.enter_context(without_corrected_norms())
-    undo.enter_context(mock.patch.object(gpt_training, "mark_tensor_parallel_gradients"))
-    return undo
-
-
 def deepspeeds_expert_groups() -> AbstractContextManager[object]:
     """Take the tables of experts from DeepSpeed, which assumes pipe x data x model."""
 
@@ -561,7 +553,7 @@ FAULTS: dict[str, Fault] = {
         before=without_corrected_norms,
     ),
     "DeepSpeed's norm of the first slice in bf16": _fault(
-        Job("data=2,model=2", False, BF16), nothing, NORM, "slices [1]", "model", before=without_marks_of_gradients
+        Job("data=2,model=2", False, BF16), nothing, NORM, "slices [1]", "model", before=without_corrected_norms
     ),
     "DeepSpeed's norm of the experts of one slice": _fault(
         _experts("data=2,model=2", zero=1, tensor_parallel=True, clip=0.1),
