@@ -301,7 +301,6 @@ deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf
 deepspeed.runtime.bf16_optimizer.BF16_Optimizer
   bf16_groups: lists the parameters of each flat tensor
   fp32_groups_gradients: lists the buffers in which gradients accumulate
-  fp32_groups_has_gradients: marks buffers that are filled
 deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
   ipg_buckets: lists the gradients that are reduced next
   use_grad_accum_attribute: tells which attribute of a parameter holds its gradient

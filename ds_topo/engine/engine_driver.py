@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
-from torch import nn
 
 from ds_topo.base.classes import REDUCED, Mixin, adopt, stock_class
 from ds_topo.base.marks import is_element_by_element
@@ -45,8 +45,6 @@ class OptimizerGradients:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
-        self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
-        """The buffers in which gradients accumulate, if not in ``parameter.grad``."""
 
     def bind(
         self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
@@ -83,10 +81,12 @@ def why_not_attachable(engine: DeepSpeedEngine) -> str | None:
     if not engine.enable_backward_allreduce and not engine.pipeline_parallelism:
         return f"the optimizer {engine.optimizer_name()!r} communicates by itself: choose one that does not"
     is_stage_2 = int(engine.zero_optimization_stage()) == 2
-    if is_stage_2 and not is_element_by_element(engine.optimizer.optimizer):
+    moves = is_stage_2 or isinstance(engine.optimizer, BF16_Optimizer)
+    if moves and not is_element_by_element(engine.optimizer.optimizer):
         return (
             f"{type(engine.optimizer.optimizer).__name__} is not known to update each element by itself, so its "
-            "partition cannot move to another layout, as stage 2 requires: use stage 0 or 1, or DeepSpeed's reduction"
+            "partition cannot move to another layout, as stage 2 and sums of bf16 in fp32 require: use stage 0 or 1 "
+            'without "grad_accum_dtype": "fp32", or DeepSpeed\'s reduction'
         )
     if is_stage_2 and engine.micro_steps % engine.gradient_accumulation_steps():
         return "a step has begun, and its gradients are in DeepSpeed's partition: attach the reducer after the step"
@@ -131,7 +131,6 @@ class EngineDriver(StepDriver):
             "static_graph": True,
             "allow_late_gradients": True,
             "broadcast_at_start": False,
-            "grad_buffers": self.gradients.grad_buffers,
             "partitions": self.gradients.partitions,
         }
         if not engine.gradient_average:

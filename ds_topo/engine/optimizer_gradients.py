@@ -28,7 +28,6 @@ from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, b
 from ds_topo.engine.partitioned_optimizers import (
     PartitionedBF16,
     PartitionedZero,
-    ReducedBF16,
     ReducedZero,
     ReducerOfOptimizer,
 )
@@ -62,29 +61,6 @@ class WrapperGradients(OptimizerGradients):
         parameters = kind(self.groups)
         self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, parameters)
         bindings.callback(adopt(self.optimizer, self.mixin))
-
-
-class BF16Gradients(WrapperGradients):
-    """``BF16_Optimizer`` with Muon: gradients accumulate in flat buffers, one for each group of parameters."""
-
-    mixin = ReducedBF16
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        buffers = zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True)
-        for parameters, gradients in buffers:
-            self.grad_buffers |= zip(parameters, gradients, strict=True)
-
-    def reduce_tied(self, reduce: Callable[[], None]) -> None:
-        """Sum the gradients in the buffers: the engine would look for those that the optimizer has accumulated."""
-        for weight, group in self.engine.module.get_tied_weights_and_groups():
-            if weight in self.grad_buffers:
-                dist.all_reduce(self.grad_buffers[weight], group=group)
-
-    def mark_reduced(self) -> None:
-        """Mark all buffers as filled."""
-        for flags in self.optimizer.fp32_groups_has_gradients:
-            flags[:] = [True] * len(flags)
 
 
 class Zero1Gradients(WrapperGradients):
@@ -236,4 +212,4 @@ def gradients_of_wrapper(
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
     if is_element_by_element(optimizer.optimizer):  # their arithmetic does not depend on the layout
         return PartitionGradients(engine, sizes(), tied, wider)
-    return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
+    return Zero1Gradients(engine)

@@ -1,9 +1,8 @@
 """Change the methods of DeepSpeed's optimizers while a reducer averages their gradients.
 
-An optimizer gets one of four classes of ours until the reducer is detached (:func:`ds_topo.base.classes.adopt`):
+An optimizer gets one of three classes of ours until the reducer is detached (:func:`ds_topo.base.classes.adopt`):
 
     ReducedZero      ZeRO 1 with an optimizer that needs whole matrices: its partition is cut from whole gradients
-    ReducedBF16      ``BF16_Optimizer`` with such an optimizer
     PartitionedZero  ZeRO 1 and 2 in our layout, with a step of our own
     PartitionedBF16  ``BF16_Optimizer`` in our layout, with a step of our own
 
@@ -106,24 +105,6 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
         self.reduction.forget()
         super().zero_grad(*arguments, **options)
-
-
-class ReducedBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
-    """``BF16_Optimizer`` whose gradients a reducer averages, in the optimizer's own buffers."""
-
-    mixin_order, mixin_state = REDUCED, "reduction"
-    reduction: ReducerOfOptimizer
-
-    def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:
-        """No-op: with immediate_grad_update the optimizer's hooks would accumulate each gradient a second time."""
-
-    def update_hp_grads(self, *_: object, **__: object) -> None:
-        """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
-
-    def clear_hp_grads(self) -> None:
-        """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
-        self.reduction.forget()
-        super().clear_hp_grads()
 
 
 # -- in our layout ----------------------------------------------------------------------------------------------------
@@ -378,8 +359,16 @@ class PartitionedZero(PartitionedOptimizer, ReducedZero):
         )
 
 
-class PartitionedBF16(PartitionedOptimizer, ReducedBF16):
+class PartitionedBF16(PartitionedOptimizer, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``, which accumulates gradients in a second data type, in our layout."""
+
+    mixin_order, mixin_state = REDUCED, "reduction"
+
+    def accumulate_hp_grads_and_remove_lp(self, lp_param: nn.Parameter, group_idx: int, param_idx: int) -> None:
+        """No-op: with immediate_grad_update the optimizer's hooks would accumulate each gradient a second time."""
+
+    def update_hp_grads(self, *_: object, **__: object) -> None:
+        """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
 
     @property
     def bf16_groups_flat(self) -> list[torch.Tensor]:

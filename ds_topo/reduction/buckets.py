@@ -22,7 +22,6 @@ from ds_topo.base.marks import expert_group_name
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.options import BucketSizes, ReductionOptions
 from ds_topo.reduction.parameters import (
-    BUFFER,
     COPIED,
     GRAD,
     NOT_YET,
@@ -104,45 +103,30 @@ def plan_parameters(
 ) -> list[tuple[int, ...]]:
     """Return indices by bucket, for gradients that are expected in this order.
 
-    Parameters of a bucket have one data type, device and route. Each place is one bucket. Buckets over a user's
-    buffers are ordered by their addresses, the highest first. Buckets of experts are ordered by the index of their
-    parameters, the highest first, and not by arrival: replicas of an expert may be in several data-parallel groups,
-    each of which learns an order of its own. Only other buckets have a small first and last one.
+    Parameters of a bucket have one data type, device and route. Each place is one bucket. Buckets of experts are
+    ordered by the index of their parameters, the highest first, and not by arrival: replicas of an expert may be in
+    several data-parallel groups, each of which learns an order of its own. Only other buckets have a small first and
+    last one.
     """
     if not states:
         return []
-    runs = _runs_of_buffers(states)
     kinds: list[Hashable] = []
     capacities: dict[Hashable, int] = {}
     without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
     for state in states:
-        apart = state.place or runs.get(state.index)
-        kind = (state.dtype, state.parameter.device, id(state.route), apart)
+        kind = (state.dtype, state.parameter.device, id(state.route), state.place)
         kinds.append(kind)
         if state.place is not None:
             capacities[kind] = capacities.get(kind, 0) + state.nbytes
-        elif state.grad_buffer is not None or expert_group_name(state.parameter) is not None:
+        elif expert_group_name(state.parameter) is not None:
             without_order[kind].append(state)
             capacities[kind] = state.route.bucket_bytes
     downwards = {
-        kind: iter(sorted(members, key=lambda state: (state.address, state.index), reverse=True))
+        kind: iter(sorted(members, key=operator.attrgetter("index"), reverse=True))
         for kind, members in without_order.items()
     }
     order = [next(downwards[kinds[index]]).index if kinds[index] in downwards else index for index in order]
     return plan_buckets([state.nbytes for state in states], kinds, order, sizes, capacities)
-
-
-def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str, int]]:
-    """Return, for every parameter with a user's buffer, its run of adjacent buffers without gaps."""
-    runs: dict[int, tuple[str, int]] = {}
-    end, number = None, 0
-    buffers = [(state.grad_buffer, state.index) for state in states if state.grad_buffer is not None]
-    for buffer, index in sorted(buffers, key=lambda entry: entry[0].data_ptr()):
-        start = (buffer.untyped_storage().data_ptr(), buffer.dtype, buffer.data_ptr())
-        number += start != end
-        runs[index] = ("run of buffers", number)
-        end = (*start[:2], buffer.data_ptr() + buffer.nbytes)
-    return runs
 
 
 class GradientBucket:
@@ -181,10 +165,8 @@ class GradientBucket:
         return [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
 
     def _first_memory(self) -> torch.Tensor:
-        """Return new memory, or the members' buffers as one tensor."""
+        """Return new memory."""
         first = self.members[0]
-        if first.grad_buffer is not None:
-            return first.grad_buffer.as_strided((self.numel,), (1,))
         multiple = 1 if self.route.exchange is None else self.route.exchange.slices
         size = -(-self.numel // multiple) * multiple
         flat = torch.empty(size, dtype=first.dtype, device=first.parameter.device)
@@ -200,16 +182,16 @@ class GradientBucket:
     def set_views(self) -> None:
         """Give each member its part of the memory; gradients that it still needs move along."""
         for member, offset in zip(self.members, self.offsets, strict=True):
-            parameter, buffer = member.parameter, member.grad_buffer
+            parameter = member.parameter
             # Strides are those of autograd's gradients, except where memory is somebody else's, and plain.
-            if buffer is not None or member.place is not None:
+            if member.place is not None:
                 stride = torch.empty(parameter.shape, device="meta").stride()
             elif parameter.is_contiguous():
                 stride = parameter.stride()
             else:
                 stride = torch.empty_like(parameter, device="meta").stride()
             view = self.flat.as_strided(parameter.shape, stride, self.flat.storage_offset() + offset)
-            if member.holds_live_view and buffer is None:
+            if member.holds_live_view:
                 view.copy_(member.view)
                 parameter.grad = parameter.grad if member.is_apart else view
             member.view = view
@@ -460,7 +442,7 @@ def hand_out(
             state.parameter.grad = state.view
     for state in states:
         parameter, home = state.parameter, state.home
-        if home in (PARTITION, BUFFER):
+        if home is PARTITION:
             parameter.grad = None
         elif home is WIDER and state.index not in keep:
             setattr(parameter, "main_grad", state.view)  # noqa: B010

@@ -52,7 +52,6 @@ class ReductionArguments(TypedDict, total=False):
     overlap: bool | None
     static_graph: bool
     allow_late_gradients: bool
-    grad_buffers: Mapping[nn.Parameter, torch.Tensor]
     partitions: Sequence[Any]
     expert_groups: Mapping[str, ProcessGroup]
     ignored_parameters: Collection[str | nn.Parameter]
@@ -76,7 +75,7 @@ _DTYPES = {
     for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("fp64", "float64"))
     for name in (short, dtype, f"torch.{dtype}")
 }
-_NOT_IN_JSON = ("grad_buffers", "partitions", "expert_groups", "manager")
+_NOT_IN_JSON = ("partitions", "expert_groups", "manager")
 
 
 def unknown_option(name: object, besides: Sequence[str] = (), without: Sequence[str] = ()) -> str:
@@ -142,9 +141,6 @@ class ReductionOptions:
         allow_late_gradients: let later steps of a static graph reach a parameter more often than the first one did.
             Gradients that arrive after their bucket was launched are reduced in ``finish()``. Gradients become views
             of their buckets only there.
-        grad_buffers: for some parameters, the memory in which gradients accumulate instead of the reducer's buckets:
-            contiguous ``[numel]`` tensors of any floating-point type. Buffers adjacent in memory share a bucket. The
-            sum is left there; ``parameter.grad`` is None after ``finish()``.
         partitions: gradients of which every rank needs only its own partition, as
             :class:`~ds_topo.reduction.partitions.PartitionedGradients`. They are reduced to it, in half the time of a
             sum for all ranks. ``parameter.grad`` is None after ``finish()``.
@@ -179,7 +175,6 @@ class ReductionOptions:
     overlap: bool | None = None
     static_graph: bool = False
     allow_late_gradients: bool = False
-    grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     partitions: Sequence[Any] = ()
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
@@ -228,13 +223,6 @@ class ReductionOptions:
                 "allow_late_gradients=True without static_graph: only gradients of a static graph are counted; set "
                 "static_graph=True"
             )
-        for parameter, buffer in self.grad_buffers.items():
-            if buffer.numel() != parameter.numel() or not buffer.is_contiguous() or buffer.device != parameter.device:
-                raise ValueError(
-                    f"grad_buffers: a tensor {list(buffer.shape)} on {buffer.device} for a parameter "
-                    f"{list(parameter.shape)} on {parameter.device}; give a contiguous tensor with as many elements on "
-                    "the same device"
-                )
         self.bucket_sizes(MIB)  # validates the capacities
 
     def bucket_sizes(self, suitable_bytes: int) -> BucketSizes:
@@ -256,8 +244,6 @@ class ReductionOptions:
         >>> ReductionOptions(accumulation_dtype=torch.float16).accumulation_dtype_of(narrow)
         torch.bfloat16
         """
-        if parameter in self.grad_buffers:
-            return self.grad_buffers[parameter].dtype
         for partition in self.partitions:
             if parameter in partition.regions:
                 return cast("torch.dtype", partition.dtype)
@@ -282,5 +268,5 @@ class ReductionOptions:
 
     def summary(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text."""
-        skipped = {"expert_groups", "ignored_parameters", "grad_buffers", "partitions", "manager"}
+        skipped = {"expert_groups", "ignored_parameters", "partitions", "manager"}
         return [f"{name}={value}" for name, value in vars(self).items() if name not in skipped]

@@ -78,13 +78,11 @@ class GradientHome(enum.Enum):
     """In ``parameter.grad``, which is a view of the bucket."""
     WIDER = enum.auto()
     """In the bucket, in another data type; ``main_grad`` is the view of it, and ``parameter.grad`` gets a copy."""
-    BUFFER = enum.auto()
-    """In the user's memory alone."""
     PARTITION = enum.auto()
     """In partitioned gradients alone."""
 
 
-GRAD, WIDER, BUFFER, PARTITION = GradientHome
+GRAD, WIDER, PARTITION = GradientHome
 
 
 class GradientPlace:
@@ -144,8 +142,6 @@ class ParameterState:
     """The type in which its gradient accumulates."""
     repeats: bool = False
     """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
-    grad_buffer: torch.Tensor | None = None
-    """The user's memory for its gradient: contiguous, ``numel`` elements."""
     place: GradientPlace | None = None
     """The place of its gradient, if that is in no bucket of the usual kind."""
     home: GradientHome = field(init=False)
@@ -173,8 +169,6 @@ class ParameterState:
     def __post_init__(self) -> None:
         if self.place is not None:
             self.home = self.place.home
-        elif self.grad_buffer is not None:
-            self.home = BUFFER
         else:
             self.home = GRAD
             self.note_type()
@@ -208,9 +202,7 @@ class ParameterState:
     @property
     def address(self) -> int:
         """The sort key of its gradient among those of its bucket."""
-        if self.place is not None:
-            return self.place.address_of(self.parameter)
-        return 0 if self.grad_buffer is None else self.grad_buffer.data_ptr()
+        return 0 if self.place is None else self.place.address_of(self.parameter)
 
     @property
     def holds_live_view(self) -> bool:
@@ -280,7 +272,6 @@ def find_parameters(
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
             repeats=options.allow_late_gradients,
-            grad_buffer=options.grad_buffers.get(parameter),
             place=options.place_of(parameter),
         )
         # Counting the gradients of others first would need memory for all of them.

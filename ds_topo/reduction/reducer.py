@@ -359,8 +359,6 @@ class StandaloneReducer:
         for state in self._states:
             state.parameter.grad = None
             state.discard_sum()
-            if state.grad_buffer is not None:
-                state.grad_buffer.zero_()
         for partition in self.options.partitions:
             partition.discard()
         self._is_unreduced = False
@@ -545,7 +543,7 @@ class StandaloneReducer:
         gradients are then cleared, on all ranks alike.
         """
         options = self.options
-        leaves_sums = options.accumulation_dtype is not None or options.grad_buffers or options.partitions
+        leaves_sums = options.accumulation_dtype is not None or options.partitions
         if self._state is not REDUCING and not self._is_unreduced and not leaves_sums:
             return
         zeroed = [self._by_parameter[parameter] for parameter in parameters if parameter in self._by_parameter]
@@ -600,7 +598,7 @@ class StandaloneReducer:
 
     def _overwritten(self) -> str | None:
         """Return a description of gradients that the program has changed while they were being reduced, if any."""
-        if type(self.driver) is not StepDriver or self._step.discarded or self.options.grad_buffers:
+        if type(self.driver) is not StepDriver or self._step.discarded:
             return None
         buckets = [reduction.bucket for reduction in self._step.in_flight if reduction.was_overwritten]
         if not buckets:

@@ -114,7 +114,7 @@ def test_factors_of_the_reduction_are_those_of_the_engine(
             communication_data_type=torch.float32,
             has_moe_layers=False,
         )
-        driver.gradients = SimpleNamespace(grad_buffers={}, partitions=())
+        driver.gradients = SimpleNamespace(partitions=())
         options = driver.options()
     factors = {name: options.get(name) for name in ("op", "divisor", "predivide_factor") if name in options}
     assert factors == ({} if kind is PipelineDriver and "divisor" in expected else expected)

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from packaging.version import Version
@@ -643,6 +645,7 @@ def _refusals() -> None:
         ({"enable_backward_allreduce": False}, "the optimizer 'onebitadam' communicates by itself"),
         ({"enable_backward_allreduce": False, "pipeline_parallelism": True}, ""),  # which reduces in its schedule
         ({"stage": 1, "by_element": False}, ""),
+        ({"stage": 1, "by_element": False, "is_bf16": True}, "SGD is not known to update each element by itself"),
         ({"stage": 2}, ""),
         ({"stage": 2, "by_element": False}, "SGD is not known to update each element by itself"),
         ({"stage": 2, "micro_steps": 3}, "a step has begun"),
@@ -652,7 +655,8 @@ def _refusals() -> None:
 )
 def test_engines_that_no_reducer_fits_are_refused_with_the_reason(changed: dict[str, Any], reason: str) -> None:
     inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    of_zero = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    kind = BF16_Optimizer if changed.pop("is_bf16", False) else DeepSpeedZeroOptimizer
+    of_zero = mock.Mock(spec=kind, optimizer=inner, param_groups=inner.param_groups)
     case = {"stage": 0, "by_element": True, "micro_steps": 4, "is_compiled": False, "optimizer": of_zero} | changed
     engine: Any = SimpleNamespace(
         _config=None,

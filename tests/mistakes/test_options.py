@@ -44,7 +44,6 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"first_bucket_bytes": 2.5}, TypeError, "first_bucket_bytes=2.5"),
     ({"ignored_parameters": "weight"}, TypeError, "give a collection of names or parameters"),
     ({"expert_groups": []}, TypeError, "give a mapping"),
-    ({"grad_buffers": 4}, TypeError, "give a mapping"),
     ({"bucket_byte": 4}, TypeError, "bucket_byte"),
 ]
 
@@ -65,7 +64,7 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"enabled": 0}, "give true or false"),
     ({"bucket_byte": 4}, "did you mean 'bucket_bytes'? Options are bucket_bytes"),
     ({"nonsense": 4}, "is not an option. Options are bucket_bytes"),
-    ({"grad_buffers": {}}, "'grad_buffers' is not an option"),
+    ({"partitions": []}, "'partitions' is not an option"),
     ({"bucket_bytes": "4 MB"}, "bucket_bytes='4 MB'"),
     ({"communication_dtype": "int8"}, "choose one of fp32"),
     ({"communication_dtype": 16}, "choose one of fp32"),

@@ -143,22 +143,6 @@ def test_experts_fill_buckets_of_their_routes_size_by_falling_index() -> None:
     assert _buckets([_state(index, route=route) for index in range(5)], SMALL, order) == [(3,), (0, 4, 2), (1,)]
 
 
-def test_buckets_over_grad_buffers_have_no_gaps() -> None:
-    memory, apart = torch.zeros(40), torch.zeros(8)
-    places = [memory[8:12], memory[4:8], memory[12:16], memory[20:24], apart[:4], memory[0:4], apart[4:]]
-    states = [_state(index, grad_buffer=place) for index, place in enumerate(places)]
-    plan = _buckets([*states, _state(7)])
-    assert sorted(map(sorted, plan)) == [[0, 1, 2, 5], [3], [4, 6], [7]]
-    assert (2, 0, 1, 5) in plan, "by falling address"
-    route = _route(32)
-    states = [_state(index, route=route, grad_buffer=memory[start:][:4]) for index, start in enumerate((8, 4, 12))]
-    assert _buckets(states, SMALL, [1, 2, 0]) == [(2, 0), (1,)]
-    whole = torch.zeros(8, dtype=torch.bfloat16)
-    other_type = whole.view(torch.float32)[2:]
-    states = [_state(0, grad_buffer=whole[:4], dtype=torch.bfloat16), _state(1, (2,), grad_buffer=other_type)]
-    assert sorted(_buckets(states)) == [(0,), (1,)], "buffers of different types do not share a bucket"
-
-
 # -- the memory of a bucket ----------------------------------------------------------------------------------------
 
 
@@ -194,18 +178,6 @@ def test_padding_is_zero(multiple: int, length: int) -> None:
     assert len(bucket.flat) == length
     assert bucket.flat[10:].tolist() == [0.0] * (length - 10)
     assert bucket.flat[:10].isnan().all(), "only the padding is written"
-
-
-def test_bucket_over_grad_buffers_is_their_memory() -> None:
-    memory = torch.arange(12.0)
-    upper, lower = _state(0, (2, 3), grad_buffer=memory[6:]), _state(1, (2, 2), grad_buffer=memory[2:6])
-    upper.parameter.data = upper.parameter.data.t().contiguous().t()
-    bucket = _bucket(upper, lower, multiple=100)
-    assert bucket.members == [lower, upper]
-    assert bucket.flat.data_ptr() == memory[2:].data_ptr()
-    assert bucket.flat.tolist() == list(range(2, 12))
-    assert upper.view.tolist() == [[6, 7, 8], [9, 10, 11]], "a user's buffer has plain strides"
-    assert lower.view.tolist() == [[2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
@@ -354,15 +326,12 @@ SPARSE = torch.sparse_coo_tensor([[1, 1]], torch.tensor([2.0, 3.0]), (4,), check
 PLACES: dict[str, dict[str, Any]] = {
     "in the bucket": {},
     "of another type": {"dtype": torch.float64},
-    "in the user's memory": {"grad_buffer": True},
 }
 
 
 def _installed(place: str = "in the bucket", gradient: object = None, **more: Any) -> ParameterState:
     """Return a parameter whose view holds nan, with its own gradient, one in place, or none."""
     given = PLACES[place] | more
-    if "grad_buffer" in given:
-        given["grad_buffer"] = torch.zeros(4)
     state = _state(0, **given)
     state.scale = 0.5
     _bucket(state)
@@ -416,9 +385,8 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
 
 
 @pytest.mark.parametrize("in_one_pass", [True, False])
-@pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
-def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str, in_one_pass: bool) -> None:
-    state = _installed(place, gradient=VALUES)
+def test_copy_in_moves_a_gradient_to_a_view_of_another_type(in_one_pass: bool) -> None:
+    state = _installed("of another type", gradient=VALUES)
     state.scale = 1 / 3
     state.bucket.copy_in([state], in_one_pass)
     assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
@@ -426,9 +394,8 @@ def test_copy_in_moves_a_gradient_to_a_view_of_another_type_or_memory(place: str
     assert state.parameter.grad is None
 
 
-@pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
-def test_view_of_another_type_or_memory_is_zero_without_a_gradient(place: str) -> None:
-    state = _installed(place)
+def test_view_of_another_type_is_zero_without_a_gradient() -> None:
+    state = _installed("of another type")
     state.bucket.copy_in([state])
     assert torch.equal(state.view, torch.zeros(4, dtype=state.dtype))
 

@@ -84,12 +84,9 @@ def test_user_hooks_run_before_the_reduction(world: Worlds, width: int) -> None:
 # -- zero_grad --------------------------------------------------------------------------------------------------------
 
 
-def _discarded_micro_batches(where: str, set_to_none: bool, by_optimizer: bool) -> None:
+def _discarded_micro_batches(set_to_none: bool, by_optimizer: bool) -> None:
     module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    options: dict[str, Any] = {"accumulation_dtype": torch.float32}
-    if where == "buffer":
-        options = {"grad_buffers": {module.weight: torch.zeros(1)}}
-    reducer = GradientReducer(module, **options)
+    reducer = GradientReducer(module, accumulation_dtype=torch.float32)
     owner: Any = torch.optim.SGD(module.parameters(), lr=1.0) if by_optimizer else module
     for value, is_kept in ((100.0, False), (1.0, True)):
         with reducer.no_sync():
@@ -98,17 +95,13 @@ def _discarded_micro_batches(where: str, set_to_none: bool, by_optimizer: bool) 
             owner.zero_grad(set_to_none=set_to_none)
     module(torch.full((1, 1), 0.5, dtype=torch.bfloat16)).sum().backward()
     reducer.finish()
-    found = module.weight.main_grad if where == "dtype" else options["grad_buffers"][module.weight]
-    assert found.item() == 1.0
+    assert module.weight.main_grad.item() == 1.0
 
 
 @pytest.mark.parametrize("by_optimizer", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("where", ["dtype", "buffer"])
-def test_zero_grad_discards_accumulated_micro_batches(
-    world: Worlds, where: str, set_to_none: bool, by_optimizer: bool
-) -> None:
-    world(2).run(_discarded_micro_batches, where, set_to_none, by_optimizer)
+def test_zero_grad_discards_accumulated_micro_batches(world: Worlds, set_to_none: bool, by_optimizer: bool) -> None:
+    world(2).run(_discarded_micro_batches, set_to_none, by_optimizer)
 
 
 def _main_grad_goes() -> None:

@@ -1,4 +1,4 @@
-"""Experts, and unused, ignored, shared and user-stored parameters."""
+"""Experts, and unused, ignored, and shared parameters."""
 
 from __future__ import annotations
 
@@ -197,40 +197,6 @@ def _static_graph() -> None:
 
 def test_static_graph_allows_several_gradients_in_one_backward(world: Worlds) -> None:
     world(2).run(_static_graph)
-
-
-def _stored() -> None:
-    """Accumulate gradients in one flat fp32 buffer with a gap in the middle."""
-    rank = dist.get_rank()
-    module = model().bfloat16()
-    flat = torch.full((20_000,), torch.nan)
-    storage, offset = {}, 100
-    for index, parameter in enumerate(parameter for parameter in module.parameters() if parameter.requires_grad):
-        storage[parameter] = flat[offset : offset + parameter.numel()]
-        offset += parameter.numel() + (3 if index == 4 else 0)
-    reducer = GradientReducer(module, grad_buffers=storage, **SMALL | {"bucket_bytes": 2000})
-    twin = model().bfloat16()
-    expected = GradientReducer(twin, accumulation_dtype=torch.float32, **SMALL)
-    for step in range(3):
-        for micro_batch in range(2):
-            for served, by in ((module, reducer), (twin, expected)):
-                with by.no_sync() if micro_batch == 0 else nullcontext():
-                    served(tokens(2 * step + micro_batch, rank)).backward()
-        reducer.finish()
-        expected.finish()
-        for parameter, other in zip(module.parameters(), twin.parameters(), strict=True):
-            if parameter.requires_grad:
-                assert parameter.grad is None
-                torch.testing.assert_close(storage[parameter], other.main_grad.reshape(-1), rtol=1e-6, atol=1e-8)
-        module.zero_grad()
-        twin.zero_grad()
-    assert all(bucket.flat.untyped_storage().data_ptr() == flat.data_ptr() for bucket in reducer._layout.buckets)
-    with pytest.raises(ValueError, match=r"grad_buffers: a tensor \[7\] on cpu for a parameter \[13, 8\]"):
-        GradientReducer(model(), grad_buffers={model().embed.weight: torch.zeros(7)})
-
-
-def test_gradients_accumulate_in_grad_buffers(world: Worlds) -> None:
-    world(2).run(_stored)
 
 
 def test_copy_of_module_can_have_its_own_reducer(world: Worlds) -> None:
