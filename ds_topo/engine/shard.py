@@ -26,7 +26,6 @@ Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,17 +44,14 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.base.classes import Mixin
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.partition_sums import PartitionSum, SummedPartitions, SumsOfStep
-from ds_topo.errors import listed
 from ds_topo.mpu import MpuGrid, has_shard
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reduction.exchange import PartitionHolders, hosts_in_order
-from ds_topo.topology.axes import SHARD
+from ds_topo.reduction.exchange import PartitionHolders
 
 
 class ShardedEngine(EngineOnGrid):
@@ -95,7 +91,6 @@ class ShardedEngine(EngineOnGrid):
     @contextmanager
     def _partitioned_over_shard(self) -> Iterator[None]:
         grid = self.mpu
-        _tell_of_links(grid)
         whole = self.seq_data_parallel_group
         partitions_parameters = self.zero_optimization_partition_weights()
         if partitions_parameters:
@@ -279,18 +274,6 @@ def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> Non
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor"):
             dist.broadcast(parameter.ds_tensor.data, dist.get_global_rank(copies, 0), group=copies)
-
-
-def _tell_of_links(grid: MpuGrid) -> None:
-    hosts = list(dict.fromkeys(hosts_in_order(grid.get_partition_group())))
-    if len(hosts) > 1 and grid.grid_rank == 0:
-        log_dist(
-            f"ds_topo: {SHARD} spans {len(hosts)} hosts ({listed(hosts)}) in {grid.topology().spec!r}, so parameters "
-            f"and gradients cross them in every step. To keep ZeRO inside a host, name {SHARD!r} as the last axis, "
-            "with at most as many ranks as a host has",
-            ranks=[dist.get_rank()],
-            level=logging.WARNING,
-        )
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds
 the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
 :meth:`GradientBucket.accumulate` and :meth:`GradientBucket.copy_in` move them there, and :func:`hand_out` leaves the
-results to parameters. Other kinds of buckets are subclasses; a ``GradientPlace`` of ``parameters.py`` makes them.
+results to parameters. The buckets of partitioned gradients are a subclass, in ``partitions.py``.
 """
 
 from __future__ import annotations

@@ -185,11 +185,6 @@ def _peer_exchange(
     return known[key]
 
 
-def hosts_in_order(group: ProcessGroup) -> list[str]:
-    """Return the host name of every rank of a group, in the order of its ranks; collective."""
-    return gathered(socket.gethostname(), group)
-
-
 class CollectiveExchange(Exchange):
     """The exchange by torch's collectives, which on NCCL work in place and know the machine's links.
 

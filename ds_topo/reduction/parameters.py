@@ -85,27 +85,6 @@ class GradientHome(enum.Enum):
 GRAD, WIDER, PARTITION = GradientHome
 
 
-class GradientPlace:
-    """A place for the gradients of some parameters that are not in buckets of the usual kind, and reduced together.
-
-    :mod:`~ds_topo.reduction.partitions` has a subclass.
-    """
-
-    home: GradientHome
-    waits_for_bucket = False
-    """True if a gradient stays in ``parameter.grad`` until its bucket is full."""
-    is_lent = False
-    """True if the bucket has memory only from a first gradient on until its sum is collected."""
-
-    def address_of(self, parameter: nn.Parameter) -> int:
-        """Return the sort key of a gradient among those of its bucket."""
-        return 0
-
-    def bucket(self, index: int, members: Sequence[ParameterState]) -> Any:
-        """Return the bucket of this place, a :class:`~ds_topo.reduction.buckets.GradientBucket`."""
-        raise NotImplementedError
-
-
 class Contribution(enum.Enum):
     """Tell what a bucket has of this rank's contribution to the gradient of one parameter, in a step.
 
@@ -142,8 +121,8 @@ class ParameterState:
     """The type in which its gradient accumulates."""
     repeats: bool = False
     """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
-    place: GradientPlace | None = None
-    """The place of its gradient, if that is in no bucket of the usual kind."""
+    place: Any = None
+    """The :class:`~ds_topo.reduction.partitions.RegionOfGradients` of a partitioned gradient, or None."""
     home: GradientHome = field(init=False)
     """Where its gradient accumulates; only a cast of the parameter changes it, from GRAD to WIDER or back."""
 
@@ -167,11 +146,8 @@ class ParameterState:
     """What the bucket has of its gradient; written by the copies, and by :meth:`discard_sum`."""
 
     def __post_init__(self) -> None:
-        if self.place is not None:
-            self.home = self.place.home
-        else:
-            self.home = GRAD
-            self.note_type()
+        self.home = GRAD if self.place is None else PARTITION
+        self.note_type()
 
     def note_type(self) -> None:
         """Update ``home`` after a cast of the parameter."""

@@ -24,7 +24,7 @@ from ds_topo.base.torch_names import ReduceOp
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import GradientBucket
 from ds_topo.reduction.exchange import Exchange, PartitionHolders, Pending, exchange_of
-from ds_topo.reduction.parameters import PARTITION, GradientPlace, ParameterState
+from ds_topo.reduction.parameters import ParameterState
 
 if TYPE_CHECKING:
     from ds_topo.reduction.managed import ReplicaSums
@@ -429,21 +429,24 @@ class PartitionedGradients:
         return torch.empty(numel, dtype=self.dtype, device=self._device)
 
 
-class RegionOfGradients(GradientPlace):
-    """One region of partitioned gradients."""
-
-    home = PARTITION
+class RegionOfGradients:
+    """One region of partitioned gradients, which are reduced together."""
 
     def __init__(self, gradients: PartitionedGradients, region: Region) -> None:
         self.gradients, self.region = gradients, region
-        self.waits_for_bucket, self.is_lent = gradients.waits_for_buckets, gradients.lifetime is not LASTING
+        self.waits_for_bucket = gradients.waits_for_buckets
+        """True if a gradient stays in ``parameter.grad`` until its bucket is full."""
+        self.is_lent = gradients.lifetime is not LASTING
+        """True if the bucket has memory only from a first gradient on until its sum is collected."""
         self.is_whole = region.index in gradients.whole
         """True if every rank needs all of it."""
 
     def address_of(self, parameter: nn.Parameter) -> int:
+        """Return the sort key of a gradient among those of its bucket."""
         return self.gradients.offsets[parameter]
 
     def bucket(self, index: int, members: Sequence[ParameterState]) -> RegionBucket:
+        """Return the bucket of the region."""
         return RegionBucket(index, members, self)
 
 

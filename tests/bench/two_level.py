@@ -10,11 +10,13 @@ send 2 (h - 1) / h of them.
 from __future__ import annotations
 
 import argparse
+import socket
 
 import torch
 import torch.distributed as dist
 
-from ds_topo.reduction.exchange import Exchange, hosts_in_order, two_level_exchange
+from ds_topo.process_groups.creation import gathered
+from ds_topo.reduction.exchange import Exchange, two_level_exchange
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 
@@ -37,7 +39,7 @@ def _setting() -> tuple[list[torch.Tensor], Exchange]:
     group = dist.group.WORLD
     assert group is not None
     buckets = [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)]
-    hosts = dict(enumerate(hosts_in_order(group)))
+    hosts = dict(enumerate(gathered(socket.gethostname(), group)))
     return buckets, two_level_exchange(group, hosts, buckets[0].device)
 
 

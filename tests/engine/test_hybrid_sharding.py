@@ -353,31 +353,6 @@ def test_a_pipeline_refuses_zero_2_and_says_why(world: Worlds) -> None:
     assert "every rank holds all of them until then" in str(error)
 
 
-def _build_across_hosts() -> str:
-    """Return what is logged if ``shard`` spans hosts."""
-    start()
-    config = engine_config(
-        1,
-        topology="data=1,shard=1",
-        optimizer={"type": "SGD", "params": {"lr": 0.1}},
-        zero_optimization={"stage": 1},
-    )
-    with (
-        mock.patch.object(shard, "hosts_in_order", return_value=["first", "second"]),
-        mock.patch.object(shard, "log_dist") as log,
-    ):
-        engine, *_ = initialize(model=nn.Linear(4, 4), config=config)
-    engine.destroy()
-    engine.mpu.destroy()
-    return str(log.call_args.args[0])
-
-
-def test_an_axis_across_hosts_is_allowed_and_logged(world: Worlds) -> None:
-    (message,) = world(1).run(_build_across_hosts)
-    assert "shard spans 2 hosts (['first', 'second']) in 'data=1,shard=1'" in message
-    assert "name 'shard' as the last axis" in message
-
-
 def _live_bytes() -> int:
     """Return the bytes of all tensors of this process, without the spare receive buffers of ZeRO's exchanges.
 
