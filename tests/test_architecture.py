@@ -46,7 +46,7 @@ STANDARD_LIBRARY_ONLY = {
     "checkpoint.manifest",
 }
 """Packages and modules that work without torch."""
-MEASURING = {"plan.calibrate", "plan.live_module"}
+MEASURING = {"plan.calibrate"}
 """Modules of these packages that need torch."""
 ABOVE = {"__init__"}
 """The package's ``__init__``, which imports lazily and which no module imports."""

@@ -284,7 +284,7 @@ def _example_problem(job: Job, layout: JobLayout) -> str | None:
     if EXAMPLE_VOCABULARY % layout.model:
         return f"model={layout.model} does not divide the examples' {EXAMPLE_VOCABULARY} bytes"
     built = None
-    if not model.is_measured and model.hidden % model.heads == 0:
+    if model.hidden % model.heads == 0:
         built = transformer(
             layers=model.layers,
             hidden=model.hidden,

@@ -2,7 +2,6 @@
 
 =====================  ==============================================================================================
 ``model``              the size of a model, from numbers by hand, a ``config.json``, or the name of a public model
-``live_module``        the size of a live module, measured on the meta device
 ``hardware``           GPUs, links and hosts, from tables or from measurements
 ``calibrate``          measurements of the GPUs at hand
 ``job``                a job (model, cluster, batch, precision, program), a layout of it, and the rules for layouts
@@ -14,7 +13,7 @@
 ``explain``            every term in words, and the bytes between hosts
 =====================  ==============================================================================================
 
-Read ``job`` first, then ``memory`` and ``step_time``. All but ``live_module`` and ``calibrate`` do without torch.
+Read ``job`` first, then ``memory`` and ``step_time``. All but ``calibrate`` do without torch.
 ``examples/guides/plan.md`` lists the formulas and their sources. Numbers, names and files that cannot be used raise
 :class:`~ds_topo.errors.TopologyError`.
 """

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.model import Experts, MeasuredLayer, Model
+from ds_topo.plan.model import Experts, Model
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -295,10 +295,6 @@ class JobLayout:
         """Return the rows of a micro-batch in a rank's experts (padded to equal load), and the number of experts."""
         return self.tokens(job) * experts.top_k * job.expert_load, experts.count / self.expert_parallel
 
-    def sequences_of(self, layer: MeasuredLayer, job: Job) -> float:
-        """Return how much a rank computes of a measured layer in a micro-batch, in sequences of the measurement."""
-        return self.micro_batch * job.sequence / layer.positions / self.seq
-
     def activation_bytes(self, job: Job) -> float:
         """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""
         return self.tokens(job) * job.model.hidden * job.precision.activation_bytes
@@ -332,7 +328,7 @@ def degree_problems(job: Job, pipe: int, data: int, seq: int, tensor: int) -> It
     odd = [width for width in model.split_widths if width % tensor]
     if odd:
         yield f"model={tensor} does not divide the width {min(odd)} of a feed-forward layer"
-    if pipe > max(model.layers, 1):
+    if pipe > model.layers:
         yield f"pipe={pipe} is more than the {model.layers} layers"
     if batch % data:
         less = batch // data * data

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Job, JobLayout, Precision, Recompute, Software
-from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, MeasuredLayer, Piece, Split
+from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Piece, Split
 from ds_topo.plan.stages import Costs, PieceBytes, Stage, StageParameters, Sum
 from ds_topo.plan.work import Addable
 
@@ -181,8 +181,6 @@ class _Part(Addable):
 
 def piece_bytes(piece: Piece, layout: JobLayout, job: Job) -> PieceBytes:
     """Return the bytes of a block, or of an end of the model."""
-    if isinstance(piece, MeasuredLayer):
-        return _measured_bytes(piece, layout, job)
     if isinstance(piece, Block):
         return block_bytes(piece, layout, job)
     if piece is End.HEAD:
@@ -219,15 +217,6 @@ def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
     output = layout.tokens(job) * block.hidden * job.precision.activation_bytes / layout.spread
     kept = {Recompute.NONE: whole.kept, Recompute.SELECTIVE: whole.selective, Recompute.FULL: output}
     return PieceBytes(kept, max(attention.working, mlp.working) + around.working, output)
-
-
-def _measured_bytes(layer: MeasuredLayer, layout: JobLayout, job: Job) -> PieceBytes:
-    size, count = job.precision.activation_bytes, layout.sequences_of(layer, job)
-    output = layer.output * size * count
-    kept = layer.kept * size * count + layer.kept_indices * count
-    return PieceBytes(
-        {Recompute.NONE: kept, Recompute.SELECTIVE: kept, Recompute.FULL: output}, working=2 * output, output=output
-    )
 
 
 def _head_bytes(layout: JobLayout, job: Job) -> PieceBytes:

@@ -1,14 +1,13 @@
 """Compute the size of a transformer: exact parameters and multiply-adds, of the whole model and of one rank.
 
 ``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json`` or a name in
-``PRESETS``, and ``ds_topo.plan.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model
-(tensor) axis.
+``PRESETS``. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor) axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property, partial
@@ -175,64 +174,6 @@ class Block:
         return sum(linear.multiplications for linear in (*self.linears, *experts))
 
 
-@dataclass(frozen=True)
-class MeasuredProduct:
-    """``count`` products ``[rows, inner] x [inner, columns]`` of one sequence.
-
-    With more sequences, ``batched`` products grow in number, others in rows.
-    """
-
-    rows: int
-    columns: int
-    inner: int
-    count: int = 1
-    batched: bool = False
-
-
-@dataclass
-class MeasuredLayer:
-    """A layer of a live module, as measured by one forward pass of one sequence. Tensor parallelism cannot split it.
-
-    Args:
-        core_flops: FLOPs of attention's core in forward.
-        core_width: features of its heads.
-        values: values that operators other than products read and write.
-        kept: values that are kept for backward.
-        kept_indices: bytes that are kept and are not floating-point values.
-    """
-
-    name: str
-    positions: int
-    weights: int = 0
-    largest_weight: int = 0
-    products: list[MeasuredProduct] = field(default_factory=list)
-    core_flops: float = 0.0
-    core_width: int = 1
-    values: float = 0.0
-    operators: int = 0
-    kept: float = 0.0
-    kept_indices: float = 0.0
-    output: float = 0.0
-    expert_parameters: int = 0
-
-    def parameters(self, tensor: int = 1) -> int:
-        """Return all parameters: every rank has them."""
-        return self.weights
-
-    def largest_linear(self, tensor: int) -> int:
-        """Return the elements of the largest parameter."""
-        return self.largest_weight
-
-    @property
-    def flops_per_token(self) -> float:
-        """The FLOPs of forward and backward. Backward costs twice as much as forward."""
-        products = sum(one.rows * one.columns * one.inner * one.count for one in self.products)
-        return (3 * 2 * products + 3 * self.core_flops) / self.positions
-
-
-AnyBlock: TypeAlias = "Block | MeasuredLayer"
-
-
 class End(Enum):
     """An end of a model."""
 
@@ -240,7 +181,7 @@ class End(Enum):
     HEAD = "the last norm, the output layer and the cross entropy"
 
 
-Piece: TypeAlias = "AnyBlock | End"
+Piece: TypeAlias = "Block | End"
 """A part of the model whose time and memory are computed: a block, or an end of the model."""
 
 
@@ -260,7 +201,7 @@ class Model:
     hidden: int
     vocabulary: int
     sequence: int
-    blocks: tuple[Block, ...] | tuple[MeasuredLayer, ...]
+    blocks: tuple[Block, ...]
     positions: int = 0
     final_norm_parameters: int = 0
     tied: bool = False
@@ -270,15 +211,6 @@ class Model:
     def layers(self) -> int:
         """The number of blocks."""
         return len(self.blocks)
-
-    @property
-    def is_measured(self) -> bool:
-        """True if the blocks are a live module's layers, the embedding and the output among them."""
-        return isinstance(self.blocks[0], MeasuredLayer)
-
-    @cached_property
-    def _transformer_blocks(self) -> list[Block]:
-        return [block for block in self.blocks if isinstance(block, Block)]
 
     @cached_property
     def parameters(self) -> int:
@@ -291,25 +223,24 @@ class Model:
     @cached_property
     def active_parameters(self) -> int:
         """The parameters that one token meets: all but the experts that it is not sent to."""
-        mixtures = [block.mlp for block in self._transformer_blocks if isinstance(block.mlp, Experts)]
+        mixtures = [block.mlp for block in self.blocks if isinstance(block.mlp, Experts)]
         return self.parameters - sum((mlp.count - mlp.top_k) * mlp.expert.parameters() for mlp in mixtures)
 
     @cached_property
     def heads(self) -> int:
         """The greatest common divisor of the blocks' heads. The model axis must divide it."""
-        return gcd(*(block.attention.heads for block in self._transformer_blocks)) or 1
+        return gcd(*(block.attention.heads for block in self.blocks))
 
     @cached_property
     def split_widths(self) -> frozenset[int]:
         """The widths of feed-forward layers, which tensor parallelism splits."""
-        mlps = (block.mlp for block in self._transformer_blocks)
-        layers = (mlp.shared if isinstance(mlp, Experts) else mlp for mlp in mlps)
+        layers = (block.mlp.shared if isinstance(block.mlp, Experts) else block.mlp for block in self.blocks)
         return frozenset(layer.width for layer in layers if layer)
 
     @cached_property
     def expert_count(self) -> int:
         """The greatest common divisor of the blocks' numbers of experts, 0 without experts."""
-        return gcd(*(block.mlp.count for block in self._transformer_blocks if isinstance(block.mlp, Experts)))
+        return gcd(*(block.mlp.count for block in self.blocks if isinstance(block.mlp, Experts)))
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """Return the FLOPs of forward and backward for one token: ``6 x multiplications + attention``.
@@ -318,13 +249,11 @@ class Model:
         (Narayanan et al., SC 2021, appendix; the embedding's look-up counts nothing). Attention adds
         ``3 x 2 x s x heads x (key width + value width)`` with a full mask, half of it with a causal one.
         """
-        flops = sum(block.flops_per_token for block in self.blocks if isinstance(block, MeasuredLayer))
-        blocks = self._transformer_blocks
-        weights = sum(block.multiplications for block in blocks) + self.hidden * self.vocabulary
+        weights = sum(block.multiplications for block in self.blocks) + self.hidden * self.vocabulary
         pairs = sum(
-            block.attention.heads * (block.attention.key_width + block.attention.value_width) for block in blocks
+            block.attention.heads * (block.attention.key_width + block.attention.value_width) for block in self.blocks
         )
-        return flops + 6.0 * weights + 6.0 * sequence * pairs * (0.5 if causal else 1.0)
+        return 6.0 * weights + 6.0 * sequence * pairs * (0.5 if causal else 1.0)
 
 
 def transformer(

@@ -9,7 +9,7 @@ from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 
 from ds_topo.plan.job import Job, JobLayout, Recompute
-from ds_topo.plan.model import AnyBlock, Block, End, Model, Piece
+from ds_topo.plan.model import Block, End, Model, Piece
 from ds_topo.plan.work import PassCost, Work, pass_cost, piece_work
 
 
@@ -21,13 +21,13 @@ class Stage:
     and waits the least.
     """
 
-    blocks: tuple[AnyBlock, ...]
+    blocks: tuple[Block, ...]
     has_embedding: bool
     has_head: bool
     numbers: tuple[int, ...] = ()
 
     @cached_property
-    def runs(self) -> list[tuple[int, AnyBlock]]:
+    def runs(self) -> list[tuple[int, Block]]:
         """The blocks, equal neighbors together, with how many there are of each."""
         return [(len(list(run)), block) for block, run in groupby(self.blocks)]
 
@@ -70,15 +70,13 @@ def parameter_stages(model: Model, pipe: int) -> list[Stage]:
     before = [embedding, *([model.positions * model.hidden] if model.positions else [])]
     blocks = [block.parameters() + block.expert_parameters for block in model.blocks]
     after = [model.final_norm_parameters, embedding]
-    if model.is_measured:
-        before, after = [], []
     bounds = balanced_parts((*before, *blocks, *after), pipe)
     first = len(before)
     return [
         Stage(
             model.blocks[max(0, start - first) : max(0, min(end - first, model.layers))],
             start == 0 < end,
-            end == bounds[-1] > start and not model.is_measured,
+            end == bounds[-1] > start,
         )
         for start, end in pairwise(bounds)
     ]
@@ -216,7 +214,7 @@ class Costs:
         """Return how many of which pieces a stage has, and what of each is recomputed."""
         pieces = [(count, self._piece(block, layout), layout.recompute) for count, block in kind.runs]
         for end, is_there in ((End.EMBEDDING, kind.has_embedding), (End.HEAD, kind.has_head)):
-            if is_there and not self.job.model.is_measured:
+            if is_there:
                 pieces.append((1, self._piece(end, layout), Recompute.NONE))
         return pieces
 

@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 
 from ds_topo.plan.hardware import Accelerator
 from ds_topo.plan.job import Job, JobLayout, Precision, Software
-from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Linear, MeasuredLayer, Piece
+from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Linear, Piece
 
 LOGIT_BYTES = 24
 """Memory traffic of one logit in the fp32 cross entropy: cast, maximum, exponential, sum, gradient."""
@@ -119,8 +119,6 @@ class Work(Addable):
 
 def piece_work(piece: Piece, layout: JobLayout, job: Job) -> Work:
     """Return the work of a block, or of an end of the model."""
-    if isinstance(piece, MeasuredLayer):
-        return _measured_work(piece, layout, job)
     if isinstance(piece, End):
         return _embedding_work(layout, job) if piece is End.EMBEDDING else _head_work(layout, job)
     attention = _attention_work(piece.attention, layout, job)
@@ -129,31 +127,6 @@ def piece_work(piece: Piece, layout: JobLayout, job: Job) -> Work:
     else:
         mlp = _feed_forward_work(piece.mlp, layout.tokens(job), layout.model, job)
     return attention + mlp + _around_work(piece, layout, job)
-
-
-def _measured_work(layer: MeasuredLayer, layout: JobLayout, job: Job) -> Work:
-    """Return the work of a live module's layer for a micro-batch, from the measurement of one sequence.
-
-    In backward, products have twice their work and other operators twice their traffic.
-    """
-    precision = job.precision
-    size, count = precision.activation_bytes, layout.sequences_of(layer, job)
-    forward, backward = _products(
-        (
-            (item.rows, item.inner, item.columns, item.count * count)
-            if item.batched
-            else (item.rows * count, item.inner, item.columns, item.count)
-            for item in layer.products
-        ),
-        precision.products,
-        size,
-    )
-    core, core_back = _cores(layer.core_flops * count, layer.core_width, job)
-    traffic = layer.values * size * count
-    return Work(
-        forward=Pass(forward, core, traffic, layer.operators),
-        backward=Pass(backward, core_back, 2 * traffic, 2 * layer.operators),
-    )
 
 
 def _embedding_work(layout: JobLayout, job: Job) -> Work:
@@ -197,10 +170,11 @@ def _attention_work(attention: Attention, layout: JobLayout, job: Job) -> Work:
     send, receive = _sequence_exchange(attention, layout, job)
     if job.software.flash_attention:
         flops = 2.0 * scores * (attention.key_width + attention.value_width) / 2
-        core, core_back = _cores(flops, attention.key_width, job)
+        core = Core(flops, job.sequence, attention.key_width, precision.attention)
+        core_back = replace(core, flops=2.5 * flops, backward=True)  # it computes the scores again
         return Work(
-            forward=Pass(forward, core, forward_bytes, 6, send),
-            backward=Pass(backward, core_back, backward_bytes, 10, receive),
+            forward=Pass(forward, (core,), forward_bytes, 6, send),
+            backward=Pass(backward, (core_back,), backward_bytes, 10, receive),
         )
     # bytes per score: written, read and written by softmax, (by dropout, with its mask,) read
     score_forward, score_backward = (6.5 * size, 9.5 * size) if dropout else (4 * size, 7 * size)
@@ -215,12 +189,6 @@ def _attention_work(attention: Attention, layout: JobLayout, job: Job) -> Work:
         ),
         again=Pass((first, second), (), score_forward * scores, 4),
     )
-
-
-def _cores(flops: float, width: int, job: Job) -> tuple[tuple[Core, ...], tuple[Core, ...]]:
-    """Return attention's core in forward and in backward, which has two and a half times the FLOPs."""
-    forward = Core(flops, job.sequence, width, job.precision.attention)
-    return (forward,), (replace(forward, flops=2.5 * flops, backward=True),)
 
 
 def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job, count: float = 1.0) -> Work:

@@ -23,7 +23,7 @@ from ds_topo.plan.job import (
     layout_problem,
 )
 from ds_topo.plan.memory import block_bytes, chunks_in_flight, memory_use, piece_bytes, state_bytes
-from ds_topo.plan.model import Block, MeasuredLayer
+from ds_topo.plan.model import Block
 from ds_topo.plan.stages import Costs, StageParameters
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.plan.jobs import job, jobs_and_layouts
@@ -151,11 +151,3 @@ def test_each_further_expert_of_a_token_keeps_its_row_its_result_and_its_activat
         kept.append(piece_bytes(block, layout, made).kept[Recompute.NONE])
     tokens, hidden, width, size = 2 * 256, 512, 4 * 512, 2
     assert kept[1] - kept[0] == tokens * size * (2 * hidden + 3 * width)
-
-
-def test_measured_layers_keep_values_and_indices() -> None:
-    made = job(sequence=64)
-    layer = MeasuredLayer("embedding", positions=32, kept=10.0, kept_indices=256.0, output=7.0)
-    found = piece_bytes(layer, JobLayout(ProcessTopology.from_spec("data=8"), 3), made)
-    assert found.kept == {Recompute.NONE: 6 * (10 * 2 + 256), Recompute.SELECTIVE: 6 * 276, Recompute.FULL: 6 * 14}
-    assert (found.working, found.output) == (2 * 6 * 14, 6 * 14)
