@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ds_topo.cli.shared import aligned, new_console, new_figure, save_figure, table_of
-from ds_topo.errors import TopologyError, bytes_text
+from ds_topo.errors import TopologyError
 from ds_topo.plan import explain
 from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
 from ds_topo.plan.memory import BUCKET_PARAMETERS
@@ -105,10 +105,9 @@ def _print_explained(console: Console, found: Found) -> None:
     console.print(f"\n[bold]bytes of the fullest rank[/bold], limit {found.job.cluster.memory_limit / 1e9:.1f} GB")
     console.print(_terms_table(explain.explain_memory(costs, best), best.memory.total, "GB", 1e-9))
     console.print("\n[bold]axes on hosts[/bold]")
-    table = table_of("axis", ">ranks", ">hosts", "link", ">leave a host per step")
+    table = table_of("axis", ">ranks", ">hosts", "link")
     for use in explain.explain_axes(costs, best.layout):
-        sent = bytes_text(use["bytes_per_host"]) if use["bytes_per_host"] else "-"
-        table.add_row(use["axis"], str(use["ranks"]), str(use["hosts"]), use["link"], sent)
+        table.add_row(use["axis"], str(use["ranks"]), str(use["hosts"]), use["link"])
     console.print(table)
     console.print("\n[bold]the same degrees in other orders[/bold]")
     for plan in orders_of(found.job, best)[:SHOWN_ORDERS]:

@@ -10,7 +10,7 @@
 ``memory``             the bytes of a rank at its peak
 ``step_time``          the hosts that groups span, the seconds of their collectives, and those of a step
 ``search``             the best layouts, and the smallest cluster that fits
-``explain``            every term in words, and the bytes between hosts
+``explain``            every term in words, and what another layout loses
 =====================  ==============================================================================================
 
 Read ``job`` first, then ``memory`` and ``step_time``. All but ``calibrate`` do without torch.

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ds_topo.errors import bytes_text
 from ds_topo.plan import step_time
-from ds_topo.plan.hardware import Cluster
 from ds_topo.plan.job import JobLayout, Recompute
 from ds_topo.plan.memory import chunks_in_flight, stage_memory
 from ds_topo.plan.search import TIE, Found, Plan, Tally
-from ds_topo.plan.stages import Costs, Stage
-from ds_topo.plan.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, Span, Spans
-from ds_topo.plan.work import Transfer
-from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
-
-COUNTED_HOSTS = 64
-"""``host_traffic`` counts at most this number of hosts."""
+from ds_topo.plan.stages import Costs
+from ds_topo.plan.step_time import EXPERT, FROM_OWNERS, GRADIENTS, Span, Spans
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
+from ds_topo.topology.rank_tables import gradient_axes
 
 
 @dataclass(frozen=True)
@@ -106,12 +100,11 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
 
 
 def explain_axes(costs: Costs, layout: JobLayout) -> list[dict[str, Any]]:
-    """Return the hosts that each axis' groups span, and the bytes that leave the busiest host for it in a step.
+    """Return the hosts that each axis' groups span.
 
     The axis of gradients is all axes of replicas, such as ``data+seq (gradients)``.
     """
     spans = step_time.layout_spans(costs, layout)
-    traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
     replicas = "+".join(axis for axis in gradient_axes(layout.topology) if layout.topology.get_dim(axis) > 1)
     names = {GRADIENTS: f"{replicas} (gradients)", EXPERT: "experts"}
     return [
@@ -119,7 +112,6 @@ def explain_axes(costs: Costs, layout: JobLayout) -> list[dict[str, Any]]:
             "axis": names.get(axis, axis),
             "ranks": span.size,
             "hosts": span.hosts,
-            "bytes_per_host": traffic.get(axis, 0.0),
             "link": "across hosts" if span.hosts > 1 else "inside hosts",
         }
         for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL)
@@ -194,81 +186,3 @@ def _ms(seconds: float) -> str:
     ('2.35 s', '12.3 ms')
     """
     return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def host_traffic(costs: Costs, layout: JobLayout) -> list[dict[str, float]]:
-    """Return the bytes that leave each host in a step, by axis, as its interface counts them.
-
-    ``GRADIENTS`` stands for gradients and gathered parameters. Of many hosts, only the first ones and the last one are
-    counted. Rings visit the ranks of a group in order, as NCCL's do if ranks of a host are adjacent.
-    """
-    slots, world = costs.job.cluster.slots, layout.topology.world_size()
-    hosts = -(-world // slots)
-    counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
-    kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.numbers}
-    two_level = step_time.two_level_pays(costs, layout, step_time.layout_spans(costs, layout))
-    traffic: list[dict[str, float]] = []
-    for host in counted:
-        traffic.append({})
-        for rank in range(host * slots, min((host + 1) * slots, world)):
-            for message, ranks in _messages(costs, layout, kinds, rank):
-                sent = _bytes_sent(message, ranks, rank, costs.job.cluster, two_level)
-                if sent:
-                    traffic[-1][message.axis] = traffic[-1].get(message.axis, 0.0) + sent
-    return traffic
-
-
-def _messages(
-    costs: Costs, layout: JobLayout, kinds: Mapping[int, Stage], rank: int
-) -> Iterator[tuple[Transfer, Sequence[int]]]:
-    """Yield everything that a rank sends in a step (``"send"``: to one rank), and the ranks that take part.
-
-    ``kinds`` has the kind of each stage.
-    """
-    job, topology, micro_batches = costs.job, layout.topology, layout.micro_batches(costs.job.batch)
-    stage = topology.layout.index_of(rank, topology.axes.index(PIPE)) if PIPE in topology.axes else 0
-    ranks = {axis: topology.get_axis_ranks(axis, rank) for axis in (MODEL, SEQ)}
-    ranks[GRADIENTS] = topology.get_axis_ranks(gradient_axes(topology), rank)
-    if SHARD in topology.axes:
-        ranks[SHARD], ranks[COPIES] = (topology.get_axis_ranks(axes, rank) for axes in (SHARD, copy_axes(topology)))
-    if job.model.expert_count:
-        plan = ExpertPlan(topology, layout.expert_parallel, expert_tensor_parallel=True)
-        ranks[EXPERT], ranks[EXPERT_DATA] = plan.expert_ranks(rank), plan.expert_data_ranks(rank)
-    for count, cost, recompute in costs.pieces(kinds[stage], layout):
-        again = [cost.work.forward] if recompute is Recompute.FULL else []
-        for one in (cost.work.forward, cost.work.backward, *again):
-            for item in one.transfers:
-                yield replace(item, count=count * item.count * micro_batches), ranks[item.axis]
-    for item in step_time.gradient_messages(costs, layout, kinds[stage]):
-        yield item, ranks[item.axis]
-    if layout.pipe == 1:
-        return
-    # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), layout.activation_bytes(job)
-    before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
-    for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
-        yield Transfer(PIPE, "send", size / layout.model, times * micro_batches), (rank, peer)
-    if not layout.sequence_parallel:
-        # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
-        gathers = before + after + (after if job.software.eager else 0)
-        yield Transfer(MODEL, "all_gather", size, gathers * micro_batches), ranks[MODEL]
-    if stage in (0, layout.pipe - 1) and (tied := step_time.tied_bytes(costs, layout)):
-        yield Transfer(GRADIENTS, "send", tied), (rank, line[-1] if stage == 0 else line[0])  # each sends its own
-
-
-def _bytes_sent(message: Transfer, ranks: Sequence[int], rank: int, cluster: Cluster, two_level: bool) -> float:
-    """Return the bytes that ``rank`` itself sends to other hosts in all ``count`` messages."""
-    operation, size = message.operation, message.count * message.size
-    host_of = [peer // cluster.slots for peer in ranks]
-    host, hosts = rank // cluster.slots, len(set(host_of))
-    if hosts == 1:
-        return 0.0
-    if operation == "send":
-        return size
-    if operation == "all_to_all":
-        return size / len(ranks) * (len(ranks) - host_of.count(host))
-    passes = step_time.ring_passes(operation)
-    if operation == "all_reduce" and message.axis == GRADIENTS and two_level:
-        return passes * size / (len(ranks) / hosts) * (hosts - 1) / hosts
-    leaves = host_of[(ranks.index(rank) + 1) % len(ranks)] != host
-    return passes * size * (len(ranks) - 1) / len(ranks) if leaves else 0.0
