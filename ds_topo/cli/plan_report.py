@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,13 @@ from rich.table import Table
 from ds_topo.cli.shared import aligned, new_console, new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
 from ds_topo.plan import explain
-from ds_topo.plan.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, JobLayout, Recompute
+from ds_topo.plan.job import SOFTWARE, Job, JobLayout, Recompute
 from ds_topo.plan.memory import BUCKET_PARAMETERS
-from ds_topo.plan.model import transformer
 from ds_topo.plan.search import Found, Plan, orders_of
 from ds_topo.plan.stages import Costs
 from ds_topo.plan.step_time import GRADIENTS, layout_spans, two_level_pays
 from ds_topo.topology.axes import DATA, SHARD
 
-EXAMPLE_VOCABULARY = 256
-"""The examples' tokens are bytes."""
 SHOWN_ORDERS = 6
 
 
@@ -244,15 +239,9 @@ def _reducer(costs: Costs, layout: JobLayout) -> dict[str, Any] | bool:
 
 
 def print_config(job: Job, plan: Plan, path: str, config: str) -> None:
-    """Print the written config, and the command that trains with it or what a program of one's own must bring."""
+    """Print the written config, and what a program that trains with it must bring."""
     print(f"\n{path}:\n{config}\n")
     layout = plan.layout
-    problem = _example_problem(job, layout)
-    if problem is None:
-        print(f"train with: {_example_command(job, layout, path)}")
-        if not Path("examples/train_gpt.py").exists():
-            print("ds-topo examples copies that program to this folder")
-        return
     parts = {
         f"experts over {layout.expert_parallel} ranks": job.model.expert_count > 0,
         "sequence parallelism": layout.sequence_parallel,
@@ -260,59 +249,4 @@ def print_config(job: Job, plan: Plan, path: str, config: str) -> None:
         "an optimizer with its learning rate": True,
     }
     beside = ", ".join(part for part, is_needed in parts.items() if is_needed)
-    console = new_console()
-    for text in (f"It is for a program of your own: {problem}.", f"That program must bring {beside}."):
-        console.print(text, markup=False)
-
-
-def _example_problem(job: Job, layout: JobLayout) -> str | None:
-    """Return why no example trains this model in this layout, or None.
-
-    The examples are GPTs over bytes in a ``PipelineModule``. One has a mixture of experts in every block, and each
-    token goes through one expert.
-    """
-    if job.software.mirrors:
-        return "the examples have no DualPipeVModule"
-    model, for_them = job.model, f"--software {DEEPSPEED_PIPELINE.name} plans for them"
-    if layout.zero > 1:
-        return f"the examples are pipelines, which have no ZeRO {layout.zero}; {for_them}"
-    if layout.seq > 1:
-        return f"the examples do not split sequences; {for_them}"
-    if model.expert_count and (layout.model > 1 or job.precision.name == "fp16"):
-        return "the example with experts has no model axis and no fp16"
-    if EXAMPLE_VOCABULARY % layout.model:
-        return f"model={layout.model} does not divide the examples' {EXAMPLE_VOCABULARY} bytes"
-    built = None
-    if model.hidden % model.heads == 0:
-        built = transformer(
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            vocabulary=EXAMPLE_VOCABULARY,
-            sequence=job.sequence,
-            experts=model.expert_count,
-            top_k=min(1, model.expert_count),
-            gated=False,
-            name=model.name,
-        )
-    if replace(model, sequence=job.sequence) != built:
-        return (
-            f"the examples are GPTs over bytes (--no-gated --vocab {EXAMPLE_VOCABULARY}, --ffn 4 x hidden, no "
-            "--kv-heads, --top-k 1)"
-        )
-    return None
-
-
-def _example_command(job: Job, layout: JobLayout, path: str) -> str:
-    model, cluster = job.model, job.cluster
-    options = (
-        f"--config {shlex.quote(path)} --batch-size {job.batch} --context {job.sequence} --width {model.hidden} "
-        f"--heads {model.heads} --depth {model.layers}"
-    )
-    if model.expert_count:
-        options += f" --experts {model.expert_count} --expert-parallel {layout.expert_parallel}"
-    if layout.sequence_parallel:
-        options += " --sequence-parallel"
-    nodes = f"--nnodes {cluster.hosts} " if cluster.hosts > 1 else ""
-    program = "train_moe.py" if model.expert_count else "train_gpt.py"
-    return f"torchrun {nodes}--nproc-per-node {cluster.slots} examples/{program} {options}"
+    new_console().print(f"A program that trains with it must bring {beside}.", markup=False)
