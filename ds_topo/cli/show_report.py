@@ -5,9 +5,8 @@ It is printed as tables of any width, or drawn: hosts as boxes, ranks coloured b
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -27,11 +26,9 @@ from ds_topo.launch.hosts import HostMap, check_size
 from ds_topo.launch.placement import Placement
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import (
-    EXPERT,
     EXTRA_MARK,
     MODEL,
     PIPE,
-    SEQ,
     SHARD,
     axis_in_spec,
     check_meanings,
@@ -55,31 +52,6 @@ STAGE_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 """Colours of stages, in turn, as names, so that the terminal's own theme applies."""
 
 
-def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
-    """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one.
-
-    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
-    {'model': 'AutoTP'}
-
-    Args:
-        config: the content of a DeepSpeed config.
-        degrees: the degree of each axis.
-    """
-    names = ("tensor_parallel", "expert_parallel", "hybrid_engine", "compile", "zero_optimization")
-    tensor, experts, hybrid, compiled, zero = (
-        section if isinstance(section := config.get(name), Mapping) else {} for name in names
-    )
-    is_split = isinstance(config.get(names[0]), Mapping) and tensor.get("autotp_size", 2) not in (0, 1)
-    stage, passes = zero.get("stage", 0), compiled.get("passes")
-    uses = {
-        MODEL: "AutoTP" if is_split else "hybrid engine" if hybrid.get("enabled") is True else "",
-        EXPERT: "AutoEP" if experts.get("enabled") is True else "",
-        SEQ: "AutoSP" if isinstance(passes, Sequence) and "autosp" in passes else "",
-        SHARD: f"ZeRO {stage}" if stage in (1, 2, 3) else "",
-    }
-    return {axis: use for axis, use in uses.items() if use and degrees.get(axis, 1) > 1}
-
-
 @dataclass(frozen=True)
 class LayoutView:
     """A layout as ``ds-topo show`` displays it."""
@@ -88,8 +60,6 @@ class LayoutView:
     names: dict[str, str]
     """The user's own name of each axis, such as ``tensor`` for ``model``."""
     host_map: HostMap | None
-    mechanisms: tuple[str, ...] = ()
-    """The parts of DeepSpeed that use axes according to a config, such as ``model=2: AutoTP``."""
 
     @classmethod
     def of(cls, text: str, host_map: HostMap | None) -> LayoutView:
@@ -109,11 +79,7 @@ class LayoutView:
         check_meanings(topology.axes, topology.extra_axes)
         given = [part.partition("=")[0] for part in spec.split(",")] if isinstance(spec, str) else list(dict(spec))
         unmarked = (name.strip().removeprefix(EXTRA_MARK).strip() for name in given)
-        config = json.loads(Path(text).read_text(encoding="utf-8")) if text.endswith(".json") else {}
-        names = {axis_in_spec(name): name for name in unmarked}
-        degrees = dict(zip(topology.axes, topology.dims, strict=True))
-        using = tuple(f"{names[axis]}={degrees[axis]}: {use}" for axis, use in mechanisms_of(config, degrees).items())
-        return cls(topology, names, host_map, using)
+        return cls(topology, {axis_in_spec(name): name for name in unmarked}, host_map)
 
     @property
     def spec(self) -> str:
@@ -230,8 +196,6 @@ def print_axes(console: Console, view: LayoutView) -> None:
         table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *_crossing_cells(kind))
     console.print(table)
     console.print()
-    for line in view.mechanisms:
-        say(console, line)
     own = len(created_groups(view.topology, 0))
     say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
     if view.placement is not None and SHARD in view.topology.axes:

@@ -108,19 +108,6 @@ def test_a_topology_is_read_from_a_config(capsys: pytest.CaptureFixture[str], tm
         assert run(capsys, str(config)).startswith("data=2,pipe=2: 4 ranks")
 
 
-def test_mechanisms_of_a_config_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = tmp_path / "ds_config.json"
-    options = {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True}}
-    config.write_text(json.dumps({"topology": "tensor=2,expert=2,data=1", **options}))
-    out = run(capsys, str(config))
-    assert "tensor=2: AutoTP\nexpert=2: AutoEP\n" in out
-    config.write_text(json.dumps({"topology": "model=2,data=2", "tensor_parallel": {"autotp_size": 0}}))
-    assert "AutoTP" not in run(capsys, str(config))
-    options = {"compile": {"passes": ["autosp"]}, "zero_optimization": {"stage": 1}}
-    config.write_text(json.dumps({"topology": "data=2,seq=2,shard=2", **options}))
-    assert "seq=2: AutoSP\nshard=2: ZeRO 1\n" in run(capsys, str(config))
-
-
 def test_one_rank_is_shown_with_its_groups_and_neighbors(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "pipe=2,data=2,model=2", "--hosts", "2", "--slots", "4", "--rank", "5")
     assert out.startswith("rank 5: pipe=1, data=0, model=1 on host1, slot 1\n")

@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo import PipelineParallelGrid, groups, initialize
 from ds_topo.base.supported import SLICES_WITH_EXPERTS, require
 from ds_topo.checkpoint.manifest import SavedLayout, SavedOptions, SavedStructure
-from ds_topo.cli.show_report import mechanisms_of
 from ds_topo.engine import config_options as table
 from ds_topo.engine.checks import check_model
 from ds_topo.engine.config import Case, check_config, check_sections_and_sizes, may_assume_ranks
@@ -343,21 +342,19 @@ def test_a_reducer_is_refused_before_the_engine_is_built(option: Option) -> None
 
 
 @pytest.mark.parametrize(
-    ("topology", "options"),
+    ("topology", "options", "expected"),
     [
-        ("data=2,model=2", AUTO_TENSOR),
-        ("expert=2,data=2", AUTO_EXPERTS),
-        ("seq=2,data=2", AUTO_SEQUENCE),
-        ("model=2,data=2", HYBRID),
-        ("data=2,shard=2", {"zero_optimization": {"stage": 2}}),
-        ("data=4", SECOND_PARTITION),
+        ("data=2,model=2", AUTO_TENSOR, {"model": "AutoTP"}),
+        ("expert=2,data=2", AUTO_EXPERTS, {"expert": "AutoEP"}),
+        ("seq=2,data=2", AUTO_SEQUENCE, {"seq": "AutoSP"}),
+        ("model=2,data=2", HYBRID, {"model": "hybrid engine"}),
+        ("data=2,shard=2", {"zero_optimization": {"stage": 2}}, {"shard": "ZeRO 2"}),
+        ("data=4", SECOND_PARTITION, {"data": "hpZ"}),
     ],
 )
-def test_the_table_and_the_command_show_name_the_same_mechanisms(topology: str, options: dict[str, Any]) -> None:
+def test_the_table_names_what_uses_each_axis(topology: str, options: dict[str, Any], expected: dict[str, str]) -> None:
     with fake_world(0, 4), PipelineParallelGrid(topology) as grid:
         case = Case(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
-        degrees = {axis: case.degree(axis) for axis in grid.topology().axes}
-        expected = mechanisms_of(options, degrees) or {"data": "hpZ"}
         assert mechanisms_on(case) == expected
 
 
