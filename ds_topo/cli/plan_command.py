@@ -23,10 +23,10 @@ from ds_topo.cli.shared import (
     refuse_without_effect,
     write_file,
 )
-from ds_topo.errors import LaunchError, TopologyError, WorldSizeError, tell
+from ds_topo.errors import TopologyError, WorldSizeError, tell
 from ds_topo.plan import hardware
 from ds_topo.plan.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, Machine
+from ds_topo.plan.hardware import GIGA, TERA, Accelerator, Cluster, HostRanks, Machine
 from ds_topo.plan.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.plan.model import PRESETS, Model, read_model, transformer
 from ds_topo.plan.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
@@ -60,7 +60,7 @@ SHOWN_PLANS = 10
 """The default of --top."""
 POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
 """The options that are positive numbers."""
-NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "json")
+NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "machine", "json")
 """The arguments that are no options of a plan."""
 
 
@@ -114,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars, into FILE.png, .svg or .pdf")
     add("--write", metavar="FILE", help="write the best plan as a DeepSpeed config")
     add = parser.add_argument_group("measurements").add_argument
-    calibrate = "measure the GPUs of this machine first (under a launcher: of all ranks, with links); save it in FILE"
+    calibrate = "measure a GPU of this machine first; save its speeds in FILE, with the links of --machine"
     add("--calibrate", nargs="?", const="", metavar="FILE", help=calibrate)
 
 
@@ -130,12 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
                 raise TopologyError(f"{option_of(name)} {value}: {rule}")
     planning = given_options(arguments, *(name for name in vars(arguments) if name not in NOT_OF_A_PLAN))
     check_ending("--picture", arguments.picture, (".png", ".svg", ".pdf"))
-    refuse_both(given_options(arguments, "calibrate", "machine"), "say how fast this machine is")
     machine = hardware.read_machine(arguments.machine) if arguments.machine else None
     if arguments.calibrate is not None:
-        machine, is_first = _calibrated(arguments.calibrate)
-        if not is_first:
-            return 0
+        machine = _calibrated(arguments.calibrate, machine)
         if not planning:
             if not arguments.calibrate:
                 print(json.dumps(asdict(machine), indent=1))
@@ -211,9 +208,7 @@ def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
             )
         cluster = replace(cluster, memory_limit=limit)
     if machine is not None:
-        start = cluster.start_seconds if machine.start_seconds is None else machine.start_seconds
-        inside, across = machine.inside or cluster.inside, machine.across or cluster.across
-        cluster = replace(cluster, inside=inside, across=across, start_seconds=start)
+        cluster = replace(cluster, inside=machine.inside or cluster.inside, across=machine.across or cluster.across)
     inside, across = arguments.link_inside_gbps, arguments.link_across_gbps
     if inside:
         cluster = replace(cluster, inside=hardware.Link(inside * GIGA, cluster.inside.latency))
@@ -334,21 +329,16 @@ def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
     return "next: " + "\n      ".join(steps)
 
 
-def _calibrated(path: str) -> tuple[Machine, bool]:
-    """Measure the GPUs of this machine, with all ranks of a launcher; return True on the rank that plans."""
+def _calibrated(path: str, links: Machine | None) -> Machine:
+    """Measure the GPU of this machine, and write it with the links, if they are known, into the file ``path``."""
     from ds_topo.base.backends import accelerator
-    from ds_topo.launch.joining import join
-    from ds_topo.launch.launchers import detect_launch
-    from ds_topo.plan.calibrate import calibrate
 
-    try:
-        launch = detect_launch()
-        rank, ranks = launch.rank, launch.world_size
-    except LaunchError:
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise
-        rank, ranks = 0, 1
-    if path and rank == 0 and not Path(path).absolute().parent.is_dir():
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise TopologyError(
+            "--calibrate measures one GPU: start it without a launcher, once; ds-topo check SPEC --json FILE measures "
+            "links under a launcher, and --machine FILE reads them"
+        )
+    if path and not Path(path).absolute().parent.is_dir():
         raise TopologyError(f"--calibrate {path!r}: there is no folder {str(Path(path).parent)!r}")
     if accelerator() is None:
         raise TopologyError(
@@ -356,16 +346,15 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
             f"--accelerator (one of {', '.join(hardware.ACCELERATORS)}), or calibrate on a machine that has GPUs and "
             "give its file with --machine FILE"
         )
-    if ranks > 1:
-        join(verbose=False)
-    machine = calibrate()
-    if ranks > 1:
-        import torch.distributed as dist
+    import torch
 
-        dist.destroy_process_group()
-    if path and rank == 0:
+    from ds_topo.plan.calibrate import calibrate
+
+    machine = links or Machine([HostRanks(torch.accelerator.device_count())])
+    machine = replace(machine, speeds=calibrate())
+    if path:
         write_file("--calibrate", path, json.dumps(asdict(machine), indent=1))
-    return machine, rank == 0
+    return machine
 
 
 def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -> dict[str, Any]:

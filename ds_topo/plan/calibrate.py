@@ -1,31 +1,22 @@
-"""Measure the GPUs at hand for the planner: products, attention, memory, update, links.
-
-Under a launcher every rank takes part. All measure at the same time, and the links between hosts are measured too.
-"""
+"""Measure a GPU at hand for the planner: products, attention, memory, update. ``ds-topo check`` measures links."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from ds_topo.base.backends import current_device, synchronize
-from ds_topo.plan.hardware import HostRanks, Link, Machine, Speeds, cluster_of
+from ds_topo.plan.hardware import Speeds, cluster_of
 from ds_topo.plan.job import BF16, DEEPSPEED, Job, JobLayout
 from ds_topo.plan.model import transformer
 from ds_topo.plan.stages import Costs
-from ds_topo.process_groups.creation import gathered
-from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import RankGroup
 
-ROUNDS, MESSAGE_ROUNDS, BLOCK_ROUNDS = 15, 5, 5
-MESSAGE_BYTES = 8 << 20
+ROUNDS, BLOCK_ROUNDS = 15, 5
 SMALL_PRODUCT, LARGE_PRODUCT = (8192, 8192, 256), (8192, 8192, 4096)
 """Rows, columns and depth of the measured products."""
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,29 +29,9 @@ TINY, LARGE = (1, 8, 64, 2), (4, 2048, 4096, 32)
 """Sequences, positions, hidden width and heads of the measured transformer blocks, in bf16."""
 
 
-def calibrate() -> Machine:
-    """Measure the GPUs. Collective over the process group, if there is one; every rank gets the same result."""
+def calibrate() -> Speeds:
+    """Measure the current GPU. The others are taken for equal ones."""
     device = current_device()
-    speeds = _measure_speeds(device)
-    if not dist.is_initialized():
-        return Machine([HostRanks(torch.accelerator.device_count())], speeds)
-    speeds, *_ = gathered(speeds)
-    teams: dict[str, list[int]] = {}
-    for rank, name in enumerate(gathered(socket.gethostname())):
-        teams.setdefault(name, []).append(rank)
-    hosts = list(teams.values())
-    inside, across = _links(device, hosts)
-    start_seconds = _start_seconds(device, inside, across)
-    return Machine([HostRanks(len(team)) for team in hosts], speeds, inside, across, start_seconds)
-
-
-def name_and_memory(device: torch.device) -> tuple[str, float]:
-    """Return the name of a GPU, and the bytes of its memory."""
-    gpus = torch.get_device_module(device)
-    return str(gpus.get_device_name(device)), float(gpus.get_device_properties(device).total_memory)
-
-
-def _measure_speeds(device: torch.device) -> Speeds:
     name, memory = name_and_memory(device)
     flops: dict[str, float] = {}
     depth = 0
@@ -83,6 +54,12 @@ def _measure_speeds(device: torch.device) -> Speeds:
     return _with_blocks_measured(kernels, device)
 
 
+def name_and_memory(device: torch.device) -> tuple[str, float]:
+    """Return the name of a GPU, and the bytes of its memory."""
+    gpus = torch.get_device_module(device)
+    return str(gpus.get_device_name(device)), float(gpus.get_device_properties(device).total_memory)
+
+
 def _with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
     """Return the speeds with ``launch_seconds`` and ``block_share``, measured with transformer blocks.
 
@@ -93,7 +70,7 @@ def _with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
     launches = _planned_seconds(replace(speeds, launch_seconds=1.0), TINY)
     # the median, not the best: programs reach it step after step
     tiny, large = (
-        median([1 / _rate(_block_step(shape, device), device, 0.1) for _ in range(BLOCK_ROUNDS)])
+        median([_step_seconds(_block_step(shape, device), device) for _ in range(BLOCK_ROUNDS)])
         for shape in (TINY, LARGE)
     )
     share = _planned_seconds(speeds, LARGE) / large
@@ -127,21 +104,21 @@ def _block_step(shape: tuple[int, int, int, int], device: torch.device) -> Calla
     return step
 
 
-def _rate(step: Callable[[], object], device: torch.device, seconds: float, times: int = 1) -> float:
-    """Return steps per second, over at least so many seconds and so many steps."""
+def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Return the mean seconds of a step, over at least a tenth of a second. The first step is not counted."""
     step()
     done, started = 0, time.perf_counter()
-    while done < times or time.perf_counter() - started < seconds:
+    while time.perf_counter() - started < 0.1:
         step()
         done += 1
         synchronize(device)
-    return done / (time.perf_counter() - started)
+    return (time.perf_counter() - started) / done
 
 
-def _best(device: torch.device, work: Callable[[], object], calls: int = 1, rounds: int = ROUNDS) -> float:
+def _best(device: torch.device, work: Callable[[], object], calls: int = 1) -> float:
     """Return the seconds per call of the fastest of a few rounds. The first round is not counted."""
     times = []
-    for _ in range(rounds + 1):
+    for _ in range(ROUNDS + 1):
         synchronize(device)
         started = time.perf_counter()
         for _ in range(calls):
@@ -210,55 +187,3 @@ def _update_seconds(device: torch.device) -> float:
         optimizer.step()
 
     return _best(device, update)
-
-
-def _links(device: torch.device, hosts: list[list[int]]) -> tuple[Link | None, Link | None]:
-    """Measure the link of a rank to a peer on its host, and of a host to another with all ranks at work; collective."""
-    ranks = {(host, place): rank for host, team in enumerate(hosts) for place, rank in enumerate(team)}
-    host, place = next(where for where, rank in ranks.items() if rank == dist.get_rank())
-    slots = len(hosts[0])
-    with ProcessGrid("data=-1") as grid:
-        inside = _link(device, grid, ranks.get((host, place ^ 1)), 1) if slots > 1 else None
-        across = _link(device, grid, ranks.get((host ^ 1, place)), slots) if len(hosts) > 1 else None
-    return inside, across
-
-
-def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: int) -> Link:
-    """Measure a link that ``together`` pairs of ranks share; collective.
-
-    Latency is that of messages of the first pair alone. Bandwidth is that of sums of all pairs at the same time, as
-    most bytes of a step are those of all_reduces.
-    """
-    rank = dist.get_rank()
-    pair = None
-    if peer is not None:
-        ends = (min(rank, peer), max(rank, peer))
-        pair = grid.create_group(RankGroup((f"ranks {ends[0]} and {ends[1]}",), ends))
-    large, small = torch.ones(MESSAGE_BYTES // 4, device=device), torch.ones(1, device=device)
-
-    is_first = peer is not None and min(rank, peer) == 0
-    calls = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-
-    def there_and_back() -> None:
-        for call in calls:
-            call(small, peer)
-
-    dist.barrier()
-    latency = max(gathered(_best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0))
-    dist.barrier()
-    # the mean, not the best: a round in which other pairs pause has the link alone
-    seconds = 0.0
-    if pair is not None:
-        seconds = 1 / _rate(lambda: dist.all_reduce(large, group=pair), device, 0.0, MESSAGE_ROUNDS)
-    seconds = median(number for number in gathered(seconds) if number)
-    return Link(together * MESSAGE_BYTES / max(seconds - 2 * latency, 1e-9), latency)
-
-
-def _start_seconds(device: torch.device, inside: Link | None, across: Link | None) -> float:
-    """Measure the seconds of a small all_reduce over all ranks beside its hops; collective."""
-    value = torch.ones(1, device=device)
-    dist.barrier()
-    seconds = median(gathered(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS)))
-    ranks = dist.get_world_size()
-    hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
-    return max(seconds - hops, 0.0)

@@ -1,7 +1,7 @@
 """Describe the machine that a job runs on: accelerators, links and hosts, from data sheets or from measurements.
 
-``ds-topo plan --calibrate`` writes a file with measured speeds and links; ``ds-topo check --json`` writes one with
-measured links.
+``ds-topo check --json`` writes a file with measured links; ``ds-topo plan --calibrate`` writes one with measured
+speeds, and the links of ``--machine`` if it has them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def usable_bytes(memory_bytes: float) -> float:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The measured speeds of one GPU, with every rank at work.
+    """The measured speeds of one GPU.
 
     Args:
         product_flops: FLOP/s of the largest matrix products, by format.
@@ -271,7 +271,6 @@ class Machine:
     speeds: Speeds | None = None
     inside: Link | None = None
     across: Link | None = None
-    start_seconds: ZeroOrMore | None = None
 
     @property
     def slots(self) -> int:

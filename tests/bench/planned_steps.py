@@ -150,10 +150,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("torch finds no NVIDIA GPU here: run it on a machine that has one")
     warnings.simplefilter("ignore")
-    machine = read_machine(arguments.machine) if arguments.machine else calibrate()
-    print(machine.speeds)
-    assert machine.speeds is not None
-    known = {"measured": machine.speeds.accelerator()}
+    speeds = read_machine(arguments.machine).speeds if arguments.machine else calibrate()
+    print(speeds)
+    assert speeds is not None
+    known = {"measured": speeds.accelerator()}
     name = torch.cuda.get_device_name().split()[1]
     with suppress(TopologyError):  # it is not in the table
         known[f"table's {name}"] = accelerator_of(name)

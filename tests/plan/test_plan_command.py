@@ -336,7 +336,6 @@ def test_plans_keep_other_decisions(capsys: pytest.CaptureFixture[str]) -> None:
         ([*JOB, "--sequence-parallel", "--fix", "model=1"], "parallelism needs a model axis, model=2 or more\n"),
         ([*JOB, "--fix", "ep=2"], "experts are distributed with --expert-parallel N"),
         ([*JOB, "--expert-load", "2"], "--expert-load has no effect: the model has no experts"),
-        (["--calibrate", "a.json", "--machine", "b.json"], "--calibrate and --machine both say how fast"),
         ([*JOB, "--picture", "plan"], "--picture 'plan': give a file name that ends in .png or .svg or .pdf"),
         (["--model", __file__], "is not JSON"),
         ([*JOB, "--layers", "2049"], "2049 layers: the planner takes at most 2048"),
