@@ -42,8 +42,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--groups", action="store_true", help="list the ranks of every group")
     add("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
-    parameter = 'show which ranks hold which part of a parameter: "weight 4096x4096 split=1"'
-    add("--parameter", metavar="TEXT", help=f"{parameter}; default: ranks and groups")
     add("--replicas", metavar="AXIS", help="show which hosts are a replica, if each is a job of its own")
     add("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
     add("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
@@ -75,9 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         content = [layout_as_json(view, groups=arguments.groups) for view in views]
         json.dump(content[0] if len(views) == 1 else comparison_as_json(views, content), sys.stdout)
         print()
-    elif arguments.parameter is not None:
-        for view in views:
-            show_report.print_parameter(console, view, arguments.parameter)
     elif arguments.replicas is not None:
         for view in views:
             show_report.print_replicas(console, view, arguments.replicas)
@@ -105,7 +100,7 @@ def _check_output(arguments: argparse.Namespace) -> None:
         raise TopologyError(f"{pictures[0]} draws one layout, but two specs are given: draw each with its own command")
     if not pictures:
         refuse_without_effect(given_options(arguments, "links"), "it is for a picture: give --svg FILE or --png FILE")
-    shown = {"rank": "one rank", "parameter": "a parameter", "replicas": "replicas"}
+    shown = {"rank": "one rank", "replicas": "replicas"}
     for name, what in shown.items():
         for option in ("json", "groups"):
             if getattr(arguments, name) is not None and getattr(arguments, option):

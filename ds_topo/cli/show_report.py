@@ -5,7 +5,6 @@ It is printed as tables of any width, or drawn: hosts as boxes, ranks coloured b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from math import ceil, hypot, log2, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +25,6 @@ from ds_topo.launch.placement import Placement
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import (
     EXTRA_MARK,
-    MODEL,
     PIPE,
     SHARD,
     axis_in_spec,
@@ -249,52 +246,6 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
     created = created_groups(topology, rank)  # each distinct set of ranks once, without the world's own group
     listed = f": {', '.join(view.label(group.axes) for group in created)}" if created else ""
     say(console, f"It creates {counted(len(created), 'process group')} besides the world's{listed}.")
-
-
-def print_parameter(console: Console, view: LayoutView, text: str) -> None:
-    """Print which part of a parameter each rank computes with: a cell for each slice, placed as in the parameter."""
-    match = _PARAMETER.fullmatch(text.strip())
-    if match is None:
-        raise TopologyError(
-            f'--parameter {text!r}: give a name and a shape, such as "weight 4096x4096 split=1"; split=DIMENSION names '
-            "the one that the model axis splits, stage=N the pipeline stage (default: 0)"
-        )
-    topology, shape = view.topology, [int(size) for size in match["shape"].split("x")]
-    given = dict(re.findall(r"(\w+)=(\d+)", match["options"]))
-    stage, split = int(given.get("stage", 0)), int(given["split"]) if "split" in given else None
-    slices = max(1, topology.get_dim(MODEL)) if split is not None else 1
-    if stage >= max(1, topology.get_dim(PIPE)):
-        raise TopologyError(f"--parameter {text!r}: {view.spec} has no stage {stage}, they are numbered from 0")
-    if split is not None and (split >= len(shape) or shape[split] % slices):
-        fitting = [dim for dim, size in enumerate(shape) if size % slices == 0]
-        choices = f"write split={' or split='.join(map(str, fitting))}" if fitting else "change the shape"
-        raise TopologyError(
-            f"--parameter {text!r}: {slices} slices must have equal sizes, so {slices} must divide the dimension that "
-            f"split= names (numbered from 0): {choices}, or another degree of the model axis"
-        )
-    holders: list[list[int]] = [[] for _ in range(slices)]
-    for rank in range(topology.world_size()):
-        place = topology.get_coord(rank)._asdict()
-        if place.get(PIPE, 0) == stage:
-            holders[place.get(MODEL, 0) if slices > 1 else 0].append(rank)
-    cells = []
-    for number, ranks in enumerate(holders):
-        places = [f"{number * size // slices}:{(number + 1) * size // slices}" for size in shape]
-        part = ", ".join(places[dim] if dim == split and slices > 1 else ":" for dim in range(len(shape)))
-        cells.append(_coloured(f"[{part}]\nranks {placements.few_ranks(ranks, 8)}", number))
-    halves = f"split along dimension {split} into {slices} slices" if slices > 1 else "whole on each rank"
-    where = f", stage {stage}" if topology.get_dim(PIPE) > 1 else ""
-    console.print(f"{match['name']} {match['shape']}: {halves}{where}", style="bold", highlight=False, markup=False)
-    for sideways in (True, False) if split else (False,):
-        table = Table(box=box.SQUARE, show_header=False, show_lines=True)
-        for row in [cells] if sideways else [[cell] for cell in cells]:
-            table.add_row(*row)
-        if console.measure(table, options=console.options.update(width=UNBOUNDED)).maximum <= console.width:
-            break
-    console.print(table)
-
-
-_PARAMETER = re.compile(r"(?P<name>\S+)\s+(?P<shape>\d+(x\d+)*)(?P<options>(\s+(split|stage)=\d+)*)")
 
 
 def print_replicas(console: Console, view: LayoutView, axis: str) -> None:

@@ -118,20 +118,6 @@ def test_one_rank_is_shown_with_its_groups_and_neighbors(capsys: pytest.CaptureF
     assert "It creates 0 process groups besides the world's." in run(capsys, "data=4", "--rank", "1")
 
 
-def test_a_parameter_is_drawn_as_the_slices_that_ranks_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, "pipe=2,data=2,tensor=2", "--parameter", "weight 4096x4096 split=1 stage=1")
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    assert out.startswith("weight 4096x4096: split along dimension 1 into 2 slices, stage 1\n")
-    assert lines[2:4] == [["[:, 0:2048]", "[:, 2048:4096]"], ["ranks [4, 6]", "ranks [5, 7]"]]
-    rows = run(capsys, "data=2,model=8", "--parameter", "qkv.weight 64x8 split=0").splitlines()
-    assert [row.strip("│ ") for row in rows if ":, " in row or ", :]" in row] == [
-        f"[{first}:{first + 8}, :]" for first in range(0, 64, 8)
-    ]
-    many = run(capsys, "data=2,model=8", "--parameter", "w 64x64 split=1").splitlines()
-    assert max(map(len, many)) < 80, "slices are below each other if they do not fit beside each other"
-    assert "ranks [0, 1, 2, 3]" in run(capsys, "data=2,model=2", "--parameter", "norm 64")
-
-
 def test_replicas_are_shown_with_their_ranks_and_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "data=2,shard=2,model=2", "--replicas", "data", "--hosts", "2", "--slots", "4").splitlines()
     assert [line.split() for line in lines[2:]] == [
@@ -396,16 +382,7 @@ def test_ranks_are_coloured_by_stage() -> None:
         ),
         (["data=2", "data=2", "data=2"], "give one to show it, or two to compare them"),
         (["data=2", "--png", "/nowhere/a.png"], "picture '/nowhere/a.png' cannot be written"),
-        (["data=2", "--parameter", "w"], 'give a name and a shape, such as "weight 4096x4096 split=1"'),
-        (
-            ["model=2", "--parameter", "w 8x7 split=1"],
-            "must have equal sizes, so 2 must divide the dimension that split= names (numbered from 0): write split=0",
-        ),
-        (["model=2", "--parameter", "w 8 split=1"], "2 slices must have equal sizes"),
-        (["model=3", "--parameter", "w 8x8 split=1"], "change the shape, or another degree of the model axis"),
-        (["pipe=2", "--parameter", "w 8 stage=2"], "pipe=2 has no stage 2"),
-        (["data=2", "--parameter", "w 8", "--json"], "--parameter shows a parameter, --json all ranks: give one"),
-        (["data=2", "--parameter", "w 8", "--rank", "0"], "--rank and --parameter both say what to show"),
+        (["data=2", "--replicas", "data", "--rank", "0"], "--rank and --replicas both say what to show"),
         (["nowhere.json"], "config 'nowhere.json' cannot be read"),
     ],
 )
