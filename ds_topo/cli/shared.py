@@ -8,14 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.errors import HostError, TopologyError, printable, tell
 from ds_topo.launch.hosts import HostMap, Hosts, expand_node_list, read_hostfile, slurm_map
-from ds_topo.launch.launchers import address_of, in_step
+from ds_topo.launch.launchers import in_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,8 +25,6 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 """Matches numbers, which are not names of hosts."""
 UNBOUNDED = 1 << 16
 """More characters than a line has."""
-_AT_A_TIME = 64
-"""The number of names that are resolved simultaneously."""
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
@@ -44,7 +41,6 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     add("--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts; default: all")
     slots = "use only the first N slots of each host; default: all"
     add("--num-gpus", "--num_gpus", metavar="N", type=int, help=slots)
-    add("--resolve", action="store_true", default=None, help="fail if a name has no address")
 
 
 def check_ending(option: str, path: str | Path | None, endings: Iterable[str]) -> None:
@@ -85,7 +81,7 @@ def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
     filters = given_options(arguments, *_FILTERS)
     refuse_both(given, "say which hosts there are", HostError)
     if not given:
-        extra = filters + given_options(arguments, "slots", "resolve")
+        extra = filters + given_options(arguments, "slots")
         if extra:
             raise HostError(f"{extra[0]} needs hosts: give --hostfile FILE, --hosts N --slots M, or --slurm")
         return None
@@ -97,19 +93,7 @@ def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
         host_map = slurm_map(os.environ, of_step=in_step(os.environ))
     else:
         host_map = HostMap.block(_filtered(_named_hosts(arguments), arguments))
-    if arguments.resolve:
-        check_addresses(host_map.hosts.names)
     return host_map
-
-
-def check_addresses(names: Sequence[str]) -> None:
-    """Resolve all names simultaneously, and name those without an address."""
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        errors = [result.exception() for result in [pool.submit(address_of, name) for name in names]]
-    failed = [str(error) for error in errors if error is not None]
-    if failed:
-        more = f" (and {len(failed) - 8} more)" if len(failed) > 8 else ""
-        raise HostError("; ".join(failed[:8]) + more)
 
 
 def _named_hosts(arguments: argparse.Namespace) -> Hosts:
