@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import inf, prod
@@ -156,8 +155,6 @@ def run(arguments: argparse.Namespace) -> int:
         plan_report.print_found(found, compared, arguments.compare, explained=bool(arguments.explain))
         if arguments.write:
             plan_report.print_config(job, found.best, arguments.write, config)
-        else:
-            print("\n" + _next_steps(arguments, found))
     return 0
 
 
@@ -310,23 +307,6 @@ def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
         hint = f": did you mean {meant[0]!r}? Choose" if meant else "; choose"
         experts = "; experts are distributed with --expert-parallel N" if EXPERT in map(axis_meant, unknown) else ""
         raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned{hint} among {list(AXES)}{experts}")
-
-
-def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
-    """Return the command that shows where the best plan puts every rank, and how to write a config for it."""
-    cluster = found.job.cluster
-    hosts = ["--hosts", f"{cluster.hosts}", "--slots", f"{cluster.slots}"]
-    if arguments.hostfile:
-        hosts = ["--hostfile", arguments.hostfile]
-        for name in ("include", "exclude", "num_nodes", "num_gpus"):
-            if getattr(arguments, name) is not None:
-                hosts += [option_of(name), str(getattr(arguments, name))]
-    elif arguments.slurm:
-        hosts = ["--slurm"]
-    steps = [shlex.join(["ds-topo", "show", found.best.layout.topology.spec, *hosts])]
-    if found.job.software.eager:
-        steps.append("this command again with --write ds_config.json, for a DeepSpeed config")
-    return "next: " + "\n      ".join(steps)
 
 
 def _calibrated(path: str, links: Machine | None) -> Machine:

@@ -70,26 +70,10 @@ def test_nothing_is_wrapped_in_a_pipe(capsys: pytest.CaptureFixture[str], monkey
     assert not any(line.startswith("  with ") for line in lines), "columns have room for everything"
 
 
-def test_plan_says_what_its_axes_need_and_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_what_its_axes_need(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, *JOB, "--topology", "seq=2,model=2,data=2")
     assert "seq needs Ulysses attention; model needs layers that split their weights\n" in out
-    assert "\nnext: ds-topo show seq=2,model=2,data=2 --hosts 2 --slots 4\n      this command again with --write" in out
     assert "pipe needs a PipelineModule" in plan(capsys, *JOB, "--fix", "pipe=2")
-    assert "--write" not in plan(capsys, *JOB, "--software", "megatron", "--fix", "pipe=2")
-
-
-def test_next_command_shows_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    hostfile = tmp_path / "my hosts"
-    hostfile.write_text("a slots=4\nb slots=4\nc slots=4\n")
-    out = plan(
-        capsys,
-        *GPT,
-        *f"--accelerator A100 --batch 64 --num-nodes 2 --hostfile {tmp_path}/hosts".split()[:-1],
-        str(hostfile),
-    )
-    command = next(line for line in out.splitlines() if line.startswith("next: "))
-    assert main(shlex.split(command)[2:]) == 0
-    assert "8 ranks on 2 hosts (4 slots each)" in capsys.readouterr().out
 
 
 def test_write_does_not_change_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
