@@ -18,26 +18,25 @@ from ds_topo.cli.shared import (
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
-from ds_topo.launch.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
+from ds_topo.launch.placement import gradients_across_hosts
 from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:
     from ds_topo.cli.show_report import LayoutView
 
-SUMMARY = "show a layout, or compare two"
+SUMMARY = "show a layout"
 DESCRIPTION = "Show the coordinate and the host of every rank, its groups, and what crosses hosts."
 EXAMPLES = """examples:
   ds-topo show "pipe=2,tensor=2,data=4" --groups
   ds-topo show "pipe=2,data=-1" --hostfile hosts --rank 5
   ds-topo show "pipe=16,data=128,model=8" \\
                --hosts "n[0001-2048]" --slots 8 --png layout.png
-  ds-topo show "pipe=2,data=4" "data=4,pipe=2" --hosts 2 --slots 4
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    specs = 'axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared'
-    parser.add_argument("specs", metavar="SPEC", nargs="+", help=specs)
+    spec = 'axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology'
+    parser.add_argument("spec", metavar="SPEC", help=spec)
     add_host_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--groups", action="store_true", help="list the ranks of every group")
@@ -54,51 +53,33 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_topo.cli import show_report
 
     _check_output(arguments)
-    host_map = host_map_of(arguments)
-    views = [show_report.LayoutView.of(spec, host_map) for spec in arguments.specs]
-    if len({view.topology.world_size() for view in views}) > 1:
-        sizes = ", ".join(f"{view.spec} has {view.topology.world_size()}" for view in views)
-        raise TopologyError(
-            f"only layouts with the same number of ranks can be compared: {sizes}; separate the axes of one layout by "
-            "commas without spaces"
-        )
+    view = show_report.LayoutView.of(arguments.spec, host_map_of(arguments))
     if arguments.rank is not None:
-        views[0].topology.get_coord(arguments.rank)  # raises where it is out of range
-    links = views[-1].axis_to_draw(arguments.links)
+        view.topology.get_coord(arguments.rank)  # raises where it is out of range
+    links = view.axis_to_draw(arguments.links)
     for path in (arguments.svg, arguments.png):
         if path is not None:
-            show_report.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
+            show_report.save_picture(view, links, path, "svg" if path is arguments.svg else "png")
     console = new_console()
     if arguments.json:
-        content = [layout_as_json(view, groups=arguments.groups) for view in views]
-        json.dump(content[0] if len(views) == 1 else comparison_as_json(views, content), sys.stdout)
+        json.dump(layout_as_json(view, groups=arguments.groups), sys.stdout)
         print()
     elif arguments.replicas is not None:
-        for view in views:
-            show_report.print_replicas(console, view, arguments.replicas)
+        show_report.print_replicas(console, view, arguments.replicas)
     elif arguments.rank is not None:
-        for view in views:
-            show_report.print_rank(console, view, arguments.rank)
+        show_report.print_rank(console, view, arguments.rank)
     else:
-        if len(views) == 2:
-            show_report.print_moves(console, *views)
-        else:
-            show_report.print_layout(console, views[0])
-            show_report.print_axes(console, views[0])
-        for view in views if arguments.groups else []:
+        show_report.print_layout(console, view)
+        show_report.print_axes(console, view)
+        if arguments.groups:
             show_report.print_groups(console, view)
     return 0
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
-    if len(arguments.specs) > 2:
-        raise TopologyError(f"{len(arguments.specs)} specs given: give one to show it, or two to compare them")
     check_ending("--svg", arguments.svg, (".svg",))
     check_ending("--png", arguments.png, (".png",))
-    pictures = given_options(arguments, "svg", "png")
-    if pictures and len(arguments.specs) == 2:
-        raise TopologyError(f"{pictures[0]} draws one layout, but two specs are given: draw each with its own command")
-    if not pictures:
+    if not given_options(arguments, "svg", "png"):
         refuse_without_effect(given_options(arguments, "links"), "it is for a picture: give --svg FILE or --png FILE")
     shown = {"rank": "one rank", "replicas": "replicas"}
     for name, what in shown.items():
@@ -131,13 +112,3 @@ def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
         per_step, per_exchange = gradients_across_hosts(view.placement)
         content["gradients_across_hosts"] = {"per_step": per_step, "per_exchange": per_exchange}
     return content
-
-
-def comparison_as_json(views: list[LayoutView], content: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return two layouts and what moves between them."""
-    before, after = views
-    changed = changed_ranks(before.topology, after.topology)
-    result: dict[str, Any] = {"before": content[0], "after": content[1], "ranks_that_change": changed}
-    if before.placement is not None and after.placement is not None:
-        result["shards_to_other_hosts"] = shards_to_other_hosts(before.placement, after.placement)
-    return result

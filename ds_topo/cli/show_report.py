@@ -274,47 +274,6 @@ def print_replicas(console: Console, view: LayoutView, axis: str) -> None:
     console.print(table)
 
 
-def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None:
-    """Compare two layouts of the same ranks: their groups, and the ranks whose coordinates change."""
-    console.print(f"{before.spec}  ->  {after.spec}", style="bold", highlight=False)
-    console.print()
-    if len(before.axis_names) == len(after.axis_names) == 1 and before.topology.axes != after.topology.axes:
-        say(console, f'Two layouts are compared. One layout with both axes is "{before.spec},{after.spec}".')
-        console.print()
-    columns = (">ranks", ">hosts", ">pairs across hosts") if before.host_map is not None else (">ranks",)
-    table = table_of("group", *columns)
-    rows = [
-        {kind["name"]: [str(kind["ranks_per_group"]), *_crossing_cells(kind)[:2]] for kind in view.kinds()}
-        for view in (before, after)
-    ]
-    absent = ["-"] * len(columns)
-    for name in dict.fromkeys([*rows[0], *rows[1]]):
-        pairs = zip(rows[0].get(name, absent), rows[1].get(name, absent), strict=True)
-        table.add_row(name, *(old if old == new else f"{old} -> {new}" for old, new in pairs))
-    console.print(table)
-    console.print()
-    world, host_map = before.topology.world_size(), before.host_map
-    changed = placements.changed_ranks(before.topology, after.topology)
-    if not changed:
-        say(console, f"Nothing moves: all {world:,} ranks keep their coordinates.")
-        return
-    say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {world - len(changed):,} keep it.")
-    if before.placement is not None and after.placement is not None:
-        shards = placements.shards_to_other_hosts(before.placement, after.placement)
-        if shards is not None:
-            say(console, f"{shards:,} of {world:,} coordinates, and the shards stored there, move to another host.")
-    if world > MOST_RANKS:
-        say(console, f"Ranks that change: {_shorten(fold_numbers(changed), 120)}")
-        return
-    console.print()
-    table = table_of("rank", *(["host"] if host_map is not None else []), before.spec, after.spec)
-    for rank in changed:
-        host = [host_map.host_of(rank).name] if host_map is not None else []
-        coordinates = (_coloured(view.coordinate(rank), view.stages[rank]) for view in (before, after))
-        table.add_row(str(rank), *host, *coordinates)
-    console.print(table)
-
-
 def _print_ranks(console: Console, view: LayoutView) -> None:
     """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
     most, hosts = max(len(ranks) for _, ranks in view.rows), () if view.host_map is None else view.host_map.hosts

@@ -216,39 +216,3 @@ def few_ranks(ranks: Sequence[int], most: int = 16) -> str:
     if len(ranks) <= most:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]}] ({len(ranks):,} ranks)"
-
-
-def changed_ranks(before: ProcessTopology, after: ProcessTopology) -> tuple[int, ...]:
-    """Return the ranks whose coordinates differ between two topologies of the same size; axes of degree 1 do not count.
-
-    >>> changed_ranks(ProcessTopology.from_spec("pipe=2,data=2"), ProcessTopology.from_spec("data=2,pipe=2"))
-    (1, 2)
-    """
-
-    def coordinate(topology: ProcessTopology, rank: int) -> dict[str, int]:
-        indices = topology.layout.coordinate_of(rank)
-        entries = zip(topology.axes, indices, topology.dims, strict=True)
-        return {axis: index for axis, index, size in entries if size > 1}
-
-    return tuple(rank for rank in range(before.world_size()) if coordinate(before, rank) != coordinate(after, rank))
-
-
-def shards_to_other_hosts(before: Placement, after: Placement) -> int | None:
-    """Count the coordinates, and with them the shards stored there, whose host changes between two placements.
-
-    Return None unless both have the same axes with the same degrees, in any order, and so the same coordinates.
-
-    >>> hosts = Hosts.uniform(2, slots=2)
-    >>> shards_to_other_hosts(Placement.of("pipe=2,data=2", hosts), Placement.of("data=2,pipe=2", hosts))
-    2
-    """
-    old, new = before.topology, after.topology
-    if dict(zip(old.axes, old.dims, strict=True)) != dict(zip(new.axes, new.dims, strict=True)):
-        return None
-    order = [old.axes.index(axis) for axis in new.axes]
-    shards = 0
-    for rank in changed_ranks(old, new):
-        coordinate = old.layout.coordinate_of(rank)
-        target = new.layout.rank_of([coordinate[axis] for axis in order])
-        shards += before.host_map.host_of(rank).name != after.host_map.host_of(target).name
-    return shards

@@ -19,12 +19,10 @@ from ds_topo.launch.launchers import address_of, in_step
 from ds_topo.launch.placement import (
     AxisSpan,
     Placement,
-    changed_ranks,
     gradients_across_hosts,
     group_axes,
     host_patterns,
     host_runs,
-    shards_to_other_hosts,
 )
 from ds_topo.topology.rank_tables import copy_axes, created_groups, partition_axes
 
@@ -85,30 +83,6 @@ def test_runs_of_hosts_cover_every_rank(placement: Placement) -> None:
     assert min(run.ranks[0] for run in runs) == 0
     assert max(run.ranks[1] for run in runs) == placement.host_map.size - 1
     assert sum(count for count, _ in host_patterns(placement.topology, ranks)) == len(ranks)
-
-
-@settings(deadline=None)
-@given(st.permutations(["pipe", "data", "model"]), st.permutations(["pipe", "data", "model"]), st.integers(1, 4))
-def test_moves_between_two_orders_are_counted(first: list[str], second: list[str], slots: int) -> None:
-    degrees = {"pipe": 2, "data": 3, "model": 2}
-    hosts = Hosts.uniform(12 // slots, slots)
-    before, after = (Placement.of([(axis, degrees[axis]) for axis in axes], hosts) for axes in (first, second))
-    old, new = before.topology, after.topology
-    coordinates = [topology.get_coord(rank)._asdict() for topology in (old, new) for rank in range(12)]
-    changed = [rank for rank in range(12) if coordinates[rank] != coordinates[rank + 12]]
-    assert changed_ranks(old, new) == tuple(changed)
-    moved = 0
-    for rank in range(12):
-        target = after.topology.get_rank(**coordinates[rank])
-        moved += before.host_map.host_of(rank) != after.host_map.host_of(target)
-    assert shards_to_other_hosts(before, after) == moved
-
-
-def test_layouts_with_different_degrees_have_no_common_shards() -> None:
-    hosts = Hosts.uniform(2, 4)
-    before, after = Placement.of("pipe=2,data=4", hosts), Placement.of("pipe=4,data=2", hosts)
-    assert shards_to_other_hosts(before, after) is None
-    assert changed_ranks(before.topology, after.topology) == (2, 3, 4, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
