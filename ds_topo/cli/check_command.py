@@ -6,8 +6,6 @@ import argparse
 import re
 import sys
 from datetime import timedelta
-from itertools import accumulate, repeat, takewhile
-from operator import mul
 from typing import TYPE_CHECKING
 
 from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, report, say, table_of
@@ -33,9 +31,6 @@ EXAMPLES = """examples:
 
 exit status: 0 without faults, 1 with faults, 2 for arguments that are refused
 """
-MOST_BYTES = 2**33
-"""The most bytes of a message of a sweep."""
-_SIZES = re.compile(r"(?P<first>\d+)(?P<first_unit>[KMG]?):(?P<last>\d+)(?P<last_unit>[KMG]?)(:(?P<factor>\d+))?")
 _RATE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<size>[kKmMgGtT]?)(?P<unit>bit/s|bit|bps|b/s|B/s|B)")
 
 
@@ -50,8 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--slow", type=float, default=0.5, metavar="X", help=slow)
     expect = 'expected rate of each host\'s link, "1gbit" or "25GB/s"; below 0.8 of it is slow; default: none'
     add("--expect", metavar="RATE", help=expect)
-    sizes = "all_reduces of these sizes in each kind of group, as nccl-tests does: 1K:64M, or with a factor 8:1G:4"
-    add("--sizes", metavar="FROM:TO[:BY]", help=f"{sizes}; default: one size")
     clock = "allowed difference of clocks in seconds; default: %(default)g"
     add("--clock", type=float, default=1.0, metavar="S", help=clock)
     add_host_options(parser)
@@ -82,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
         clock_tolerance=arguments.clock,
         expected=expected,
         expected_hosts=None if host_map is None else [host_map.host_of(rank).name for rank in range(host_map.size)],
-        sizes=() if arguments.sizes is None else sizes_of(arguments.sizes),
         most_bytes=2**25 if device_served_by(backend, 0).type == "cpu" else 2**28,
     )
     with progress_of(launch.rank == 0) as progress:
@@ -117,26 +109,6 @@ def rate(text: str) -> float:
     return float(match["number"]) * size * (1.0 if match["unit"].startswith("B") else 1 / 8)
 
 
-def sizes_of(text: str) -> list[int]:
-    """Return the sizes of a sweep in bytes, each twice the one before or BY times. K, M and G are powers of 1,024.
-
-    >>> sizes_of("1K:4K"), sizes_of("8:1K:16")
-    ([1024, 2048, 4096], [8, 128])
-    """
-    match = _SIZES.fullmatch(text.strip().upper())
-    if match is None:
-        raise TopologyError(
-            f"--sizes {text!r}: give FROM:TO or FROM:TO:BY with whole numbers of bytes, such as 1K:64M:4"
-        )
-    first, last = (int(match[name]) * 1024 ** " KMG".index(match[f"{name}_unit"] or " ") for name in ("first", "last"))
-    factor = int(match["factor"] or 2)
-    if not (4 <= first <= last <= MOST_BYTES and factor > 1):
-        raise TopologyError(
-            f"--sizes {text!r}: sizes grow from 4 bytes or more to at most 8G, by a factor of 2 or more"
-        )
-    return list(takewhile(lambda size: size <= last, accumulate(repeat(factor), mul, initial=first)))
-
-
 def print_summary(console: Console, summary: Summary, slow: float) -> None:
     """Print everything that was measured, then the faults, and what is slower than ``slow`` without being one."""
     from ds_topo.health.faults import seconds, slow_but_right, speed
@@ -166,14 +138,6 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
                 f"{axis.slowest_bandwidth / axis.bandwidth:.2f}",
             )
         console.print(table)
-        if any(axis.sweep for axis in summary.axes.values()):
-            console.print()
-            table = table_of("all_reduce", ">size", ">time", ">algbw", ">busbw")
-            for name, axis in summary.axes.items():
-                for size, busy in axis.sweep:  # the bandwidth of the ring's busiest link
-                    alone = busy * axis.ranks / (2 * (axis.ranks - 1))
-                    table.add_row(name, bytes_text(size, 1024), seconds(size / alone), speed(alone), speed(busy))
-            console.print(table)
     if summary.inside or summary.across:
         console.print()
         table = table_of("links", ">latency", ">bandwidth", ">slowest", ">of median")

@@ -308,7 +308,6 @@ class AxisSummary:
         latency: seconds of a small all_reduce, the median of the groups.
         slowest: the ranks of the slowest group.
         size: the bytes of the all_reduce whose bandwidth it is.
-        sweep: bytes, and the median bandwidth of the groups, of each all_reduce of a sweep.
     """
 
     groups: int
@@ -319,7 +318,6 @@ class AxisSummary:
     slowest: tuple[int, ...]
     slowest_bandwidth: float
     size: int = 0
-    sweep: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -381,31 +379,19 @@ def slow_but_right(summary: Summary, slow: float) -> list[str]:
 
 
 def axis_summary(
-    groups: Sequence[Sequence[int]],
-    times: Mapping[int, tuple[float, float, int, Sequence[float]]],
-    host_of: Mapping[int, str],
-    sizes: Sequence[int] = (),
+    groups: Sequence[Sequence[int]], times: Mapping[int, tuple[float, float, int]], host_of: Mapping[int, str]
 ) -> AxisSummary:
-    """Summarise what each rank measured in the groups over one axis: ``(latency, seconds, size, seconds by sizes)``.
+    """Summarise what each rank measured in the groups over one axis: ``(latency, seconds, size)``.
 
-    >>> times = {rank: (1e-3, seconds, 8, ()) for rank, seconds in enumerate([1.0, 1.0, 2.0, 1.6])}
+    >>> times = {rank: (1e-3, seconds, 8) for rank, seconds in enumerate([1.0, 1.0, 2.0, 1.6])}
     >>> summary = axis_summary([[0, 1], [2, 3]], times, "aabb")
     >>> summary.hosts, summary.bandwidth, summary.slowest, summary.slowest_bandwidth
     ((1, 1), 6.0, (2, 3), 4.0)
     """
     ranks, host_counts = len(groups[0]), [len({host_of[rank] for rank in ranks}) for ranks in groups]
-
-    def rates(size: int, seconds: Mapping[int, float]) -> list[float]:
-        """Return the bytes per second of each group, by its slowest rank."""
-        return [2 * (ranks - 1) / ranks * size / max(seconds[rank] for rank in group) for group in groups]
-
     size = times[groups[0][0]][2]
-    bandwidths = rates(size, {rank: each[1] for rank, each in times.items()})
+    bandwidths = [2 * (ranks - 1) / ranks * size / max(times[rank][1] for rank in group) for group in groups]
     slowest = min(range(len(groups)), key=bandwidths.__getitem__)
-    sweep = [
-        (wanted, median(rates(wanted, {rank: each[3][index] for rank, each in times.items()})))
-        for index, wanted in enumerate(sizes)
-    ]
     return AxisSummary(
         groups=len(groups),
         ranks=ranks,
@@ -415,7 +401,6 @@ def axis_summary(
         slowest=tuple(groups[slowest]),
         slowest_bandwidth=bandwidths[slowest],
         size=size,
-        sweep=tuple(sweep),
     )
 
 

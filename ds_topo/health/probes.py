@@ -105,7 +105,7 @@ def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
 
 # -- speed of one group or pair ----------------------------------------------------------------------------------------
 
-SMALL_TIMES, REPEATS, SWEEP_TIMES = 10, 3, 20
+SMALL_TIMES, REPEATS = 10, 3
 FIRST_BYTES, GROWTH = 2**16, 4
 ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
 """Transfers grow until one takes ``ENOUGH_SECONDS`` on the fastest link, or ``TOO_MANY_SECONDS`` on the slowest."""
@@ -113,17 +113,13 @@ ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
 
 @dataclass
 class Device:
-    """The device of the tensors, with one buffer that all probes send from and one that they receive into.
-
-    ``sizes`` are the bytes of the messages of a sweep.
-    """
+    """The device of the tensors, with one buffer that all probes send from and one that they receive into."""
 
     device: torch.device
     most_bytes: int
-    sizes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.outgoing = torch.ones(max(self.most_bytes, *self.sizes, 0) // 4, device=self.device)
+        self.outgoing = torch.ones(self.most_bytes // 4, device=self.device)
         self.incoming = torch.zeros(self.most_bytes // 4, device=self.device)
 
     def now(self) -> float:
@@ -166,8 +162,6 @@ class GroupTimes(NamedTuple):
     seconds: float
     """Seconds of one of ``size`` bytes."""
     size: int
-    sweep: Sequence[float]
-    """Seconds for each size of a sweep."""
 
 
 def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> GroupTimes:
@@ -192,15 +186,7 @@ def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) ->
             break
         size = min(size * GROWTH, device.most_bytes)
     times = [largest(seconds_of_bytes(size), group, device) for _ in range(REPEATS)]
-    sweep = []
-    for wanted in device.sizes:
-        once = largest(seconds_of_bytes(wanted), world, device)  # warms up, too
-        repeats = SWEEP_TIMES if once * SWEEP_TIMES < TOO_MANY_SECONDS else 1
-        start = device.now()
-        for _ in range(repeats):
-            dist.all_reduce(device.outgoing[: wanted // 4], dist.ReduceOp.MAX, group=group)
-        sweep.append(largest((device.now() - start) / repeats, group, device))
-    return GroupTimes(median_high(latencies), min(times), size, sweep)
+    return GroupTimes(median_high(latencies), min(times), size)
 
 
 def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None) -> PairTime | None:

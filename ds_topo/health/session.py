@@ -60,7 +60,6 @@ class Options:
         clock_tolerance: the seconds by which clocks may differ.
         expected: the bytes per second that each host's link must carry, if known.
         expected_hosts: the host name of every rank, if known.
-        sizes: the bytes of the messages of a sweep, if one is wanted.
     """
 
     spec: str
@@ -72,7 +71,6 @@ class Options:
     expected: float | None = None
     expected_hosts: Sequence[str] | None = None
     most_bytes: int = 2**25
-    sizes: Sequence[int] = ()
 
 
 def run_check(launch: Launch, options: Options, progress: Callable[[str, int, int], None]) -> Summary | None:
@@ -203,7 +201,7 @@ class _Check:
 
         self.gather("groups", create)
         served = device_served_by(options.backend, launch.local_rank)
-        self.device = Device(served, options.most_bytes, options.sizes)
+        self.device = Device(served, options.most_bytes)
         assert dist.group.WORLD is not None
         self.world: ProcessGroup = dist.group.WORLD
         kinds = [(" x ".join(axes), axes) for axes in group_axes(topology)]
@@ -254,10 +252,9 @@ class _Check:
             self.begin(f"speed of {name} groups")(number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
             measure = partial(probes.time_all_reduce, group, self.world, self.device)
-            more = timedelta(seconds=self.options.seconds if self.options.sizes else 0)
-            answers = self.gather(f"axis {name}", measure, more)
+            answers = self.gather(f"axis {name}", measure)
             if answers:
-                self.summary.axes[name] = faults.axis_summary(groups, answers, self.host_of, self.options.sizes)
+                self.summary.axes[name] = faults.axis_summary(groups, answers, self.host_of)
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from itertools import permutations
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ds_topo.cli.check_command import print_summary, rate, sizes_of
+from ds_topo.cli.check_command import print_summary, rate
 from ds_topo.errors import TopologyError
 from ds_topo.health.faults import (
     Anomaly,
@@ -241,11 +240,11 @@ def _printed(summary: Summary) -> str:
     return out.getvalue()
 
 
-def _measured(slowest: float, link: float = 100e6, sizes: Sequence[int] = ()) -> Summary:
+def _measured(slowest: float, link: float = 100e6) -> Summary:
     summary = Summary("data=2", "gloo", 4, {"a": (0, 1), "b": (2, 3)})
     seconds = {0: 1.0, 1: 1.0, 2: 1 / slowest, 3: 1.0}
-    times = {rank: (1e-3, took, 2**20, [took] * len(sizes)) for rank, took in seconds.items()}
-    summary.axes["data"] = axis_summary([[0, 1], [2, 3]], times, "aabb", sizes)
+    times = {rank: (1e-3, took, 2**20) for rank, took in seconds.items()}
+    summary.axes["data"] = axis_summary([[0, 1], [2, 3]], times, "aabb")
     rates = {("a:0", "a:1"): 100e6, ("a:1", "a:0"): 100e6, ("b:2", "b:3"): link}
     summary.inside = link_summary({pair: (1e-4, rate) for pair, rate in rates.items()})
     return summary
@@ -266,21 +265,6 @@ def test_tables_name_sizes_and_shares_of_the_median() -> None:
     header = ["group", "ranks", "hosts", "latency", "size", "bandwidth", "slowest", "group", "of", "median"]
     row = lines[lines.index(header) + 1]
     assert row == ["data", "2", "1", "1.0", "ms", "1", "MiB", "655", "kB/s", "[2,", "3]", "0.40"]
-
-
-def test_a_sweep_has_a_line_for_each_size() -> None:
-    printed = _printed(_measured(1.0, sizes=sizes_of("1K:1M:32"))).splitlines()
-    lines = [line.split() for line in printed]
-    first = lines.index(["all_reduce", "size", "time", "algbw", "busbw"])
-    assert lines[first + 1] == ["data", "1", "KiB", "1.0", "s", "1.02", "kB/s", "1.02", "kB/s"]
-    assert [line[1:3] for line in lines[first + 1 : first + 4]] == [["1", "KiB"], ["32", "KiB"], ["1", "MiB"]]
-    assert max(map(len, printed)) <= 80
-
-
-@pytest.mark.parametrize("text", ["1M", "2M:1M", "0:1K", "1:1K", "1K:2K:1", "1K:9G", "x:1K", "1K:1M:2:2"])
-def test_impossible_sizes_are_refused(text: str) -> None:
-    with pytest.raises(TopologyError, match=f"--sizes '{text}': "):
-        sizes_of(text)
 
 
 def test_a_fault_of_its_host_explains_a_slow_group() -> None:
