@@ -206,27 +206,11 @@ def abort_nccl() -> None:
             c10d._abort_process_group()
 
 
-def flight_record() -> bytes:
-    """Return the entries of torch's flight recorder for this rank, except NCCL's; empty if it is off.
-
-    The result is a pickle in the format that ``torchfrtrace`` reads. The groups are added, because gloo does not record
-    them.
-    """
-    dump = getattr(_C, "_dump_fr_trace", None)
-    record = pickle.loads(dump()) if dump is not None else {}
-    if not record.get("entries"):
-        return b""
-    record["pg_config"] = {
-        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
-        for group, name in c10d._world.pg_names.items()
-    }
-    return pickle.dumps(record)
-
-
 def unfinished_calls() -> list[tuple[str, dist.ProcessGroup | None]]:
     """Return the collectives of gloo that this rank has called and that have not ended, the oldest first.
 
-    The flight recorder knows them; if it is off, the list is empty. A group is None if torch does not have it any more.
+    torch's flight recorder knows them; if it is off, the list is empty. A group is None if torch does not have it any
+    more.
     """
     dump = getattr(_C, "_dump_fr_trace", None)
     entries = pickle.loads(dump(True, False)).get("entries", ()) if dump is not None else ()

@@ -18,18 +18,16 @@ import faulthandler
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import calls_of, clone, default_store, flight_record, job_timeout, served_at
+from ds_topo.base.torch_names import calls_of, clone, default_store, job_timeout, served_at
 from ds_topo.errors import LaunchError, first_line, tell
 from ds_topo.health import heartbeat
 from ds_topo.health.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, wait_over
@@ -274,9 +272,7 @@ class Watch:
             return
         self._is_told = True
         self._speak()
-        record = save_flight_record(self._ring.rank)
-        collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
-        tell(f"Here: {self._ring.here}, {self._last_doing or self._observer.look()}.{collectives}")
+        tell(f"Here: {self._ring.here}, {self._last_doing or self._observer.look()}.")
 
     # -- the end of the program ----------------------------------------------------------------------------------------
 
@@ -322,22 +318,3 @@ class Watch:
         """End the process in time after a fault, since torch may wait for other ranks at the end of a process."""
         if self.verdict is not None and not self._stopped.is_set():  # another hook may keep that of a stopped watch
             faulthandler.dump_traceback_later(GRACE, exit=True)
-
-
-def save_flight_record(rank: int) -> Path | None:
-    """Write what torch's flight recorder knows of this rank's last collectives; return None if there is nothing.
-
-    The file's name is ``TORCH_FR_DUMP_TEMP_FILE``, by default ``/tmp/comm_lib_trace_rank_``, followed by the rank, as
-    torch names it for NCCL. ``torchfrtrace -p comm_lib_trace_rank_ FOLDER`` compares the records of all ranks, once
-    they are in one folder. The recorder is on by default; ``TORCH_FR_BUFFER_SIZE=0`` switches it off.
-    """
-    record = flight_record()
-    if not record:
-        return None
-    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or Path(tempfile.gettempdir(), "comm_lib_trace_rank_")
-    path = Path(f"{prefix}{rank}")
-    try:
-        path.write_bytes(record)
-    except OSError:  # a full disk must not hide the fault
-        return None
-    return path
