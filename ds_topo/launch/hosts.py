@@ -381,33 +381,12 @@ def slurm_map(environ: Mapping[str, str], *, of_step: bool) -> HostMap:
 def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int]:
     """Return the node of every task by ``srun --distribution``."""
     distribution = environ.get("SLURM_DISTRIBUTION", "block").split(",")[0].split(":")[0]
-    if distribution == "arbitrary":
-        return _arbitrary_order(environ.get("SLURM_HOSTFILE", ""), hosts)
-    if distribution in ("block", "*", ""):
-        plane = str(MAX_SLOTS)
-    elif distribution == "cyclic":
-        plane = "1"
-    elif distribution.startswith("plane"):
-        plane = distribution.partition("=")[2] or environ.get("SLURM_DIST_PLANESIZE", "")
-    else:
-        raise HostError(f"SLURM_DISTRIBUTION={distribution!r} is not one of block, cyclic, plane, arbitrary")
-    if not plane.isdecimal() or int(plane) < 1:
+    slots = [(slot, index) for index, host in enumerate(hosts) for slot in host.slots]
+    if distribution == "cyclic":
+        slots.sort()
+    elif distribution not in ("block", "*", ""):
         raise HostError(
-            f"SLURM_DISTRIBUTION={distribution!r} needs SLURM_DIST_PLANESIZE, a whole number >= 1, not {plane!r}"
+            f"SLURM_DISTRIBUTION={distribution!r} is not one of block and cyclic: pass one of them to srun "
+            "--distribution, and choose the places of ranks by the order of axes"
         )
-    # nodes take turns, and in each turn get a plane of tasks
-    turns = sorted((slot // int(plane), index) for index, host in enumerate(hosts) for slot in host.slots)
-    return [index for _, index in turns]
-
-
-def _arbitrary_order(path: str, hosts: Hosts) -> list[int]:
-    """Return the node of every task according to the hostfile of ``srun --distribution=arbitrary``."""
-    where = f"SLURM_DISTRIBUTION=arbitrary, and SLURM_HOSTFILE={path!r}"
-    try:
-        words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
-    except (OSError, ValueError) as error:
-        raise HostError(f"{where}, which gives the node of every task, cannot be read: {error}") from error
-    number = {name: index for index, name in enumerate(hosts.names)}
-    if sorted(word for word in words if word in number) != sorted(host.name for host in hosts for _ in host.slots):
-        raise HostError(f"{where} does not name every node of {list(hosts.names[:8])} once for each of its tasks")
-    return [number[word] for word in words if word in number]
+    return [index for _, index in slots]
