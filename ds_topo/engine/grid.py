@@ -153,7 +153,7 @@ class PipelineParallelGrid(MpuGrid):
             if name in SEQUENCE_QUERIES:  # DeepSpeed asks often whether they exist
                 where = "in a pipeline" if SEQ in self.topology().axes else f"without an axis {SEQ!r}"
                 raise AttributeError(f"{self.topology().spec!r}: a grid {where} has no {name}()")
-            super().__getattr__(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 SEQUENCE_QUERIES = tuple(name for name in vars(PipelineParallelGrid) if name.startswith("get_sequence_"))

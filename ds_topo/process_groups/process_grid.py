@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from ds_topo.launch.council import agree
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates, warn_of_misspelt_variables
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import Spec, axis_meant, canonical_axis, check_meanings, divisors, whole_number
+from ds_topo.topology.axes import Spec, canonical_axis, check_meanings, divisors, whole_number
 from ds_topo.topology.rank_tables import RankGroup
 
 
@@ -653,7 +652,7 @@ class ProcessGrid:
     def __exit__(self, *exception: object) -> None:
         self.destroy()
 
-    # -- the habits of DeviceMesh, FSDP2 and Megatron ----------------------------------------------------------------
+    # -- the habits of DeviceMesh and FSDP2 --------------------------------------------------------------------------
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh along one axis or several, such as ``fully_shard(model, mesh=grid["data"])`` needs.
@@ -667,12 +666,6 @@ class ProcessGrid:
                 f"grid[{abridged(axes)}]: {self._core.topology.spec!r} has the axes {self._core.topology.axes} alone"
             )
         return self.device_mesh()[span if len(span) > 1 else span[0]]
-
-    if not TYPE_CHECKING:  # for type checkers, a missing name is missing
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Name the query that answers what another library's name asks."""
-            raise AttributeError(_instead_of(type(self), name))
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _OF_ENGINES]
@@ -696,28 +689,6 @@ class ProcessGrid:
 
 _OF_ENGINES = frozenset({"create_groups", "has_its_world", "over", "shares_groups_with"})
 """What the rest of the package calls, and programs rarely; ``dir()`` leaves it out."""
-_OF_MESH = "a grid is not a DeviceMesh: pass grid.device_mesh(), or grid['data'] for one axis"
-_OTHER_NAMES = {
-    **dict.fromkeys(("device_type", "mesh", "mesh_dim_names", "ndim", "shape", "get_all_groups"), _OF_MESH),
-    "size": "call grid.get_axis_size('data') for an axis; grid.world_size counts all ranks",
-    "get_world_size": "call grid.get_axis_size('data') for an axis; grid.world_size counts all ranks",
-    "rank": "grid.global_rank is the rank in the job, and grid.get_axis_rank('data') the index along an axis",
-    "get_rank": "grid.global_rank is the rank in the job, and grid.get_axis_rank('data') the index along an axis",
-    "get_local_rank": "call grid.get_axis_rank('data') for the index along an axis",
-    "get_coordinate": "call grid.topology().get_coord(grid.grid_rank)",
-    "initialize_model_parallel": "the grid has its groups; ds_topo.parallel_state serves a program's own module",
-}
-"""What to write in place of names of ``DeviceMesh``, ``torch.distributed`` and Megatron."""
-
-
-@cache
-def _instead_of(kind: type[ProcessGrid], name: str) -> str:
-    """Return the message for a name that a class of grids does not have."""
-    if name.startswith("get_expert"):
-        return f"{kind.__name__}.{name}: ds_topo.groups.create_expert_groups(grid, size) creates groups of experts"
-    near = [] if name.startswith("_") else difflib.get_close_matches(name, dir(kind), n=1, cutoff=0.8)
-    other = _OTHER_NAMES.get(name, f"did you mean {near[0]!r}?" if near else "")
-    return f"{kind.__name__!r} object has no attribute {name!r}{other and f': {other}'}"
 
 
 def _is_device_type(name: object) -> bool:
@@ -771,17 +742,8 @@ def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolog
         return rank_tables.factorized_topology(world_size)
     if isinstance(topology, ProcessTopology):
         return topology
-    if isinstance(topology, DeviceMesh):
-        names, sizes = topology.mesh_dim_names or ("data", "model"), topology.shape
-        degrees = ",".join(f"{axis_meant(name) or name}={size}" for name, size in zip(names, sizes, strict=False))
-        raise TypeError(
-            f"topology={topology}: a grid makes its own mesh, grid.device_mesh(); give the spec {degrees!r}"
-        )
     if hasattr(topology, "axes") and hasattr(topology, "dims") and not isinstance(topology, type):
         return ProcessTopology(topology.axes, topology.dims)
-    if isinstance(topology, (ProcessGrid, type)) or callable(topology) or hasattr(topology, "mpu"):
-        raise TypeError(
-            f"topology={abridged(topology)}: give a topology or a spec such as 'pipe=2,data=-1'"
-            + (", or use that grid itself" if isinstance(topology, ProcessGrid) or hasattr(topology, "mpu") else "")
-        )
+    if isinstance(topology, (ProcessGrid, DeviceMesh, type)) or callable(topology):
+        raise TypeError(f"topology={abridged(topology)}: give a topology or a spec such as 'pipe=2,data=-1'")
     return ProcessTopology.from_spec(topology, world_size)

@@ -287,7 +287,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Except
         "'2'",
     ),
     "a timeout of nothing": (lambda: _grid("data=4", timeout=0), ValueError, "above 0"),
-    "a grid of a grid": (lambda: _grid(_grid()), TypeError, "use that grid itself"),
+    "a grid of a grid": (lambda: _grid(_grid()), TypeError, "give a topology or a spec"),
     "a class": (lambda: _grid(ProcessTopology), TypeError, "give a topology or a spec"),
     "a list of ranks": (lambda: _grid([0, 1, 2, 3]), TopologyError, "malformed topology"),
     "no such axis": (lambda: _grid().get_group("pip"), UnknownAxisError, "its axes are|is not in the topology"),
