@@ -69,10 +69,6 @@ TRAITS: dict[str, BackendTraits] = {
     "nccl2": replace(_NCCL, binds_device=True),
     "nccl-lazy": replace(_NCCL, binds_device=True),
     "fake": BackendTraits(ordered_by_stream=False, communicates=False),
-    # Nobody has run ds_topo on these: they get no trait that is not certain.
-    "ucc": BackendTraits(),
-    "xccl": BackendTraits(),
-    "hccl": BackendTraits(),
 }
 """The traits of backends, by the keys in ``_KEY_OF_CLASS``, or by the name of a backend with a class of its own."""
 _KEY_OF_CLASS = {
