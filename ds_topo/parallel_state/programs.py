@@ -570,14 +570,6 @@ class MegatronState(_Megatron):
         """Return this rank's index among the replicas of its experts."""
         return self._expert_replicas().index(self.grid.global_rank)
 
-    def get_all_ranks(self) -> str:
-        """Return this rank's indices along tensor, rematerialisation, data, context, pipeline and expert parallelism.
-
-        They are joined by ``_``.
-        """
-        kinds: tuple[tuple[str, ...], ...] = ((MODEL,), (), (_SAMPLES,), (SEQ,), (PIPE,), (_EXPERTS,))
-        return "_".join(str(self._rank(axes)) for axes in kinds)
-
     def _expert_replicas(self) -> list[int]:
         known = self._experts()
         return self._global_ranks((_REPLICAS,)) if known is None else known.expert_data_ranks
