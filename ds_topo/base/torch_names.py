@@ -65,11 +65,6 @@ def get_several(store: Store, keys: Sequence[str]) -> list[bytes]:
     return values
 
 
-def set_several(store: Store, keys: Sequence[str]) -> None:
-    """Set empty values of many keys, by one request."""
-    store.multi_set(list(keys), [b""] * len(keys))  # type: ignore[attr-defined]
-
-
 def clone(store: Store) -> Store:
     """Return another connection to the same store, whose calls do not wait for those of the first one."""
     other: Store = store.clone()  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from ds_topo.base.torch_names import Store, append, communicates, default_store, served_at, set_several
+from ds_topo.base.torch_names import Store, append, communicates, default_store, served_at
 from ds_topo.errors import (
     DisagreementError,
     EndOfSamplesError,
@@ -669,7 +669,7 @@ def _wake(rank: int) -> str:
 
 
 def _wake_all(store: Store, world_size: int) -> None:
-    set_several(store, [_wake(rank) for rank in range(world_size)])
+    store.multi_set([_wake(rank) for rank in range(world_size)], [b""] * world_size)  # type: ignore[attr-defined]
 
 
 guard = Guard()
