@@ -6,7 +6,7 @@ samples. ``layout_problem`` holds the rules that a layout must keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -337,8 +337,7 @@ def degree_problems(job: Job, pipe: int, data: int, seq: int, tensor: int) -> It
     if job.sequence % seq:
         yield f"seq={seq} does not divide the {job.sequence} positions of a sequence"
     if seq > 1 and not software.seq[pipe > 1]:
-        others = _programs([other.seq[pipe > 1] for other in SOFTWARE.values()])
-        yield f"{software.name} cannot split sequences{' in a pipeline' if pipe > 1 else ''} ({others})"
+        yield f"{software.name} cannot split sequences{' in a pipeline' if pipe > 1 else ''}"
 
 
 def _layout_problems(job: Job, layout: JobLayout) -> Iterator[str]:
@@ -350,10 +349,9 @@ def _layout_problems(job: Job, layout: JobLayout) -> Iterator[str]:
     if layout.topology.world_size() != job.cluster.ranks:
         yield f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
     yield from degree_problems(job, layout.pipe, data, layout.seq, layout.model)
-    for number, (is_offered, problem) in enumerate(_abilities(software, job.precision, layout)):
+    for is_offered, problem in _abilities(software, job.precision, layout):
         if not is_offered:
-            offers = [list(_abilities(other, job.precision, layout))[number][0] for other in SOFTWARE.values()]
-            yield f"{software.name} {problem} ({_programs(offers)})"
+            yield f"{software.name} {problem}"
     if layout.virtual_stages > 1 and layout.pipe == 1:
         yield f"{layout.virtual_stages} virtual stages need a pipeline, pipe=2 or more"
     if layout.sequence_parallel and layout.model == 1:
@@ -395,9 +393,3 @@ def _abilities(software: Software, precision: Precision, layout: JobLayout) -> I
     yield virtual <= software.virtual_stages, f"has no {virtual} virtual stages, at most {software.virtual_stages}"
     yield software.sequence_parallel or not layout.sequence_parallel, "has no sequence parallelism"
     yield software.shards or SHARD not in layout.topology.axes, "has no axis 'shard'"
-
-
-def _programs(offers: Sequence[bool]) -> str:
-    """Return the programs of ``SOFTWARE`` that offer something, as advice."""
-    names = [name for name, is_offered in zip(SOFTWARE, offers, strict=True) if is_offered]
-    return f"--software {' or '.join(names)} can" if names else "nor can any other --software"
