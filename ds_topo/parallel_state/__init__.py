@@ -4,7 +4,6 @@ GPT-NeoX, Megatron-DeepSpeed and Megatron-LM ask a module (``megatron.mpu``, ``m
 groups and ranks. Its names do not always mean what DeepSpeed's mpu means by them: the ``get_model_parallel_group`` of
 GPT-NeoX is tensor parallel alone. ``of(grid, program)`` returns an object that answers as that program's module would,
 for any order of axes. ``install(grid, module)`` makes the module itself answer so until the grid is destroyed.
-``python -m ds_topo.parallel_state`` prints how each name is answered.
 """
 
 from __future__ import annotations

@@ -86,8 +86,6 @@ class ParallelState:
 
     refused: ClassVar[dict[str, str]] = {}
     """The names that the program's module has and that a grid cannot answer, each with the reason."""
-    translated: ClassVar[dict[str, str]] = {}
-    """The names that mean something else to the grid, each with the program's meaning."""
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
         self.grid = grid
@@ -359,17 +357,6 @@ class MegatronDeepSpeedState(_Megatron):
 
     _ignores_virtual_stages = False
     refused: ClassVar[dict[str, str]] = _setters("sequence_parallel", "sequence_data_parallel")
-    translated: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            ("get_model_parallel_world_size", "get_model_parallel_rank"),
-            "tensor parallel, without a pipeline only; the grid's is pipe x model",
-        ),
-        **{
-            f"get_sequence_parallel_{name}": f"{answer} without an axis seq, where the grid does not have the name: "
-            "DeepSpeed takes another path then"
-            for name, answer in (("group", "1 rank"), ("world_size", "1"), ("rank", "0"))
-        },
-    }
 
     def initialize_model_parallel(
         self,
@@ -577,11 +564,6 @@ class MegatronState(_Megatron):
 
 class GPTNeoXState(ParallelState):
     """``megatron.mpu`` of GPT-NeoX, where *model* parallel means tensor parallel."""
-
-    translated: ClassVar[dict[str, str]] = {
-        f"get_model_parallel_{question}": "tensor parallel; the grid's is pipe x model"
-        for question in ("group", "world_size", "rank", "src_rank")
-    }
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
         super().__init__(grid)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, groups, parallel_state
 from ds_topo.errors import DisagreementError, TopologyError
-from ds_topo.parallel_state.__main__ import main
+from tests.parallel_state.names import main
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -476,4 +476,4 @@ def test_guide_contains_the_names_with_other_meanings_and_those_refused() -> Non
     lines = printed.getvalue().splitlines(keepends=True)
     table = [*lines[:2], *(line for line in lines[2:] if "translated: " in line or "refused: " in line)]
     guide = Path(__file__).parents[2] / "examples/guides/parallel_state_names.md"
-    assert "".join(table) in guide.read_text(), "copy them from what python -m ds_topo.parallel_state prints"
+    assert "".join(table) in guide.read_text(), "copy them from what python -m tests.parallel_state.names prints"
