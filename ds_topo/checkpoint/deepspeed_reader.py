@@ -8,7 +8,6 @@ tables, :func:`tables_of_files` makes them from the files.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -46,7 +45,6 @@ from ds_topo.checkpoint.table import (
     Table,
     Vector,
     boxes_in,
-    layer_of_experts,
     starred,
 )
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
@@ -487,58 +485,42 @@ def tables_of_files(source: DeepSpeedFiles) -> Iterator[Table]:
     """Yield the tables of a checkpoint of DeepSpeed alone from what its files record.
 
     With ZeRO they record the order of parameters (``param_shapes``), paddings, and which rank they are of. Without ZeRO
-    they have positions, and the structure the names.
+    they have positions, and the structure the names. CheckpointLayoutError is raised for experts.
     """
+    if source.model.experts:
+        raise CheckpointLayoutError(
+            f"{source.where} has experts, and no tables that say where they are. Load it in the layout that saved it"
+        )
     for model_rank in range(source.layout.model_ranks):
-        replicas = range(source.layout.files_of_partitions if source.layout.has_partitions else source.layout.replicas)
-        for replica in replicas if source.model.experts or source.layout.has_partitions else (0,):
+        for replica in range(source.layout.partitions) if source.layout.has_partitions else (0,):
             yield _table_of(source, SavedPlace(model_rank, replica))
 
 
 def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
     model, layout = source.model, source.layout
     of = place.model_rank % model.slices
-    pieces, stacked = dict[str, Piece](), list[str]()
-    for name in model.names_on(place.model_rank):
-        one = model.parameters[name]
-        expert = model.expert_on(name, place)
-        if one.is_stacked:
-            part = model.parts[model.structure.experts[name]][place]
-            pieces[name] = Piece(name, Slice(one.shape, 0, model.structure.experts[name], part))
-            stacked.append(name)
-        elif not one.experts or expert:
-            pieces[expert or name] = Piece(name, one.slice_of(of, model.slices))
+    names_here = model.names_on(place.model_rank)
+    pieces = {name: Piece(name, model.parameters[name].slice_of(of, model.slices)) for name in names_here}
     files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
     buffers = dict[str, Piece]()
-    aliases = model.structure.aliases
-    known = {*pieces, *aliases, *(piece.name for piece in pieces.values())}
-    for name, prefix, content in files:
-        is_model = prefix is not None or "_expert_" in name
-        module = content if is_model else content.get("module") or {}
-        names = None if is_model or layout.is_pipeline else set(content.get("buffer_names") or ())
+    known = {*pieces, *model.structure.aliases}
+    for _, prefix, content in files:
+        module = content if prefix is not None else content.get("module") or {}
+        names = None if prefix is not None or layout.is_pipeline else set(content.get("buffer_names") or ())
         for key, value in module.items():
             whole = f"{prefix or ''}{key}"
-            is_stack = whole.rpartition(".")[0] in stacked
-            is_listed = whole not in known and _is_here(whole, pieces) if names is None else whole in names
-            if torch.is_tensor(value) and is_listed and not is_stack:
+            is_listed = whole not in known if names is None else whole in names
+            if torch.is_tensor(value) and is_listed:
                 split = model.structure.splits.get(whole)
                 buffers[whole] = Piece(whole, Slice.of(value.shape, split, of, model.slices))
     pieces |= buffers
     orders = _orders_of(source, place, pieces)
     partition = (place.replica, layout.partitions) if layout.zero_stage == 3 else (0, 1)
     layers = [layer.prefix(number) for number, layer in enumerate(model.structure.layers)]
-    recorder = FileRecorder(
-        place.model_rank, pieces, orders, buffers, stacked=stacked, layers=layers, partition=partition
-    )
+    recorder = FileRecorder(place.model_rank, pieces, orders, buffers, layers=layers, partition=partition)
     for name, _, content in files:
         recorder.describe(content, name)
     return recorder.table()
-
-
-def _is_here(name: str, pieces: Mapping[str, Piece]) -> bool:
-    """Return True unless a name is of an expert that another rank has."""
-    head = re.match(r"(.*deepspeed_experts\.\d+)\.", name)
-    return head is None or any(piece.name.startswith(f"{head[1]}.") for piece in pieces.values())
 
 
 def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, str | None]]:
@@ -560,17 +542,6 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
             yield names[of], prefix
     if layout.has_partitions:
         yield name_of_partition(layout, place), None
-    for position, heads in enumerate(model.experts_of_stages.get(stage, ())):
-        for path in sorted(folder.glob(f"layer_{position}_expert_*_mp_rank_{place.model_rank:02d}_model_states.pt")):
-            number = int(path.name.split("_")[3])
-            key = next(one for one in model.experts if layer_of_experts(one) == heads)
-            part = model.parts[model.structure.experts[key]].get(place)
-            if number // model.per_rank[key] == part:
-                yield path.name, None
-    if model.experts and not layout.zero_stage and stage in model.experts_of_stages:
-        name = f"expp_rank_{model.parts[max(model.parts)][place]}_mp_rank_{place.model_rank:02d}_optim_states.pt"
-        if (folder / name).exists():
-            yield name, None
 
 
 def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, Piece]) -> list[Order]:
@@ -599,12 +570,11 @@ def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, P
     saved = source.partition(place)
     vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
     if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
-        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.files_of_partitions)]
+        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.partitions)]
         vectors = names_of_vectors(source.partition(one) for one in places)
     paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
     result = []
     for vector, own in zip(vectors, paddings, strict=True):
-        whole = next((pieces[name].name for name in vector if name in pieces), "")
         gaps = dict(zip(vector, own, strict=False)) if layout.zero_stage in (1, 2) else {}
-        result.append(order(vector, gaps, *model.partition_on(whole, place)))
+        result.append(order(vector, gaps, place.replica, layout.partitions))
     return result

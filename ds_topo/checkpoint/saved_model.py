@@ -21,13 +21,11 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedLayout,
     SavedParameter,
-    SavedPlace,
     SavedSplit,
     SavedStructure,
     SavedTable,
-    expert_places,
 )
-from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, layer_of_experts, starred
+from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 from ds_topo.topology.axes import MODEL
 
@@ -117,51 +115,6 @@ class WholeModel:
     def experts(self) -> dict[str, int]:
         """Number of experts of each MoE layer, by the head of their names."""
         return {one.head: one.experts for one in self.parameters.values() if one.experts}
-
-    @cached_property
-    def per_rank(self) -> dict[str, int]:
-        """Number of experts of each MoE layer on one rank."""
-        return {head: count // self.structure.experts[head] for head, count in self.experts.items()}
-
-    @cached_property
-    def experts_of_stages(self) -> dict[int, list[str]]:
-        """The layers of experts of each stage that has some, in the order in which DeepSpeed numbers them."""
-        found: dict[int, list[str]] = {}
-        for first in range(0, self.layout.model_ranks, self.slices) if self.experts else ():
-            own = [self.parameters[name] for name in self.names_on(first)]
-            if layers := dict.fromkeys(layer_of_experts(one.head) for one in own if one.experts):
-                found[first // self.slices] = list(layers)
-        return found
-
-    @cached_property
-    def _expert_groups(self) -> dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]]:
-        """The part of the experts that each rank holds, and all ranks that hold it, by expert parallel size."""
-        found: dict[int, dict[SavedPlace, tuple[int, tuple[SavedPlace, ...]]]] = {}
-        for experts in self.layout.experts:
-            for part, places in expert_places(self.layout, experts):
-                found.setdefault(experts.size, {}).update(dict.fromkeys(places, (part, places)))
-        return found
-
-    @cached_property
-    def parts(self) -> dict[int, dict[SavedPlace, int]]:
-        """The part of the experts that each rank holds, by expert parallel size."""
-        return {size: {place: part for place, (part, _) in of.items()} for size, of in self._expert_groups.items()}
-
-    def partition_on(self, name: str, place: SavedPlace) -> tuple[int, int]:
-        """Return the number of a rank's partition of a parameter's optimizer states, and of all its partitions."""
-        one = self.parameters.get(name)
-        if one is not None and one.experts:
-            _, holders = self._expert_groups[self.structure.experts[one.head]][place]
-            return holders.index(place), len(holders)
-        return self.layout.partitions_of_files[place.replica], self.layout.partitions
-
-    def expert_on(self, name: str, place: SavedPlace) -> str:
-        """Return the name that an expert's parameter has on a rank; empty if it does not have it, or is no expert's."""
-        expert = expert_of(name)
-        if expert is None or expert.head not in self.per_rank:
-            return ""
-        part, number = divmod(expert.number, self.per_rank[expert.head])
-        return expert.numbered(number) if self.parts[self.structure.experts[expert.head]].get(place) == part else ""
 
     def names_on(self, model_rank: int) -> list[str]:
         """Return the names of a model rank's parameters, in its module's order, with all experts of its layers."""

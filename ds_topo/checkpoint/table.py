@@ -240,15 +240,6 @@ def starred(name: str) -> str:
     return name if expert is None else expert.numbered("*")
 
 
-def layer_of_experts(head: str) -> str:
-    """Return what identifies the layer of experts: AutoEP stacks those of a layer in several parameters.
-
-    >>> layer_of_experts("0.mlp.experts.w1"), layer_of_experts("0.deepspeed_moe.experts.deepspeed_experts")
-    ('0.mlp.experts', '0.deepspeed_moe.experts.deepspeed_experts')
-    """
-    return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 

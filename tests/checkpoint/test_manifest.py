@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.checkpoint.by_name import require_reachable
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles
 from ds_topo.checkpoint.manifest import (
     MOST_EXPERTS,
     Manifest,
@@ -38,7 +39,13 @@ from ds_topo.checkpoint.manifest import (
     why_unreachable,
 )
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, TopologyError
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointVersionError,
+    DamagedCheckpointError,
+    TopologyError,
+)
 from tests.checkpoint.handmade import LAYOUT, make
 from tests.support.topologies import topologies
 
@@ -231,7 +238,6 @@ def _use(manifest: Manifest) -> None:
     for other in (PIPELINE.layout, EXPERTS.layout):
         with suppress(CheckpointError, TopologyError):
             model = model_of(manifest)
-            assert all(model.parts.values())
             require_reachable(model, other, model.structure, has_states=True)
 
 
@@ -341,6 +347,11 @@ def test_deep_nesting_is_refused() -> None:
     for forged in (text, _signed({**CONTENTS[0], "step": deep})):
         with pytest.raises(DamagedCheckpointError):
             from_text(forged, "manifest.json")
+
+
+def test_experts_without_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointLayoutError, match="has experts, and no tables that say where they are"):
+        DeepSpeedFiles(model_of(EXPERTS), tmp_path).weight("w")
 
 
 def test_tied_and_sliced_parameters_count_once() -> None:

@@ -18,11 +18,10 @@ from ds_topo.checkpoint.manifest import SavedTable
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.table import Box, Elements, Part, Piece, Slice, Table, Vector
 from ds_topo.errors import DamagedCheckpointError
-from tests.checkpoint.continued_jobs import TAG, save_experts
+from tests.checkpoint.continued_jobs import TAG
 from tests.checkpoint.gpt_jobs import Layout, save
 from tests.checkpoint.matrix.pairs import SPECIAL, Side, draw_pair, save_all
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.moe_training import Case
 from tests.support.world import Worlds
 
 Row = tuple[Any, ...]
@@ -62,7 +61,7 @@ def _require_equal(path: Path) -> None:
 
 def _sides(numbers: range) -> list[Side]:
     pairs = [draw_pair(0, number) for number in numbers]
-    drawn = [side for pair in pairs for side in (pair.source, pair.target) if not side.is_stock]
+    drawn = [side for pair in pairs for side in (pair.source, pair.target) if not (side.is_stock or side.experts)]
     return [side for number, side in enumerate(drawn) if side not in drawn[:number]]
 
 
@@ -104,23 +103,6 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", mark_exhaustive(LAYOUTS, lambda number, _: number < 2), ids=str)
 def test_tables_of_slices_and_ties_equal_their_files(world: Worlds, tmp_path: Path, layout: Layout) -> None:
     world(layout.ranks).run(save, layout, tmp_path)
-    _require_equal(tmp_path / TAG)
-
-
-PLAIN = {"pipeline": False}
-EXPERTS = [
-    Case("data=2,model=2", (0, 2, 1), 1, **PLAIN),
-    Case("data=4", (0, 4, 0), 0, **PLAIN),
-    Case("data=2,model=2", (0, 2, 1), 1, tensor_parallel=True, **PLAIN),
-    Case("shard=2,data=2", (0, 2, 0), 2, **PLAIN, reduced=True),
-    Case("pipe=2,data=1,model=2", (0, 2, 2, 0), 1),
-    Case("data=2,pipe=2", (2, 2, 0, 2), 0),
-]
-
-
-@pytest.mark.parametrize("case", mark_exhaustive(EXPERTS, lambda number, _: number in (0, 4)), ids=str)
-def test_tables_of_experts_equal_their_files(world: Worlds, tmp_path: Path, case: Case) -> None:
-    world(case.world_size).run(save_experts, case, tmp_path)
     _require_equal(tmp_path / TAG)
 
 
