@@ -553,30 +553,10 @@ def other_kind(path: Path) -> str:
     if weights is None:
         return ""
     where = weights if path.is_file() or weights.suffix in (".pt", ".pth") else path
-    if _has_optimizer(weights):
-        return (
-            f"{weights.name} is a file of torch.save() that holds an optimizer's state beside weights: in one process "
-            "without an engine, load both into the plain model and its optimizer (load_state_dict), take them by "
-            "torch's get_state_dict(model, optimizer), and save these as {'app': {'model': ..., 'optim': ...}} by "
-            "dcp.save(..., no_dist=True); then call load_torch(engine, folder). For the weights alone, load them into "
-            "the module before deepspeed.initialize"
-        )
     return (
         f"{weights.name} seems to hold weights alone: load them into the module before deepspeed.initialize, by "
         f"from_pretrained() or load_state_dict(), or into the engine, by load(engine, {str(where)!r})"
     )
-
-
-def _has_optimizer(file: Path) -> bool:
-    """Tell whether a file of ``torch.save`` names the groups of an optimizer, by its text; nothing is unpickled."""
-    if not file.is_file():
-        return False
-    try:
-        with zipfile.ZipFile(file) as archive:
-            name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "")
-            return bool(name) and b"param_groups" in archive.read(name)
-    except (OSError, zipfile.BadZipFile):
-        return False
 
 
 def look_at(folder: str | os.PathLike[str], tag: str, *, digests: bool = False) -> Checkpoint:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ds_topo import checkpoint
 from ds_topo.checkpoint import folder as folders
@@ -350,15 +349,3 @@ def test_other_kind_names_the_call_that_loads_weights(tmp_path: Path) -> None:
     assert other_kind(tmp_path).endswith(f"or into the engine, by load(engine, {str(file)!r})")
     assert other_kind(tmp_path / "model").endswith(f"by load(engine, {str(tmp_path / 'model')!r})")
     assert other_kind(tmp_path / "none") == ""
-
-
-def test_other_kind_of_a_file_with_an_optimizer_names_the_way(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "epoch2.pt")
-    said = other_kind(tmp_path / "epoch2.pt")
-    assert "epoch2.pt is a file of torch.save() that holds an optimizer's state beside weights" in said
-    assert "get_state_dict(model, optimizer)" in said
-    assert "load_torch(engine, folder)" in said
-    torch.save(model.state_dict(), tmp_path / "epoch2.pt")
-    assert "epoch2.pt seems to hold weights alone" in other_kind(tmp_path / "epoch2.pt")
