@@ -23,7 +23,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 from ds_topo.base.marks import inner_optimizer
@@ -74,7 +71,7 @@ from ds_topo.errors import (
 )
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
-from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.axes import PIPE
 
 _STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
 """torch's own keys of an optimizer, and of the parameters of one of its groups."""
@@ -204,9 +201,8 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
 
 
 # -- an engine in torch's terms ----------------------------------------------------------------------------------------
-# A tensor that a rank holds as a whole is a ``DTensor`` on the grid's mesh: replicated, or a shard along ``model`` if
-# slices split it. A part of a partition, and a slice in several pieces, is a ``PartOfTensor``. All of them are views of
-# the engine's own memory: saving copies and gathers nothing, and loading writes into that memory.
+# What a rank holds of a tensor is a ``PartOfTensor``, a view of the engine's own memory: saving copies and gathers
+# nothing, and loading writes into that memory. Of equal boxes on several ranks torch writes one.
 
 
 class EngineState:
@@ -226,7 +222,6 @@ class EngineState:
         """The tensor that the optimizer steps on, for each state that is one number, by parameter and key."""
         self.groups: list[dict[str, Any]] = []
         """Hyperparameters, with the names of this stage's parameters."""
-        self._grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
         is_first = facts.replica_of(engine) == 0 and facts.stage_and_slice(engine)[1] == 0
         inner = inner_optimizer(engine)
         if inner is not None:
@@ -264,26 +259,7 @@ class EngineState:
 
     def _of(self, one: Named, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's part of a parameter in a tensor with the layout of its values; None if it has none."""
-        if not one.held.numel:
-            return None
-        mesh = None if one.is_expert or one.slice.stride > 1 else self._mesh
-        if not one.held.is_whole:
-            return one.part_of(tensor, one.held)
-        memory = tensor.detach()
-        if mesh is not None and mesh.device_type == memory.device.type:
-            split = Shard(one.slice.dim) if one.slice.dim is not None else Replicate()
-            placements = [split if axis == MODEL else Replicate() for axis in mesh.mesh_dim_names or ()]
-            return DTensor.from_local(memory, mesh, placements, run_check=False)
-        return memory if one.slice.dim is None else one.part_of(memory, one.held)
-
-    @cached_property
-    def _mesh(self) -> DeviceMesh | None:
-        """The device mesh of this rank's stage; None without a grid, or if the stage is one rank."""
-        if self._grid is None:
-            return None
-        mesh, all_axes = self._grid.device_mesh(), self._grid.topology().axes
-        axes = tuple(axis for axis in all_axes if axis != PIPE)
-        return mesh if len(axes) == len(all_axes) else mesh[axes] if axes else None
+        return one.part_of(tensor, one.held) if one.held.numel else None
 
 
 def _is_by_element(value: Any, master: torch.Tensor) -> bool:
