@@ -17,11 +17,9 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -125,12 +123,6 @@ class SavedStructure(Saved):
     buffers: Mapping[Text, tuple[Number, ...]] = field(default_factory=dict)
     """The shape on slice 0 of each saved buffer, except those of experts."""
 
-    def __post_init__(self) -> None:
-        if self.bounds and (
-            [*self.bounds] != sorted(self.bounds) or self.bounds[0] != 0 or self.bounds[-1] != len(self.layers)
-        ):
-            raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
-
 
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> SavedStructure:
     """Merge the structures that the stages of a pipeline see into that of the whole model.
@@ -190,10 +182,6 @@ class SavedParameter(Saved):
     """The number of experts in the layer; None for a dense parameter. AutoEP stacks a rank's in one parameter."""
     is_trained: bool = True
 
-    def __post_init__(self) -> None:
-        if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
-            raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
-
 
 @dataclass(frozen=True)
 class SavedTable(Saved):
@@ -207,12 +195,6 @@ class SavedTable(Saved):
     partition: Count = 0
     partitions: Ranks = 1
     """Each parameter is cut into so many equal partitions, of which the table has one; 1 if it has any elements."""
-
-    def __post_init__(self) -> None:
-        if len(self.rows) % 2 or any(one >= two for one, two in pairwise(self.rows)):
-            raise ValueError(f"rows={abridged(self.rows)} of {abridged(self.path)} do not rise")
-        if self.partition >= self.partitions:
-            raise ValueError(f"partition {self.partition} of {self.partitions} is impossible")
 
     @classmethod
     def of(
@@ -356,9 +338,6 @@ class Manifest(Saved):
     """The tables, which say where each element is; empty if the optimizer's memory is unknown."""
 
     def __post_init__(self) -> None:
-        paths = Counter(file.path for file in self.files)
-        if paths and max(paths.values()) > 1:
-            raise ValueError(f"files: {abridged(paths.most_common(1)[0][0])} is listed twice")
         for row in self.parameters:
             if not row.model_ranks or row.model_ranks[-1] >= self.layout.model_ranks:
                 raise ValueError(

@@ -222,10 +222,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
     layout = layout if has_experts else replace(layout, experts=())
-    model = WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
-    if problem := next(_contradictions(model), ""):
-        raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
-    return model
+    return WholeModel(parameters, structure, layout, manifest.tables, manifest.parameters)
 
 
 def _parameters_of(
@@ -276,31 +273,6 @@ def has_placeholders(groups: Iterable[Iterable[str]]) -> bool:
     return any(name.startswith(PLACEHOLDERS) for group in groups for name in group)
 
 
-def _contradictions(model: WholeModel) -> Iterator[str]:
-    """Yield contradictions in a manifest on which later code would fail. No save of ours writes any."""
-    layout, structure, names = model.layout, model.structure, model.parameters
-    stages, rest = divmod(layout.model_ranks, model.slices)
-    if rest or stages != len(structure.groups) or layout.replicas * layout.model_ranks > layout.world_size:
-        yield f"{layout} has {layout.model_ranks} model ranks and groups for {len(structure.groups)} stages"
-        return
-    parts = len(structure.bounds) - 1
-    if layout.is_pipeline != bool(structure.layers) or (structure.bounds and parts not in (stages, 2 * stages)):
-        yield f"a pipeline of {stages} stages has {len(structure.layers)} layers with bounds {structure.bounds}"
-        return
-    for name in structure.undeclared:
-        if name not in names:
-            yield f"{name!r} is undeclared, and no parameter"
-    sizes = {groups.size for groups in layout.experts}
-    for head, count in model.experts.items():
-        if structure.experts[head] not in sizes or count % structure.experts[head]:
-            yield f"{count} experts of {head!r} on {structure.experts[head]} ranks, and groups of {sorted(sizes)}"
-    for stage, groups in enumerate(structure.groups):
-        own = set(model.names_on(stage * model.slices)) if structure.bounds else names
-        for name in (name for group in groups for name in group):
-            if name in names and name not in own:
-                yield f"{name!r} is in a group of stage {stage}, which does not have it"
-
-
 def _is_stacked(row: SavedParameter) -> bool:
     return row.experts is not None and not head_of(row.name)
 
@@ -323,7 +295,8 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
 
 def require_splits(model: WholeModel, slices: int) -> None:
     """Raise CheckpointLayoutError unless every parameter can be cut into so many slices."""
-    undeclared = [name for name in model.structure.undeclared if model.parameters[name].split is None]
+    known = model.parameters
+    undeclared = [name for name in model.structure.undeclared if name in known and known[name].split is None]
     if undeclared and slices != model.slices:
         raise CheckpointLayoutError(
             f"model={model.slices} cannot become model={slices}: {listed(undeclared, 3)} are marked as slices "
