@@ -68,7 +68,7 @@ _CHUNK = 1 << 18
 _IRREGULAR = "not a regular file"
 _LOCK = ".lock"
 """The file in a folder that a process holds while it writes there."""
-MARGIN = 1.02
+_MARGIN = 1.02
 """The factor by which the disk must have more space than a checkpoint is expected to take."""
 _ATTEMPTS = 3
 """Attempts to replace a file in a folder that other jobs change."""
@@ -222,7 +222,7 @@ def free_bytes(folder: Path) -> int:
 
 def require_space(folder: Path, what: str, needed: int) -> None:
     """Raise CheckpointSpaceError unless the disk of a folder has space for what is going to be written."""
-    if (free := free_bytes(folder)) < needed * MARGIN:
+    if (free := free_bytes(folder)) < needed * _MARGIN:
         raise CheckpointSpaceError(
             f"{what} takes about {needed:,} bytes, and the disk of {folder} has {free:,}: make room there, or write to "
             "another disk. Nothing was written"

@@ -528,18 +528,9 @@ class _Choice:
             )
         if not reason:
             return ""
-        found = f"is of {saved}; this job is {self._layout}: {reason}."
-        if saved.zero_stage == 3 and saved.experts:
-            return (
-                f"{found} Start the job with the topology of the checkpoint, or save and load in torch's format "
-                "(ds_topo.checkpoint.TorchState), or convert it once by the command: python -m "
-                "deepspeed.checkpoint.ds_to_universal"
-            )
-        module_only = own == bounds and why_unreachable(saved, self._layout, optimizer_states=False) == ""
-        also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
         return (
-            f"{found} Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, or "
-            f"load by name (convert=True){also}"
+            f"is of {saved}; this job is {self._layout}: {reason}. Start the job with the degrees and the ZeRO stage "
+            "of the checkpoint, in any order of axes, or load by name (convert=True)"
         )
 
     def _nothing(self) -> CheckpointError:

@@ -654,10 +654,4 @@ def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
             f"another job is saving the checkpoint {tag!r} in {root} at this moment: give each job another folder, or "
             "other tags"
         )
-    needed = facts.bytes_of_checkpoint(engine)
-    latest = folders.named_latest(root)
-    if latest is not None and folders.free_bytes(root) < sum(folders.sizes_in(root / latest).values()) * folders.MARGIN:
-        last = folders.look_at(root, latest).manifest  # not always: reading it takes long for many parameters
-        if last is not None and last.layout == facts.layout_of(engine):
-            needed = max(needed, last.bytes)
-    folders.require_space(root, f"the checkpoint {tag!r}", needed)
+    folders.require_space(root, f"the checkpoint {tag!r}", facts.bytes_of_checkpoint(engine))

@@ -287,12 +287,6 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
         assert estimate <= found.bytes, "the estimate refuses no save that fits"
         elements = sum(parameter.numel() for parameter in here.engine.module.parameters())
         assert estimate >= 12 * elements, "weights and Adam's two states, in fp32, of all ranks"
-        checkpoint.save(here.engine, folder, "large", {"samples": torch.zeros(estimate)})
-        with (
-            mock.patch.object(folders, "free_bytes", return_value=2 * estimate),
-            pytest.raises(CheckpointSpaceError, match="'third' takes about"),
-        ):  # the last one of this layout took more than the estimate
-            checkpoint.save(here.engine, folder, "third")
         return str(raised.value)
 
 
