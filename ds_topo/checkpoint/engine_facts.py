@@ -77,8 +77,6 @@ def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
         "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         isinstance(engine, PipelineEngine),
         tuple(sorted(experts, key=lambda one: one.size)),
-        getattr(engine, "gradient_reducer", None) is not None,
-        grid.to_global([0])[0] if grid else 0,
     )
 
 

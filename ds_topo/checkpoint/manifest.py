@@ -231,6 +231,8 @@ class SavedExperts(Saved):
 class SavedLayout(Saved):
     """The layout of the job that wrote a checkpoint."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # earlier manifests have further entries
+
     topology: Text | None
     """The topology's spec; None if the engine's mpu is not a ds_topo grid."""
     world_size: Ranks
@@ -245,17 +247,13 @@ class SavedLayout(Saved):
     """The precision of the parameters: ``fp32``, ``bf16`` or ``fp16``."""
     is_pipeline: bool = False
     experts: tuple[SavedExperts, ...] = ()
-    has_reducer: bool = False
-    """True if our reducer was attached. The files have ZeRO's partitions in DeepSpeed's layout in any case."""
-    first_rank: Count = 0
-    """The global rank of the topology's rank 0."""
 
     def __post_init__(self) -> None:
         if max(self.model_ranks, self.replicas) > self.world_size:
             raise ValueError(f"{self.model_ranks} model ranks or {self.replicas} replicas of {self.world_size:,} ranks")
         size = 1 if self.topology is None else ProcessTopology.from_spec(self.topology).world_size()
-        if size > self.world_size or self.first_rank >= self.world_size:
-            raise ValueError(f"{size:,} ranks from rank {self.first_rank} are not in a world of {self.world_size:,}")
+        if size > self.world_size:
+            raise ValueError(f"{size:,} ranks are not in a world of {self.world_size:,}")
 
     @property
     def has_partitions(self) -> bool:
@@ -372,8 +370,7 @@ def to_text(manifest: Manifest) -> str:
     >>> from_text(to_text(manifest), "last") == manifest
     True
     """
-    layout = {**vars(manifest.layout), "coordinates": _coordinates(manifest.layout)}
-    content = {"format": FORMAT, "version": VERSION, **vars(manifest), "layout": layout, "bytes": manifest.bytes}
+    content = {"format": FORMAT, "version": VERSION, **vars(manifest), "bytes": manifest.bytes}
     # asdict(), and encoding with an indent, would take several times as long
     encode = json.JSONEncoder(default=vars).encode
     lines = []
@@ -408,9 +405,6 @@ def from_text(text: str, where: str) -> Manifest:
         digest = content.pop(_DIGEST, None)
         if digest != _digest_of(content):
             raise ValueError(f"changed after it was written ({_DIGEST} differs)")
-        layout = content.get("layout")
-        if isinstance(layout, dict):
-            layout.pop("coordinates", None)  # for readers without ds_topo
         found: Manifest = built_from(Manifest, {key: value for key, value in content.items() if key not in _OURS})
     except (ValueError, RecursionError, MemoryError) as error:
         raise DamagedCheckpointError(f"{where}: {error or type(error).__name__}") from None
@@ -462,17 +456,6 @@ _REASONS = {
 @cache
 def _reader_of(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
-    """Return ``[[size, stride], ...]`` of each axis; a rank is the sum of digits times strides.
-
-    Readers without ds_topo need it; we do not read it.
-    """
-    if layout.topology is None:
-        return None
-    topology = ProcessTopology.from_spec(layout.topology)
-    return dict(zip(topology.axes, topology.layout.axes, strict=True))
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo import ProcessTopology
 from ds_topo.checkpoint.by_name import require_reachable
 from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles
 from ds_topo.checkpoint.manifest import (
@@ -47,7 +46,6 @@ from ds_topo.errors import (
     TopologyError,
 )
 from tests.checkpoint.handmade import LAYOUT, make
-from tests.support.topologies import topologies
 
 
 def test_manifest_round_trip(tmp_path: Path) -> None:
@@ -82,21 +80,10 @@ def test_a_parameter_takes_as_many_calls_in_any_number_of_them() -> None:
     assert (more - few) / 100 < 70
 
 
-@settings(deadline=None)
-@given(topologies())
-def test_coordinates_match_topology(topology: ProcessTopology) -> None:
-    size = topology.world_size()
-    manifest = Manifest("a", 0, "", SavedLayout(topology.spec, size, 1, size, 0, None, "fp32"), (), ())
-    text = to_text(manifest)
-    assert from_text(text, "") == manifest
-    strides = json.loads(text)["layout"]["coordinates"]
-    for rank in range(size):
-        index = {}
-        for axis, factors in strides.items():
-            index[axis] = 0
-            for degree, stride in factors:
-                index[axis] = index[axis] * degree + rank // stride % degree
-        assert index == topology.get_coord(rank)._asdict()
+def test_entries_of_earlier_manifests_are_left_out() -> None:
+    content = copy.deepcopy(CONTENTS[0])
+    content["layout"] |= {"coordinates": {"data": [[2, 1]]}, "first_rank": 0, "has_reducer": True}
+    assert from_text(_signed(content), "manifest.json") == PIPELINE
 
 
 def test_changed_byte_is_refused(tmp_path: Path) -> None:
@@ -293,10 +280,10 @@ def test_whole_manifest_is_used(manifest: Manifest) -> None:
             10**9,
             "layout.world_size: 1000000000 is wrong: Input should be less",
         ),
-        (("layout", "topology"), "data=1000000000", "1,000,000,000 ranks from rank 0 are not in a world of 8"),
+        (("layout", "topology"), "data=1000000000", "1,000,000,000 ranks are not in a world of 8"),
         (("layout", "topology"), "data=", "layout: malformed topology"),
         (("layout", "zero_stage"), 4, "layout.zero_stage: 4 is wrong: Input should be less than or equal to 3"),
-        (("layout", "secret"), 1, "layout.secret: is an unknown entry"),
+        (("structure", "secret"), 1, "structure.secret: is an unknown entry"),
         (("layout",), {"topology": None}, "layout.world_size: is missing"),
         (
             ("structure", "experts"),
