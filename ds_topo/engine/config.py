@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.errors import EngineOptionError, abridged, listed, warn
@@ -197,6 +198,9 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
     return unknown
 
 
+_ZERO_KEYS = frozenset(
+    key for name, field in DeepSpeedZeroConfig.model_fields.items() for key in (name, field.alias) if key
+)
 _SECTIONS_WITHOUT_SWITCH = ("optimizer", "scheduler", TOPOLOGY_SECTION, REDUCER_SECTION, REPLICAS_SECTION)
 _SWITCH = "enabled"
 
@@ -243,9 +247,9 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
     """Refuse sections and batch sizes on which DeepSpeed's constructor of a config fails.
 
     Raises:
-        EngineOptionError: a section is no mapping; ZeRO has no such stage; two precisions are on; or batch sizes are
-            missing, are no numbers, or contradict each other or the number of replicas with samples of their own. The
-            message says which axes count.
+        EngineOptionError: a section is no mapping; ZeRO has no such stage or key; two precisions are on; or batch sizes
+            are missing, are no numbers, or contradict each other or the number of replicas with samples of their own.
+            The message says which axes count.
     """
     refuse_elasticity(config)
     for name, example in _SECTIONS.items():
@@ -256,6 +260,11 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
                 f'config section "{name}" is {abridged(section)}: give a mapping, such as {example}'
             )
     zero = config.get("zero_optimization")
+    for name in zero if isinstance(zero, Mapping) else ():
+        if name not in _ZERO_KEYS:
+            near = difflib.get_close_matches(str(name).lower(), _ZERO_KEYS)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(sorted(_ZERO_KEYS))}"
+            raise EngineOptionError(f'config section "zero_optimization" has no key {abridged(name)}: {hint}')
     if isinstance(zero, Mapping) and str(zero.get("stage", 0)) not in ("0", "1", "2", "3", "auto"):
         raise EngineOptionError(
             f'config section "zero_optimization": "stage" is {abridged(zero["stage"])}: ZeRO has the stages 0, 1, 2, 3'

@@ -207,8 +207,12 @@ PARTS: tuple[EnginePart, ...] = (
     ),
     EnginePart("unseen_changes", "NoticedSteps", _always, "A step that the program takes itself is not counted."),
     EnginePart(
-        "unseen_changes", "NoticedLoneChanges", _always, "Replicas that a program changes alone raise no error."
+        "unseen_changes",
+        "NoticedLoneChangesOfPlain",
+        _is_plain,
+        "What a program changes on one replica is no error.",
     ),
+    EnginePart("unseen_changes", "NoticedLoneChangesOfPipeline", _is_pipeline, "The same for the ranks of each stage."),
     # Before samples are read.
     EnginePart(
         "repairs.micro_batches",

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ds_topo.base.backends import traits_of
 from ds_topo.base.classes import REPLICATED, Mixin, adopt
-from ds_topo.base.marks import inner_optimizer
+from ds_topo.base.marks import inner_optimizer, is_training_pass
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
     begin_states,
@@ -540,7 +540,7 @@ class ReplicatedPlainEngine(ReplicatedEngine):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Begin a step with the first forward pass, if its samples have not."""
-        if self.training:
+        if is_training_pass(self):
             self.replicas.begin_step()
         return super().forward(*inputs, **named)
 

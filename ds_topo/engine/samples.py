@@ -25,8 +25,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DistributedSampler
 
+from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.config import passes_of
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, EngineOptionError, by_value, listed, warn
@@ -150,7 +153,7 @@ class FirstSamples:
         """Take digests of a micro-batch that a pipeline engine has read, in the first steps."""
         if not self.types and isinstance(batch, (tuple, list)):
             self.types = types_of(batch[0])
-        is_noted = engine.training and self._grid.check_samples and len(self._digests) < _COMPARED
+        is_noted = is_training_pass(engine) and self._grid.check_samples and len(self._digests) < _COMPARED
         if self._in_step is not None or (is_noted and not self.are_compared):
             inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
             read = digest(inputs), digest(labels)
@@ -276,13 +279,21 @@ class FirstSamples:
             return
         loss, limit = (nan, 0.0) if self._loss is None else (float(self._loss), torch.finfo(self._loss.dtype).eps)
         inputs = self._digests[0] if self._digests else ()
+        read = loss, inputs, _random_state() if _draws(engine.module) else 0
         slices, sequence = (
-            gathered((loss, inputs), grid.get_group(axis)) if grid.topology().get_dim(axis) > 1 else [(loss, inputs)]
+            gathered(read, grid.get_group(axis)) if grid.topology().get_dim(axis) > 1 else [read]
             for axis in (MODEL, SEQ)
         )
         if grid.grid_rank:
             return
-        losses, spec = [each for each, _ in slices], grid.topology().spec
+        losses, spec = [each for each, *_ in slices], grid.topology().spec
+        if len({state for *_, state in slices}) > 1:
+            warn(
+                f"the slices of one replica of {spec!r} have different random states after their first passes, and the "
+                "model has dropout: slices that drop other activations of what they share train different models. Give "
+                "all ranks along 'model' one seed, torch.manual_seed(seed + grid.get_sample_rank()), and draw other "
+                "numbers for split activations alone; set grid.check_samples = False if it is intended"
+            )
         # The same operations on the same samples; but kernels of accelerators may add in another order.
         if max(losses) - min(losses) > max(_UNLIKE, 4 * limit) * max(map(abs, losses)) + _ZERO:
             warn(
@@ -292,7 +303,12 @@ class FirstSamples:
                 "ds_topo.collectives.gather(outputs, group) before the loss; dropout of what is not split needs one "
                 "seed for all slices. Set grid.check_samples = False if it is intended"
             )
-        if inputs and len(sequence) > 1 and len({*sequence}) == 1 and "autosp" not in passes_of(engine._config):
+        if (
+            inputs
+            and len(sequence) > 1
+            and len({each[:2] for each in sequence}) == 1
+            and "autosp" not in passes_of(engine._config)
+        ):
             warn(
                 f"the {len(sequence)} ranks along 'seq' of {spec!r} have read the same inputs and computed the same "
                 "loss, as if each had the whole sequence; but gradients are summed along 'seq', where each rank has a "
@@ -324,7 +340,7 @@ class ComparedSamplesOfPlain(ComparedSamples):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compare the first samples of slices. Explain an error of inputs of another type than the parameters."""
-        if self.training and self.first_samples.left:
+        if self.first_samples.left and is_training_pass(self):
             self.first_samples.look_at_inputs((inputs, named))
         try:
             return super().forward(*inputs, **named)
@@ -381,6 +397,16 @@ def digest(samples: Any, zeros_count: bool = False) -> int:
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(hashed.digest(), "big") if found else 0
+
+
+def _draws(module: nn.Module) -> bool:
+    """Tell whether a module has dropout that is on."""
+    return any(getattr(each, "p", 0) for each in module.modules() if isinstance(each, _DropoutNd))
+
+
+def _random_state() -> int:
+    """Return a digest of the random states that dropout draws from: of the device, and of the CPU."""
+    return digest([torch.get_rng_state(), get_accelerator().get_rng_state()], zeros_count=True)
 
 
 def types_of(samples: Any) -> set[torch.dtype]:

@@ -1,7 +1,7 @@
 """Warn of changes that a program makes and that its engine does not see.
 
 These are steps of the engine's optimizer and of its scheduler that the program takes itself, and weights and learning
-rates that it sets on one replica alone.
+rates that it sets, and parameters that it freezes, on one replica alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.marks import expert_group_name, inner_optimizer
+from ds_topo.base.marks import expert_group_name, inner_optimizer, is_training_pass
 from ds_topo.base.torch_names import default_store
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.errors import by_value, warn
+from ds_topo.errors import DisagreementError, by_value, listed, warn
 from ds_topo.launch.council import leave, within
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 
@@ -128,8 +129,9 @@ class LoneChanges:
 
     Replicas compare both before the first step, by an all-reduce. Before steps 2, 4, 8, ... they compare options
     through the job's store, where nobody waits: a rank that has left out a step would join another collective instead.
-    Optimizers with master weights overwrite what a program has written, so there weights are not compared
-    (:mod:`ds_topo.engine.written_weights`).
+    So they do before the first forward pass of these steps, of the first one too, with what was frozen: gradients of
+    other parameters would be reduced together. Optimizers with master weights overwrite what a program has written, so
+    there weights are not compared (:mod:`ds_topo.engine.written_weights`).
 
     Args:
         engine: an engine of a grid, whose ``check_weights`` switches the comparison off.
@@ -138,26 +140,34 @@ class LoneChanges:
 
     def __init__(self, engine: DeepSpeedEngine, has_masters: bool) -> None:
         self._engine, self._has_masters = engine, has_masters
-        self._steps = self._key = 0
-        """The number of steps, and a random number of the replicas, which tells their keys in the store from others."""
-        self._has_warned = False
+        self._steps, self.is_due, self._has_warned = 0, True, False
+        """``is_due`` is True until replicas have compared what is frozen, in the steps that compare."""
+        self._trained = {name for name, each in engine.module.named_parameters() if each.requires_grad}
+        group = self._group()
+        self._key = 0 if group is None else _compared([secrets.randbits(62)], group)[1][0]
+        """A random number that marks the keys of these replicas in the store; 0 if they compare nothing."""
+
+    def _group(self) -> ProcessGroup | None:
+        """Return the replicas that compare; None if they do not."""
+        group = self._engine.mpu.get_data_parallel_group()
+        return group if self._engine.mpu.check_weights and dist.get_world_size(group) > 1 else None
 
     def look(self) -> None:
         """Warn of what differs, at the beginning of a step; the first step is collective over the replicas."""
         self._steps += 1
-        grid = self._engine.mpu
-        group = grid.get_data_parallel_group()
-        if self._steps & (self._steps - 1) or not grid.check_weights or dist.get_world_size(group) == 1:
+        self.is_due = not self._steps & (self._steps + 1)
+        group = self._group()
+        if self._steps & (self._steps - 1) or group is None or not self._key:
             return
         options = ", ".join(_options_of(self._engine.optimizer))
         if self._steps > 1:
-            if self._key:
-                self._compare_in_store(options, dist.get_process_group_ranks(group))
+            if not self._has_warned and (other := self._other_in_store("options", options, group)):
+                self._has_warned = True
+                warn(_LONE.format(_OTHER_OPTIONS.format(self._steps), by_value([other, (dist.get_rank(), options)])))
             return
         weights = {} if self._has_masters else self._weights()
         sums = [int(each) for each in weights.values()]
-        numbers = [*map(_number_of, (options, [*weights], sums)), secrets.randbits(62)]
-        (same_options, same_names, same_weights, _), (*_, self._key) = _compared(numbers, group)
+        (same_options, same_names, same_weights), _ = _compared([*map(_number_of, (options, [*weights], sums))], group)
         if not same_names:
             self._warn("start with different parameters", f"{len(weights)} parameters", group)
         elif not same_weights:
@@ -170,24 +180,41 @@ class LoneChanges:
             self._has_warned = True
             self._warn(_OTHER_OPTIONS.format(1), options, group)
 
-    def _compare_in_store(self, options: str, members: Sequence[int]) -> None:
-        """Compare options with those of the first rank that came; the first that differs warns."""
-        store, rank = default_store(), dist.get_rank()
-        key = f"ds_topo/options/{self._key:x}/{self._steps}"
+    def look_at_frozen(self) -> None:
+        """Compare what was frozen since the engine was built, before the first forward pass of a step.
 
-        def compare() -> tuple[int, str]:
-            first, theirs = json.loads(store.compare_set(key, "", json.dumps([rank, options])))
-            is_told = theirs != options and store.add(f"{key}/told", 1) > 1
-            return first, options if is_told else theirs
-
-        if self._has_warned:
+        Raises:
+            DisagreementError: another replica has frozen other parameters; on one rank that differs.
+        """
+        self.is_due = False
+        group = self._group()
+        if group is None or not self._key:
             return
-        with suppress(RuntimeError):  # the store does not answer: what needs it says so
-            first, theirs = within(_PATIENCE, "a comparison of options", compare)
-            leave(store, rank, members, [key] * (first == rank) + [f"{key}/told"] * (theirs != options))
-            if theirs != options:
-                self._has_warned = True
-                warn(_LONE.format(_OTHER_OPTIONS.format(self._steps), by_value([(first, theirs), (rank, options)])))
+        trained = {name for name, each in self._engine.module.named_parameters() if each.requires_grad}
+        own = f"{listed(sorted(self._trained - trained))} frozen, {listed(sorted(trained - self._trained))} unfrozen"
+        own += f" ({_number_of(sorted(trained)):x})" if trained != self._trained else ""
+        if other := self._other_in_store("frozen", own, group):
+            raise DisagreementError(
+                f"replicas train different parameters in step {self._steps + 1}: since deepspeed.initialize, "
+                f"{by_value([other, (dist.get_rank(), own)])}. Gradients of different parameters would be reduced "
+                "together. Freeze parameters on all ranks, or set grid.check_weights = False if it is intended"
+            )
+
+    def _other_in_store(self, what: str, own: str, group: ProcessGroup) -> tuple[int, str] | None:
+        """Return the first rank that came, and what it brought; None if that is the same, or another rank says so."""
+        store, rank = default_store(), dist.get_rank()
+        key = f"ds_topo/{what}/{self._key:x}/{self._steps}"
+
+        def compare() -> tuple[int, str, bool]:
+            first, theirs = json.loads(store.compare_set(key, "", json.dumps([rank, own])))
+            return first, theirs, theirs != own and store.add(f"{key}/told", 1) == 1
+
+        try:
+            first, theirs, tells = within(_PATIENCE, f"a comparison of {what}", compare)
+        except RuntimeError:  # the store does not answer: what needs it says so
+            return None
+        leave(store, rank, dist.get_process_group_ranks(group), [key] * (first == rank) + [f"{key}/told"] * tells)
+        return (first, theirs) if tells else None
 
     def _warn(self, what: str, own: str, group: ProcessGroup) -> None:
         said = gathered((dist.get_rank(), own), group)
@@ -221,6 +248,26 @@ class NoticedLoneChanges(EngineOnGrid):
         """Compare replicas before some steps."""
         self.lone_changes.look()
         super()._take_model_step(*arguments)
+
+
+class NoticedLoneChangesOfPlain(NoticedLoneChanges):
+    """A plain engine, whose program runs each forward pass."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Compare what is frozen before the first forward pass of some steps."""
+        if self.lone_changes.is_due and is_training_pass(self):
+            self.lone_changes.look_at_frozen()
+        return super().forward(*inputs, **named)
+
+
+class NoticedLoneChangesOfPipeline(NoticedLoneChanges, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine, which runs all passes of a step."""
+
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Compare what is frozen before some steps."""
+        if self.lone_changes.is_due:
+            self.lone_changes.look_at_frozen()
+        return super().train_batch(*arguments, **options)
 
 
 def _compared(numbers: Sequence[int], group: ProcessGroup) -> tuple[list[bool], list[int]]:

@@ -93,7 +93,7 @@ def test_first_batches_are_noted_and_the_first_of_all_is_compared_with_the_confi
 def test_batches_of_a_pipeline_are_digested_until_both_comparisons_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[object] = []
     monkeypatch.setattr(samples, "digest", lambda samples: digested.append(samples) or 1)
-    engine: Any = SimpleNamespace(training=True)
+    engine: Any = SimpleNamespace(module=SimpleNamespace(training=True))
     with fake_world(0, 2), PipelineParallelGrid("pipe=2") as grid:
         first = FirstSamples(grid, 4)
         for are_compared, in_step, number in ((False, None, 2), (True, None, 2), (True, [], 4)):

@@ -402,6 +402,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | tuple[type[Except
         EngineOptionError,
         "did you mean 'gradient_clipping'?",
     ),
+    "a misspelt key of ZeRO": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "zero_optimization": {"stage": 1, "overlap_com": True}}),
+        EngineOptionError,
+        """config section "zero_optimization" has no key 'overlap_com': did you mean 'overlap_comm'?""",
+    ),
     "a section of nonsense": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "topology": "modle=2,data=2"}),
         TopologyError,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_topo import PipelineParallelGrid, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
@@ -266,3 +266,81 @@ def test_replicas_of_other_layouts_look_for_lone_changes(world: Worlds, spec: st
         assert all(text in each for each in said)
     found = [each for own in world(4).run(_change_alone, "weights", spec, config) for each in own]
     assert bool(found) == (not config), "master weights overwrite what a program writes"
+
+
+def _freeze_alone(spec: str, is_pipeline: bool, reduced: bool, frozen_after: int) -> None:
+    start()
+    config = settings(gradient_accumulation_steps=1, gradient_reducer=reduced)
+    with PipelineParallelGrid(spec) as grid:
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        whole = PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss) if is_pipeline else None
+        engine, *_ = initialize(model=whole or nn.Sequential(*layers), mpu=None if whole else grid, config=config)
+        for step in range(3):
+            if step == frozen_after and grid.get_sample_rank() == 1:
+                next(engine.module.parameters()).requires_grad_(False)
+            if is_pipeline:
+                engine.train_batch(iter([(torch.ones(2, 8), torch.ones(2, 8))]))
+            else:
+                engine.backward(engine(torch.randn(2, 8)).square().mean())
+                engine.step()
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_pipeline", "reduced", "frozen_after"),
+    [("data=2", False, False, 0), ("data=2", False, True, 1), ("pipe=2,data=2", True, False, 0)],
+)
+def test_parameters_that_one_replica_freezes_are_named(
+    world: Worlds, spec: str, is_pipeline: bool, reduced: bool, frozen_after: int
+) -> None:
+    errors = world(2 * spec.count("=")).run(
+        _freeze_alone, spec, is_pipeline, reduced, frozen_after, expect_failure=True
+    )
+    texts = [str(error) for error in errors if "train different parameters in step" in str(error)]
+    assert texts
+    assert all(f"in step {frozen_after + 1}" in text for text in texts)
+    assert all("none frozen, none unfrozen on ranks" in text and ".weight'] frozen" in text for text in texts)
+
+
+def _draw_alone(is_alone: bool, probability: float) -> list[str]:
+    start()
+    with PipelineParallelGrid("model=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(probability))
+        engine, *_ = initialize(model=model, mpu=grid, config=settings(gradient_accumulation_steps=1))
+        torch.manual_seed(grid.grid_rank if is_alone else 3)
+        engine.backward(0 * engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+        engine.destroy()
+    return [str(each.message) for each in said if "random states" in str(each.message)]
+
+
+def test_slices_with_other_random_states_are_named_if_there_is_dropout(world: Worlds) -> None:
+    (text,), others = world(2).run(_draw_alone, True, 0.5)
+    assert "torch.manual_seed(seed + grid.get_sample_rank())" in text
+    assert others == []
+    assert world(2).run(_draw_alone, False, 0.5) == [[], []]
+    assert world(2).run(_draw_alone, True, 0.0) == [[], []]
+
+
+def _evaluate_first(is_wrong: bool) -> list[str]:
+    start()
+    with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine, *_ = initialize(model=nn.Linear(8, 8), mpu=grid, config=settings(gradient_accumulation_steps=1))
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.randn(32, 8))  # the same on all ranks, and larger batches
+        engine.train()
+        torch.manual_seed(0 if is_wrong else grid.grid_rank)
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 8)).square().mean())
+            engine.step()
+        engine.destroy()
+    return [str(each.message) for each in said if "same samples" in str(each.message) or "shape" in str(each.message)]
+
+
+def test_batches_of_an_evaluation_are_not_taken_for_those_of_training(world: Worlds) -> None:
+    assert world(2).run(_evaluate_first, False) == [[], []]
+    (text,), others = world(2).run(_evaluate_first, True)
+    assert "have read the same samples" in text
+    assert others == []

@@ -17,6 +17,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, abridged, warn
 
@@ -108,15 +109,14 @@ class CountedMicroBatchesOfPlain(CountedMicroBatches):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Count the forward pass."""
-        if self.training:
+        if is_training_pass(self):
             self._settle_number()
             self.micro_batch_count.forwards += 1
         return super().forward(*inputs, **named)
 
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Count the backward pass."""
-        if self.training:
-            self._settle_number()
+        self._settle_number()
         self.micro_batch_count.backwards += 1
         return super().backward(*arguments, **options)
 
