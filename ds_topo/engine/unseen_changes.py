@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.base.marks import expert_group_name, inner_optimizer, is_training_pass
-from ds_topo.base.torch_names import default_store
+from ds_topo.base.torch_names import default_store, job_timeout
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, by_value, listed, warn
 from ds_topo.launch.council import leave, within
@@ -117,6 +117,8 @@ _OPTIONS = ("lr", "weight_decay", "momentum", "betas")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers as which elements are read, by their size."""
 _PATIENCE = timedelta(seconds=5)
+FREEZING = timedelta(seconds=60)
+"""The longest time by which a replica may come later than another to a step in which parameters were frozen."""
 _OTHER_OPTIONS = "take step {} with different options of the optimizer"
 _LONE = (
     "replicas {}: {}. They train different models. deepspeed.initialize has made them equal; what a program loads, "
@@ -129,9 +131,9 @@ class LoneChanges:
 
     Replicas compare both before the first step, by an all-reduce. Before steps 2, 4, 8, ... they compare options
     through the job's store, where nobody waits: a rank that has left out a step would join another collective instead.
-    So they do before the first forward pass of these steps, of the first one too, with what was frozen: gradients of
-    other parameters would be reduced together. Optimizers with master weights overwrite what a program has written, so
-    there weights are not compared (:mod:`ds_topo.engine.written_weights`).
+    A rank on which other parameters are trained than in the last step waits until all its replicas are so:
+    gradients of different parameters would be reduced together. Optimizers with master weights overwrite what a program
+    has written, so there weights are not compared (:mod:`ds_topo.engine.written_weights`).
 
     Args:
         engine: an engine of a grid, whose ``check_weights`` switches the comparison off.
@@ -140,9 +142,10 @@ class LoneChanges:
 
     def __init__(self, engine: DeepSpeedEngine, has_masters: bool) -> None:
         self._engine, self._has_masters = engine, has_masters
-        self._steps, self.is_due, self._has_warned = 0, True, False
-        """``is_due`` is True until replicas have compared what is frozen, in the steps that compare."""
-        self._trained = {name for name, each in engine.module.named_parameters() if each.requires_grad}
+        self._steps, self.begins_step, self._has_warned = 0, True, False
+        """``begins_step`` is True until the first forward pass of a step."""
+        self._named = [*engine.module.named_parameters()]
+        self._trained = [each.requires_grad for _, each in self._named]
         group = self._group()
         self._key = 0 if group is None else _compared([secrets.randbits(62)], group)[1][0]
         """A random number that marks the keys of these replicas in the store; 0 if they compare nothing."""
@@ -155,7 +158,7 @@ class LoneChanges:
     def look(self) -> None:
         """Warn of what differs, at the beginning of a step; the first step is collective over the replicas."""
         self._steps += 1
-        self.is_due = not self._steps & (self._steps + 1)
+        self.begins_step = True
         group = self._group()
         if self._steps & (self._steps - 1) or group is None or not self._key:
             return
@@ -181,24 +184,44 @@ class LoneChanges:
             self._warn(_OTHER_OPTIONS.format(1), options, group)
 
     def look_at_frozen(self) -> None:
-        """Compare what was frozen since the engine was built, before the first forward pass of a step.
+        """Wait for all replicas if other parameters are trained than before, in the first forward pass of a step.
 
         Raises:
-            DisagreementError: another replica has frozen other parameters; on one rank that differs.
+            DisagreementError: some replicas did not come; they train the parameters of before.
         """
-        self.is_due = False
-        group = self._group()
+        self.begins_step = False
+        trained = [each.requires_grad for _, each in self._named]
+        if trained == self._trained:
+            return
+        pairs = zip(self._named, self._trained, trained, strict=True)
+        names = [name for (name, _), before, now in pairs if before != now]
+        self._trained = trained
+        group, store = self._group(), default_store()
         if group is None or not self._key:
             return
-        trained = {name for name, each in self._engine.module.named_parameters() if each.requires_grad}
-        own = f"{listed(sorted(self._trained - trained))} frozen, {listed(sorted(trained - self._trained))} unfrozen"
-        own += f" ({_number_of(sorted(trained)):x})" if trained != self._trained else ""
-        if other := self._other_in_store("frozen", own, group):
+        key, size = f"ds_topo/frozen/{self._key:x}/{self._steps}/{_number_of(names):x}", dist.get_world_size(group)
+        limit = min(FREEZING, job_timeout() / 4)
+
+        def meet() -> int:
+            if store.add(key, 1) == size:
+                store.set(f"{key}/all", "")
+            with suppress(RuntimeError):  # some did not come
+                store.wait([f"{key}/all"], limit)
+            return int(store.add(key, 0))
+
+        try:
+            came = within(limit + _PATIENCE, "parameters that were frozen", meet)
+        except RuntimeError:  # the store does not answer: what needs it says so
+            return
+        if came < size:
             raise DisagreementError(
-                f"replicas train different parameters in step {self._steps + 1}: since deepspeed.initialize, "
-                f"{by_value([other, (dist.get_rank(), own)])}. Gradients of different parameters would be reduced "
-                "together. Freeze parameters on all ranks, or set grid.check_weights = False if it is intended"
+                f"rank {dist.get_rank()}: requires_grad of {listed(names)} has changed since step {self._steps}, but "
+                f"within {limit} on {came} of {size} replicas alone. Gradients of different parameters would be "
+                "reduced together: freeze parameters on all ranks in the same step, or set grid.check_weights = False "
+                "if it is intended"
             )
+        if dist.get_rank(group) == 0:
+            leave(store, dist.get_rank(), dist.get_process_group_ranks(group), [key, f"{key}/all"])
 
     def _other_in_store(self, what: str, own: str, group: ProcessGroup) -> tuple[int, str] | None:
         """Return the first rank that came, and what it brought; None if that is the same, or another rank says so."""
@@ -254,8 +277,8 @@ class NoticedLoneChangesOfPlain(NoticedLoneChanges):
     """A plain engine, whose program runs each forward pass."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Compare what is frozen before the first forward pass of some steps."""
-        if self.lone_changes.is_due and is_training_pass(self):
+        """Look at what is frozen in the first forward pass of a step."""
+        if self.lone_changes.begins_step and is_training_pass(self):
             self.lone_changes.look_at_frozen()
         return super().forward(*inputs, **named)
 
@@ -264,8 +287,8 @@ class NoticedLoneChangesOfPipeline(NoticedLoneChanges, PipelineEngine):  # type:
     """A pipeline engine, which runs all passes of a step."""
 
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Compare what is frozen before some steps."""
-        if self.lone_changes.is_due:
+        """Look at what is frozen."""
+        if self.lone_changes.begins_step:
             self.lone_changes.look_at_frozen()
         return super().train_batch(*arguments, **options)
 
