@@ -16,6 +16,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo import PipelineParallelGrid, groups
 from ds_topo.engine.experts import _saving_by_slice
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
+from ds_topo.launch.launchers import REFERENCE
 from tests.support.fake_world import fake_world
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -100,6 +101,32 @@ def test_sizes_that_optimizer_files_cannot_express_are_refused() -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("rank", "slices", "is_zero_3", "is_silent"),
+    [
+        (2, 2, False, True),
+        (1, 2, False, False),  # the first replica on slice 1 writes
+        (2, 1, False, False),  # without AutoTP, DeepSpeed chooses the writer
+        (2, 2, True, False),  # each rank writes its partition
+    ],
+)
+def test_one_replica_of_folded_experts_writes_them(rank: int, slices: int, is_zero_3: bool, is_silent: bool) -> None:
+    engine: Any = SimpleNamespace(
+        _config=SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=True, autoep_size=1)),
+        zero_optimization=lambda: True,
+        autotp_size=lambda: slices,
+        zero_optimization_partition_weights=lambda: is_zero_3,
+    )
+    stock = deepspeed_groups._get_data_parallel_rank
+    with fake_world(rank, 4), PipelineParallelGrid("data=2,model=2") as grid:
+        with _saving_by_slice(engine):  # AutoEP has not created groups
+            assert deepspeed_groups._get_data_parallel_rank is stock
+        groups.create_expert_groups(grid, 1)
+        with _saving_by_slice(engine):
+            assert (deepspeed_groups._get_data_parallel_rank is not stock) == is_silent
+            assert not is_silent or deepspeed_groups._get_data_parallel_rank() == 4
+
+
 def test_a_rank_joins_only_its_own_groups() -> None:
     """Two calls among 16,384 ranks, for which DeepSpeed makes every rank call ``new_group`` 2,176 times."""
     for rank in (0, 9_999):
@@ -107,3 +134,18 @@ def test_a_rank_joins_only_its_own_groups() -> None:
             with mock.patch.object(dist, "new_group", wraps=dist.new_group) as ours:
                 groups.create_expert_groups(grid, 8)
             assert [rank in call.args[0] for call in ours.call_args_list] == [True, True]
+
+
+def test_each_process_of_a_reference_has_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REFERENCE, "1")
+    with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
+        created = groups.create_expert_groups(grid, 4)
+        assert (created.expert_ranks, created.expert_data_ranks) == ([0], [0, 1, 2, 3])
+
+
+def test_destroyed_grid_forgets_its_groups_of_the_second_partition() -> None:
+    with fake_world(0, 4):
+        with PipelineParallelGrid("data=4") as grid:
+            created = groups.create_zero_partition_groups(grid, 2)
+            assert deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is created
+        assert deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None

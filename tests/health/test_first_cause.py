@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.base.torch_names import default_store
-from ds_topo.errors import FailedRankError
+from ds_topo.errors import DisagreementError, FailedRankError
 from ds_topo.health import blocked_calls, first_cause
 from ds_topo.health.connections import is_of_transport
 from tests.support.exhaustive import mark_exhaustive
@@ -392,3 +392,15 @@ def test_an_agreement_that_tells_of_another_rank_is_no_cause(world: Worlds) -> N
         for posted in world(2).run(_posted_by, 1):
             assert "rank 1" in posted
             assert "DisagreementError" not in posted
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_another"),
+    [
+        (DisagreementError("rank 1 -> failed: ValueError: data=3"), True),
+        (DisagreementError("rank 1 -> plan: data=3"), False),
+        (ValueError("rank 1 -> failed: ValueError: data=3"), False),
+    ],
+)
+def test_only_an_agreement_tells_of_another_rank_that_failed(error: Exception, is_of_another: bool) -> None:
+    assert first_cause.tells_of_another(error) == is_of_another
