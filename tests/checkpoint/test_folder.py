@@ -21,10 +21,12 @@ from ds_topo.checkpoint.folder import (
     put_in_place,
     remove_old,
     replace_text,
+    require_free,
     take_back_replaced,
     tidy,
     wrong_in_stock_checkpoint,
 )
+from ds_topo.errors import CheckpointError
 from tests.checkpoint.handmade import LAYOUT, make
 
 
@@ -245,3 +247,14 @@ def test_passed_over_checkpoints_are_named_if_they_still_exist(tmp_path: Path) -
     said = folders.why_passed_over(tmp_path, chosen, damaged)
     assert "'step3' is damaged: mp_rank_00_model_states.pt is missing" in said
     assert "'step2'" not in said
+
+
+def test_new_checkpoint_replaces_only_checkpoints_and_empty_folders(tmp_path: Path) -> None:
+    make(tmp_path, "last", 7)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "book").mkdir()
+    (tmp_path / "book/thesis.tex").write_text("years")
+    for tag in ("new", "last", "empty"):
+        require_free(tmp_path, tag)
+    with pytest.raises(CheckpointError, match="book exists and is not a checkpoint"):
+        require_free(tmp_path, "book")

@@ -342,3 +342,13 @@ def test_merged_structure_has_the_buffers_of_all_stages() -> None:
     ]
     whole = whole_structure([found[1], None, found[0]])
     assert (list(whole.buffers), whole.buffers["b"]) == (["a", "b"], (1,))
+
+
+def test_split_that_a_stage_declares_counts_on_all_stages() -> None:
+    split = {"dim": 0}
+    found = [
+        {"stage": 0, "structure": {"optimizer": None, "groups": [], "splits": {"tied": split}}},
+        {"stage": 1, "structure": {"optimizer": None, "groups": [], "undeclared": ["tied", "own"]}},
+    ]
+    whole = whole_structure(found)
+    assert (list(whole.splits), whole.undeclared) == (["tied"], ("own",))

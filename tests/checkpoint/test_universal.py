@@ -17,6 +17,8 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.base.supported import number
+from ds_topo.checkpoint.engine_facts import universal_info_of
+from ds_topo.checkpoint.manifest import SavedSplit, SavedStructure
 from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.checkpoint.gpt_jobs import (
     AFTER,
@@ -130,6 +132,32 @@ def test_slices_of_every_kind_are_put_together(world: Worlds, tmp_path: Path, to
         found = torch.load(tmp_path / "universal/zero" / name / "fp32.pt", weights_only=False)["param"]
         decayed = parameter.detach() * (1 - 0.01 * 0.01)
         assert torch.allclose(found.view(parameter.shape), decayed, rtol=1e-6, atol=0), name
+
+
+def test_each_parameter_is_in_one_list_of_the_universal_format() -> None:
+    splits = {
+        "columns": SavedSplit(0),
+        "rows": SavedSplit(1),
+        "mixed": SavedSplit(0, stride=3),
+        "words": SavedSplit(0, real=30, padded=32),
+        "bias": SavedSplit(0, real=30, padded=32),
+        "labels": SavedSplit(0, real=10, padded=16),
+    }
+    shapes = dict.fromkeys(("columns", "rows", "mixed", "norm"), ((6, 4), False))
+    shapes |= {"words": ((16, 4), False), "bias": ((16,), False), "labels": ((8, 4), False)}
+    last = {"words": ((16, 4), True), "norm": ((6, 4), True), "late": ((6, 4), True)}
+    structure = SavedStructure(None, ((tuple(shapes),),), splits)
+    found = universal_info_of([{"dense": shapes}, {"dense": last}], structure, 2)
+    assert found["parameter_with_row_parallelism_patterns"] == ["^rows$"]
+    assert found["vocabulary_parameter_patterns"] == ["^words$"], "one size of a vocabulary, and no biases"
+    assert found["original_vocab_size"] == 30
+    assert found["tp_replicated_parameter_patterns"] == ["^norm$", "^late$"]
+    assert found["pipeline_replicated_parameter_patterns"] == ["^words$", "^norm$", "^late$"]
+    assert found["parameter_with_sub_params"] == [
+        {"patterns": ["^mixed$"], "shape": [(4, 4, 4), 4], "partition_dim": 0}
+    ]
+    assert found["sub_param_shard_widths"] == {"^mixed$": [[2, 2]] * 3}
+    assert list(found["autotp_unsupported_parameter_patterns"]) == ["^late$"], "the first stage does not have it"
 
 
 def test_slices_that_declare_no_dimension_are_refused(world: Worlds, tmp_path: Path) -> None:
