@@ -185,6 +185,12 @@ def test_memory_error_names_missing_bytes_and_smallest_cluster() -> None:
         search(replace(made, cluster=replace(enough, hosts=enough.hosts - 1)))
 
 
+def test_smallest_cluster_is_the_next_larger_one_that_fits() -> None:
+    enough = smallest_cluster(job(hosts=3, batch=48), Wanted())
+    assert enough is not None
+    assert enough.hosts == 4, "two hosts fit, too"
+
+
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
 def test_states_never_exceed_all_bytes(made: tuple[Job, JobLayout]) -> None:
@@ -228,6 +234,12 @@ def test_stage_3_is_partitioned_inside_hosts_where_that_is_faster() -> None:
     assert found.memory.total > plain.memory.total, "a rank holds a greater share"
     fixed = search(made, Wanted(degrees=(("shard", 2),)), count=1).best.layout
     assert (fixed.topology.get_dim("shard"), fixed.partitions) == (2, 2)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_decided_degree_of_shard_is_that_of_every_plan(degree: int) -> None:
+    plans = search(job(), Wanted(degrees=(("shard", degree),)), count=100).plans
+    assert {max(1, plan.layout.topology.get_dim("shard")) for plan in plans} == {degree}
 
 
 def test_update_counts_the_parameters_of_the_partition() -> None:
