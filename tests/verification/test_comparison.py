@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from ds_topo.verification.comparison import (
     change_errors,
     compare,
     error_of_norm,
+    output_errors,
 )
-from ds_topo.verification.recorder import digest_of_samples, with_rounding_errors
+from ds_topo.verification.recorder import Run, digest_of_samples, with_rounding_errors
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
 Records = list[dict[str, Any]]
@@ -351,6 +352,18 @@ def test_output_of_another_shape_is_not_compared(tmp_path: Path) -> None:
     assert "1 outputs are not compared" in report.notes[0]
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_slice_of_an_output_is_compared_with_the_same_pieces_of_the_whole(stride: int, tmp_path: Path) -> None:
+    """A slice has ``stride`` pieces, as of query, key and value. Its width, 6, is not a multiple of 4."""
+    run = Run(_write(_records(COORDINATES), tmp_path))
+    whole = torch.randn(5, 12)
+    pieces = whole.view(5, stride, 2, 6 // stride)
+    outputs = {rank: pieces[:, :, rank % 2].reshape(5, 6) for rank in EVERYONE}
+    assert output_errors(outputs, whole, run) == (dict.fromkeys(EVERYONE, 0.0), False)
+    wrong, _ = output_errors(outputs | {1: outputs[0], 3: outputs[2]}, whole, run)
+    assert max(wrong.values()) > 0.1
+
+
 def test_rounding_that_was_measured_is_allowed(tmp_path: Path) -> None:
     assert _compared(_scale("outputs", "layer", 1 + 5e-6, (1, 3)), tmp_path).status == 0
 
@@ -370,9 +383,14 @@ def test_last_bit_of_a_weight_is_allowed(dtype: torch.dtype, tmp_path: Path) -> 
 def test_error_of_a_norm_grows_with_the_number_of_gradients() -> None:
     """A norm of gradients of millions of parameters in fp32 has an error that no other run of the same kind shows."""
     small, large = (error_of_norm({"weight": torch.randn(size) * 1e-3}) for size in (10_000, 4_000_000))
-    assert small < 1e-6 < 1e-5 < large < 1e-3
+    assert 0 < small < 1e-6 < 1e-5 < large < 1e-3
     assert Allowed([], "float32", large)(ComparedTensor("norm", "", {})) == 5 * large
     assert Allowed([], "float32", large)(ComparedTensor("output", "layer", {})) == 1e-5
+
+
+@pytest.mark.parametrize("value", [0.0, inf, nan])
+def test_norm_that_is_zero_or_not_finite_has_no_error(value: float) -> None:
+    assert error_of_norm({"weight": torch.full((3,), value)}) == 0
 
 
 def test_later_steps_are_allowed_twice_the_measured_rounding() -> None:
