@@ -535,7 +535,7 @@ def _in_the_middle(zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.backends("gloo", exhaustive=("strict",))
-def test_freezing_between_micro_batches_raises(world: Worlds, zero: int) -> None:
+def test_detach_between_micro_batches_warns_that_gradients_are_lost(world: Worlds, zero: int) -> None:
     world(2).run(_in_the_middle, zero)
 
 

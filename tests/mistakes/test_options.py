@@ -55,6 +55,10 @@ def test_invalid_reducer_options_raise(options: dict[str, Any], kind: type[Excep
     assert message in str(caught.value)
 
 
+def test_divisors_below_one_and_narrow_types_are_valid_reducer_options() -> None:
+    ReductionOptions(divisor=0.5, predivide_factor=0.5, communication_dtype=torch.bfloat16)
+
+
 SECTIONS: list[tuple[Any, str]] = [
     ("false", "is neither true, false nor a mapping of options"),
     (4194304, "is neither true, false nor a mapping"),

@@ -192,6 +192,20 @@ def test_a_disagreement_names_ranks_and_hosts_at_once() -> None:
     assert time.monotonic() - started < 10
 
 
+def test_rank_0_alone_waits_until_all_that_came_have_read_a_disagreement() -> None:
+    store, waits = dist.HashStore(), list[tuple[str, Callable[[], bool], timedelta]]()
+
+    def linger(is_over: Callable[[], bool], limit: timedelta) -> None:
+        waits.append((threading.current_thread().name, is_over, limit))
+
+    with mock.patch.object(council, "linger", linger):
+        _verdict({0: "plan: a", 1: "plan: b", 2: "plan: b"}, seconds=4.0, store=store)
+    ((rank, is_over, limit),) = waits
+    assert (rank, is_over(), limit) == ("0", True, timedelta(seconds=1))
+    assert store.add("ds_topo/x/1/read/0", -1) == 2, "each rank has counted itself once"
+    assert not is_over()
+
+
 @pytest.mark.parametrize("failed", [(0,), (0, 1), (0, 1, 2)], ids=len)
 def test_failures_are_reported_even_if_all_ranks_fail_alike(failed: tuple[int, ...]) -> None:
     outcomes, store = {rank: "failed: x" if rank in failed else "plan: a" for rank in range(3)}, dist.HashStore()

@@ -129,6 +129,17 @@ def test_zero_grad_ends_the_refusal_of_steps_on_unreduced_gradients() -> None:
         reducer.detach()
 
 
+def test_detach_between_micro_batches_leaves_gradients_without_a_warning() -> None:
+    with fake_world(0, 2):
+        module = nn.Linear(4, 1)
+        reducer = GradientReducer(module, two_level=False)
+        with reducer.no_sync():
+            module(torch.ones(1, 4)).sum().backward()
+        reducer.detach()
+        assert module.weight.grad is not None
+        assert module.weight.grad.tolist() == [[1.0] * 4]
+
+
 def test_large_gradients_are_copied_at_once_and_small_ones_together() -> None:
     with fake_world(0, 2):
         module = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1))
