@@ -94,7 +94,7 @@ TESTS = {
     "checkpoint/test_converting.py checkpoint/test_damaged_files.py",
     "checkpoint/engine_facts": "engine/test_autotp.py::test_splits_of_automatic_layers_are_known "
     "checkpoint/test_saving.py checkpoint/test_loading.py checkpoint/test_plain_weights.py "
-    "checkpoint/test_converting_values.py",
+    "checkpoint/test_converting_values.py checkpoint/test_universal.py",
     "checkpoint/saving": "checkpoint/test_saving.py checkpoint/test_unusual_input.py checkpoint/test_background.py",
     "checkpoint/engine_state": "checkpoint/test_torch.py checkpoint/test_table.py",
     "checkpoint/by_name": "checkpoint/test_matrix.py checkpoint/test_converting_values.py "
@@ -131,7 +131,8 @@ TESTS = {
     "engine/grid": "engine/test_grid.py engine/test_experts_of_several_engines.py",
     "engine/shard": "engine/test_hybrid_sharding.py checkpoint/test_converting_experts.py",
     "engine/partition_sums": "engine/test_hybrid_sharding.py engine/test_quorum.py",
-    "engine/experts": "engine/test_moe_checkpoints.py engine/test_experts_of_several_engines.py engine/test_moe.py",
+    "engine/experts": "engine/test_expert_groups.py engine/test_moe_checkpoints.py "
+    "engine/test_experts_of_several_engines.py engine/test_moe.py",
     "engine/norms": "engine/test_norms.py engine/test_half_precision_norms.py",
     "engine/one_layout": "engine/test_one_layout.py engine/test_use.py mistakes",
     "engine/optimizer_gradients": "engine/test_zero_partitions.py engine/test_irregular_steps.py",
@@ -151,11 +152,12 @@ TESTS = {
     "launch/council": "process_groups/test_agreement.py process_groups/test_leftovers.py",
     "process_groups/creation": "process_groups/test_creation.py process_groups/test_agreement.py",
     "process_groups/process_grid": "process_groups/test_logged_numbers.py process_groups/test_device_mesh.py "
-    "engine/test_grid.py engine/test_batches.py",
-    "reduction/options": "reduction/test_mistakes.py reduction/test_buckets.py",
+    "engine/test_grid.py engine/test_batches.py engine/test_expert_groups.py mistakes/test_wrong_kinds.py",
+    "reduction/options": "mistakes/test_options.py reduction/test_mistakes.py reduction/test_buckets.py",
     "reduction/buckets": "reduction/test_buckets.py reduction/test_gradients.py reduction",
     "reduction/parameters": "reduction/test_buckets.py reduction/test_parameters.py reduction/test_interactions.py",
-    "reduction/reducer": "reduction/test_gradients.py reduction/test_parameters.py reduction",
+    "reduction/reducer": "reduction/test_gradients.py reduction/test_parameters.py reduction "
+    "engine/test_zero_partitions.py::test_detach_between_micro_batches_warns_that_gradients_are_lost",
     "reduction/exchange": "reduction/test_exchange.py engine/test_hybrid_sharding.py",
     "reduction/partitions": "reduction/test_partitions.py reduction/test_exchange.py engine/test_zero_partitions.py",
     "reduction/arrivals": "engine/test_arriving_parameters.py",
