@@ -194,7 +194,7 @@ def test_steps_inside_no_sync_are_named(world: Worlds) -> None:
         assert all("leave no_sync() before the forward pass of the last" in str(error) for error in errors)
 
 
-LONE = ("nothing", "weights", "one weight", "lr", "lr later", "seed", "epoch", "samples", "dataset")
+LONE = ("nothing", "weights", "lr", "lr later", "one weight", "seed", "samples", "epoch", "dataset")
 
 
 def _change_alone(kind: str, spec: str, config: dict[str, Any]) -> list[str]:
@@ -225,6 +225,7 @@ def _change_alone(kind: str, spec: str, config: dict[str, Any]) -> list[str]:
     return [str(each.message) for each in said if any(mark in str(each.message) for mark in marks)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", LONE)
 def test_what_a_program_changes_on_one_replica_is_named_once(world: Worlds, kind: str) -> None:
     said = world(2).run(_change_alone, kind, "data=2", {})
@@ -244,6 +245,7 @@ def test_what_a_program_changes_on_one_replica_is_named_once(world: Worlds, kind
         assert re.search(expected[kind], found[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("spec", "config"),
     mark_exhaustive(
@@ -289,6 +291,7 @@ def _freeze(spec: str, is_pipeline: bool, reduced: bool, frozen_after: int, is_a
                 engine.step()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "is_pipeline", "reduced", "frozen_after"),
     [("data=2", False, False, 0), ("data=2", False, True, 2), ("pipe=2,data=2", True, False, 1)],
