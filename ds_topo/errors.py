@@ -61,18 +61,23 @@ def listed(names: Sequence[object], shown: int = 8) -> str:
     return f"{list(names[:shown])}{more}" if names else "none"
 
 
-def by_value(said: Iterable[tuple[int, str]], shown: int = 4) -> str:
-    """Describe which ranks have said what; the most common value comes first.
+def by_value(said: Iterable[tuple[int, str, str]], shown: int = 4) -> str:
+    """Describe which ranks, on which hosts, have which value, from triples of these; one line for each value.
 
-    >>> by_value([(0, "a"), (1, "b"), (2, "a")])
-    'a on ranks [0, 2]; b on ranks [1]'
+    >>> print(by_value([(0, "a", "x"), (1, "a", "y"), (2, "b", "x")]))
+    <BLANKLINE>
+      ranks [0, 2] on ['a', 'b'] have x
+      ranks [1] on ['a'] have y
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, value in said:
-        ranks.setdefault(value, []).append(rank)
-    ordered = sorted(ranks, key=lambda value: -len(ranks[value]))
-    more = f"; and {len(ordered) - shown} further values" if len(ordered) > shown else ""
-    return "; ".join(f"{value} on ranks {listed(ranks[value])}" for value in ordered[:shown]) + more
+    owners_of: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for rank, host, value in said:
+        owners_of[value].append((rank, host))
+    lines = []
+    for value, owners in sorted(owners_of.items(), key=lambda item: (-len(item[1]), item[1]))[:shown]:
+        hosts = list(dict.fromkeys(host for _, host in owners))
+        lines.append(f"\n  ranks {listed([rank for rank, _ in owners])} on {listed(hosts, 4)} have {value}")
+    more = f"\n  and {len(owners_of) - shown} further values" if len(owners_of) > shown else ""
+    return f"{''.join(lines)}{more}"
 
 
 def bytes_text(size: float, base: int = 1000) -> str:

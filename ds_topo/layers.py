@@ -349,7 +349,8 @@ def parallel_cross_entropy(
         return flat.view_as(target) if reduction == "none" else flat
     members = _parallel(group).group
     logits = input if input.dtype == torch.float64 else input.float()
-    largest = logits.detach().amax(-1)
+    own_largest = logits.detach().amax(-1)
+    largest = own_largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=members)
     shifted = logits - largest.unsqueeze(-1)
     counted = target != ignore_index
@@ -358,7 +359,9 @@ def parallel_cross_entropy(
     of_target = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * is_own
     sums = shifted.exp().sum(-1)
     total, of_target = collectives.reduce(torch.stack([sums, of_target]), members).unbind()
-    _require_parts(logits, largest, sums, total, members.size())
+    has_all_largest = input.device.type == "cpu" and torch.equal(own_largest, largest)
+    if has_all_largest and members.size() > 1:
+        _require_parts(logits.detach(), largest, sums.detach(), total.detach(), members.size())
     losses = total.log() - of_target
     factors = counted.to(losses.dtype) if weight is None else weight[target.clamp(min=0)] * counted
     losses = torch.where(counted, losses * factors, 0.0)
@@ -370,13 +373,10 @@ def parallel_cross_entropy(
 def _require_parts(logits: Tensor, largest: Tensor, sums: Tensor, total: Tensor, size: int) -> None:
     """Refuse whole logits, which all ranks have alike: each class would count several times.
 
-    All ranks decide alike, without a message: of whole logits every rank has the largest one of all tokens, and the
-    same sum. Not on accelerators, as in :func:`_require_in_range`.
+    All ranks decide alike, without a message: of whole logits every rank has the largest one of all tokens, which is
+    known before the call, and the same sum. Not on accelerators, as in :func:`_require_in_range`.
     """
-    if logits.device.type != "cpu" or size == 1 or sums.numel() < 2:
-        return
-    logits, sums, total = logits.detach(), sums.detach(), total.detach()
-    are_alike = torch.equal(logits.amax(-1), largest) and torch.allclose(sums * size, total, rtol=1e-5, atol=0.0)
+    are_alike = sums.numel() > 1 and torch.allclose(sums * size, total, rtol=1e-5, atol=0.0)
     if are_alike and bool((logits.amin(-1) < largest).any()):  # constant logits say nothing
         raise ValueError(
             f"input {list(logits.shape)}: all {size} ranks of the group have the same logits, so these are those of "

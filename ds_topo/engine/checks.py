@@ -105,6 +105,8 @@ def check_with_all_ranks(
             f"autotp_size={config.tensor_parallel_config.autotp_size}",
             f"autoep_size={config.expert_parallel_config.autoep_size}",
             f"correct norms={grid.correct_norms}",
+            f"check weights={grid.check_weights}",
+            f"check samples={grid.check_samples}",
             f"torch {torch.__version__}",
             f"deepspeed {deepspeed.__version__}",
             f"ds_topo {sys.modules['ds_topo'].__version__}",

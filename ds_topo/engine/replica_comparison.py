@@ -8,8 +8,6 @@ values, for the first tensor that differs.
 
 from __future__ import annotations
 
-import hashlib
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +28,9 @@ from ds_topo.base.backends import device_in_use
 from ds_topo.base.marks import expert_group_name, inner_optimizer
 from ds_topo.base.torch_names import devices_of
 from ds_topo.engine.current_mpu import agreement, axes_of_engine
-from ds_topo.errors import ReplicaError, listed, warn
+from ds_topo.errors import ReplicaError, warn
 from ds_topo.mpu import MpuGrid
-from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.process_groups.creation import ProcessGroup, extremes, gathered_by_value, number_of
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL, PIPE
 
@@ -161,7 +159,7 @@ def _slices_are_equal(samples: Sequence[Replicated], group: ProcessGroup, sums: 
     content = torch.zeros(2, dtype=torch.int64, device=device)
     for each in telling:
         content += sums[id(each.tensor)].to(device)
-    highest, lowest = _extremes(torch.cat([content, torch.tensor([len(telling)], device=device)]), group)
+    highest, lowest = extremes(torch.cat([content, torch.tensor([len(telling)], device=device)]), group)
     return bool(telling) and bool((highest == lowest).all())
 
 
@@ -258,7 +256,6 @@ def _expert_group(name: str) -> tuple[ProcessGroup, str]:
 
 _NOBODY = 1 << 31
 """The value of a rank that has found no difference; other ranks send their group rank."""
-_SHOWN_VALUES = 4
 _SAMPLED = 64
 """The number of values of each parameter that are compared when an engine starts."""
 
@@ -269,14 +266,15 @@ def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[i
         return ""
     device = _device_of(group)
     kinds = "\n".join(f"{each.name} {_kind_of(each.tensor)}" for each in tensors)
-    names = hashlib.sha1(kinds.encode(), usedforsecurity=False)
-    highest, lowest = _extremes(torch.tensor([int.from_bytes(names.digest()[:7], "big")], device=device), group)
+    number = number_of(kinds)
+    highest, lowest = extremes(torch.tensor([number], device=device), group)
     if bool(highest != lowest):
-        own = f"{len(tensors)} tensors, from {tensors[0].name!r} on; names, types and shapes {names.hexdigest()[:8]}"
-        return _who(f"ranks along {tensors[0].axes} do not have the same tensors", own, group)
+        own = f"{len(tensors)} tensors, from {tensors[0].name!r} on; names, types and shapes {number:014x}"
+        said = gathered_by_value(own, group)
+        return f"ranks along {tensors[0].axes} do not have the same tensors:{said}"
     words = torch.stack([sums[id(each.tensor)].to(device) for each in tensors])
     slices = torch.tensor([[int(each.is_slice)] for each in tensors], device=device)
-    highest, lowest = _extremes(torch.cat([words, slices], 1), group)
+    highest, lowest = extremes(torch.cat([words, slices], 1), group)
     differs = (highest != lowest)[:, :2].any(1) & (lowest[:, 2] == 0)
     if not differs.any():
         return ""
@@ -285,28 +283,7 @@ def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[i
     compared = len(tensors) - int(lowest[:, 2].sum())
     kind = _kind_of(first.tensor if first.whole is None else first.whole)
     what = f"{int(differs.sum())} of {compared} tensors along {first.axes}, first {first.name!r} ({kind})"
-    return _who(what, own, group)
-
-
-def _extremes(values: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the highest and the lowest of each number over the ranks of a group."""
-    both = torch.stack([values, values.bitwise_not()])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return both[0], both[1].bitwise_not()
-
-
-def _who(what: str, own: str, group: ProcessGroup) -> str:
-    """Describe which ranks have which value; collective over the group."""
-    said = gathered((dist.get_rank(), socket.gethostname(), own), group)
-    by_value: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for rank, host, value in said:
-        by_value[value].append((rank, host))
-    lines = []
-    for value, owners in sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))[:_SHOWN_VALUES]:
-        hosts = list(dict.fromkeys(host for _, host in owners))
-        lines.append(f"\n  ranks {listed([rank for rank, _ in owners])} on {listed(hosts, 4)} have {value}")
-    more = f"\n  and {len(by_value) - _SHOWN_VALUES} further values" if len(by_value) > _SHOWN_VALUES else ""
-    return f"{what}:{''.join(lines)}{more}"
+    return f"{what}:{gathered_by_value(own, group)}"
 
 
 def _device_of(group: ProcessGroup) -> torch.device:

@@ -32,9 +32,9 @@ from torch.utils.data import DistributedSampler
 from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.config import passes_of
 from ds_topo.engine.on_grid import EngineOnGrid
-from ds_topo.errors import DisagreementError, EngineOptionError, by_value, listed, warn
+from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
-from ds_topo.process_groups.creation import gathered
+from ds_topo.process_groups.creation import gathered, gathered_by_value, number_of
 from ds_topo.process_groups.process_grid import FollowedSampler
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import sample_axes
@@ -245,22 +245,21 @@ class FirstSamples:
         is_known = bool(self._digests) and all(self._digests)
         number = abs(hash(tuple(self._digests))) if is_known else -grid.grid_rank  # unlike those of all others
         dealt, fits = grid.progress.dealt, self._has_micro_batch()
-        order = int.from_bytes(hashlib.blake2b(dealt.encode(), digest_size=7).digest(), "big")
-        numbers = (number, order if dealt else None, None if fits is None else int(fits))
+        numbers = (number, number_of(dealt) if dealt else None, None if fits is None else int(fits))
         pairs = [(_UNKNOWN, _UNKNOWN) if each is None else (each, ~each) for each in numbers]
-        extremes = torch.tensor(pairs, device=get_accelerator().current_device_name())
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        are_same, is_one_order, is_one_size = (high == ~low or high == _UNKNOWN for high, low in extremes.tolist())
+        bounds = torch.tensor(pairs, device=get_accelerator().current_device_name())
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        are_same, is_one_order, is_one_size = (high == ~low or high == _UNKNOWN for high, low in bounds.tolist())
         if not is_one_order:
-            said = gathered((dist.get_rank(), dealt or "no samples"), group)
+            said = gathered_by_value(dealt or "no samples", group)
             if grid.grid_rank == 0:
                 warn(
-                    f"replicas of {grid.topology().spec!r} divide samples in different orders, so that they read some "
-                    f"twice and others never: {by_value(said)}. Give grid.sampler or grid.data_loader the same "
-                    "dataset, seed and epoch on all ranks, or set grid.check_samples = False if it is intended"
+                    f"replicas of {grid.topology().spec!r} divide samples in different orders, so they read some "
+                    f"samples twice and others never:{said}\nGive grid.sampler or grid.data_loader the same dataset, "
+                    "seed and epoch on all ranks, or set grid.check_samples = False if it is intended"
                 )
         if not is_one_size and fits is False and grid.grid_rank:
-            self._warn_of_size(f" on rank {dist.get_rank()}, other than on others")
+            self._warn_of_size(f" on rank {dist.get_rank()}, unlike other ranks")
         if are_same and grid.grid_rank == 0:
             warn(
                 f"all {grid.get_sample_world_size()} replicas of {grid.topology().spec!r} have read the same samples "
@@ -290,9 +289,9 @@ class FirstSamples:
         if len({state for *_, state in slices}) > 1:
             warn(
                 f"the slices of one replica of {spec!r} have different random states after their first passes, and the "
-                "model has dropout: slices that drop other activations of what they share train different models. Give "
-                "all ranks along 'model' one seed, torch.manual_seed(seed + grid.get_sample_rank()), and draw other "
-                "numbers for split activations alone; set grid.check_samples = False if it is intended"
+                "model has dropout. Slices that drop different activations outside of split layers train different "
+                "models. Give all ranks along 'model' one seed, torch.manual_seed(seed + grid.get_sample_rank()); set "
+                "grid.check_samples = False if it is intended"
             )
         # The same operations on the same samples; but kernels of accelerators may add in another order.
         if max(losses) - min(losses) > max(_UNLIKE, 4 * limit) * max(map(abs, losses)) + _ZERO:
@@ -303,12 +302,8 @@ class FirstSamples:
                 "ds_topo.collectives.gather(outputs, group) before the loss; dropout of what is not split needs one "
                 "seed for all slices. Set grid.check_samples = False if it is intended"
             )
-        if (
-            inputs
-            and len(sequence) > 1
-            and len({each[:2] for each in sequence}) == 1
-            and "autosp" not in passes_of(engine._config)
-        ):
+        are_alike = len(sequence) > 1 and len({each[:2] for each in sequence}) == 1
+        if inputs and are_alike and "autosp" not in passes_of(engine._config):
             warn(
                 f"the {len(sequence)} ranks along 'seq' of {spec!r} have read the same inputs and computed the same "
                 "loss, as if each had the whole sequence; but gradients are summed along 'seq', where each rank has a "

@@ -6,9 +6,9 @@ rates that it sets, and parameters that it freezes, on one replica alone.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,7 +25,7 @@ from ds_topo.base.torch_names import default_store, job_timeout
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, by_value, listed, warn
 from ds_topo.launch.council import leave, within
-from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.process_groups.creation import ProcessGroup, extremes, gathered_by_value, number_of
 
 _HOOK = "_ds_topo_direct_steps"
 """The attribute of an optimizer with the hook of its last engine."""
@@ -121,8 +121,8 @@ FREEZING = timedelta(seconds=60)
 """The longest time by which a replica may come later than another to a step in which parameters were frozen."""
 _OTHER_OPTIONS = "take step {} with different options of the optimizer"
 _LONE = (
-    "replicas {}: {}. They train different models. deepspeed.initialize has made them equal; what a program loads, "
-    "writes or sets afterwards it must do on all ranks. Set grid.check_weights = False if it is intended"
+    "replicas {}:{}\nThey train different models. deepspeed.initialize made them equal: apply each later change on all "
+    "ranks. If it is intended, set grid.check_weights = False before the engine is built"
 )
 
 
@@ -131,12 +131,12 @@ class LoneChanges:
 
     Replicas compare both before the first step, by an all-reduce. Before steps 2, 4, 8, ... they compare options
     through the job's store, where nobody waits: a rank that has left out a step would join another collective instead.
-    A rank on which other parameters are trained than in the last step waits until all its replicas are so:
+    If ``requires_grad`` of a parameter changes on a rank, the rank waits until it has changed on all replicas, because
     gradients of different parameters would be reduced together. Optimizers with master weights overwrite what a program
     has written, so there weights are not compared (:mod:`ds_topo.engine.written_weights`).
 
     Args:
-        engine: an engine of a grid, whose ``check_weights`` switches the comparison off.
+        engine: an engine of a grid, whose ``check_weights`` switches the comparison off if it is set before.
         has_masters: the engine's optimizer has master weights.
     """
 
@@ -146,35 +146,33 @@ class LoneChanges:
         """``begins_step`` is True until the first forward pass of a step."""
         self._named = [*engine.module.named_parameters()]
         self._trained = [each.requires_grad for _, each in self._named]
-        group = self._group()
-        self._key = 0 if group is None else _compared([secrets.randbits(62)], group)[1][0]
+        self._key = 0
         """A random number that marks the keys of these replicas in the store; 0 if they compare nothing."""
-
-    def _group(self) -> ProcessGroup | None:
-        """Return the replicas that compare; None if they do not."""
-        group = self._engine.mpu.get_data_parallel_group()
-        return group if self._engine.mpu.check_weights and dist.get_world_size(group) > 1 else None
+        group = engine.mpu.get_data_parallel_group()
+        if engine.mpu.check_weights and dist.get_world_size(group) > 1:
+            _, (self._key,) = _extremes([secrets.randbits(62)], group)
 
     def look(self) -> None:
         """Warn of what differs, at the beginning of a step; the first step is collective over the replicas."""
         self._steps += 1
         self.begins_step = True
-        group = self._group()
-        if self._steps & (self._steps - 1) or group is None or not self._key:
+        if self._steps & (self._steps - 1) or not self._key:
             return
+        group = self._engine.mpu.get_data_parallel_group()
         options = ", ".join(_options_of(self._engine.optimizer))
         if self._steps > 1:
-            if not self._has_warned and (other := self._other_in_store("options", options, group)):
+            if not self._has_warned and (other := self._other_options(options, group)):
                 self._has_warned = True
-                warn(_LONE.format(_OTHER_OPTIONS.format(self._steps), by_value([other, (dist.get_rank(), options)])))
+                said = by_value([other, (dist.get_rank(), socket.gethostname(), options)])
+                warn(_LONE.format(_OTHER_OPTIONS.format(self._steps), said))
             return
         weights = {} if self._has_masters else self._weights()
         sums = [int(each) for each in weights.values()]
-        (same_options, same_names, same_weights), _ = _compared([*map(_number_of, (options, [*weights], sums))], group)
+        (same_options, same_names, same_weights), _ = _extremes([*map(number_of, (options, [*weights], sums))], group)
         if not same_names:
             self._warn("start with different parameters", f"{len(weights)} parameters", group)
         elif not same_weights:
-            are_equal, _ = _compared(sums, group)
+            are_equal, _ = _extremes(sums, group)
             names = [name for name, is_equal in zip(weights, are_equal, strict=True) if not is_equal]
             own = f"a sum {int(weights[names[0]]) & 0xFFFFFFFF:08x} of its bits"
             what = f"start with different weights, {len(names)} of {len(sums)} parameters, first {names[0]!r}"
@@ -196,10 +194,10 @@ class LoneChanges:
         pairs = zip(self._named, self._trained, trained, strict=True)
         names = [name for (name, _), before, now in pairs if before != now]
         self._trained = trained
-        group, store = self._group(), default_store()
-        if group is None or not self._key:
+        if not self._key:
             return
-        key, size = f"ds_topo/frozen/{self._key:x}/{self._steps}/{_number_of(names):x}", dist.get_world_size(group)
+        group, store = self._engine.mpu.get_data_parallel_group(), default_store()
+        key, size = f"ds_topo/frozen/{self._key:x}/{self._steps}/{number_of(names):x}", dist.get_world_size(group)
         limit = min(FREEZING, job_timeout() / 4)
 
         def meet() -> int:
@@ -215,34 +213,34 @@ class LoneChanges:
             return
         if came < size:
             raise DisagreementError(
-                f"rank {dist.get_rank()}: requires_grad of {listed(names)} has changed since step {self._steps}, but "
-                f"within {limit} on {came} of {size} replicas alone. Gradients of different parameters would be "
-                "reduced together: freeze parameters on all ranks in the same step, or set grid.check_weights = False "
-                "if it is intended"
+                f"rank {dist.get_rank()} on {socket.gethostname()}: requires_grad of {listed(names)} has changed since "
+                f"step {self._steps}, but within {limit} on {came} of {size} replicas alone. Gradients of different "
+                "parameters would be reduced together: freeze parameters on all ranks in the same step. If it is "
+                "intended, set grid.check_weights = False before the engine is built"
             )
         if dist.get_rank(group) == 0:
             leave(store, dist.get_rank(), dist.get_process_group_ranks(group), [key, f"{key}/all"])
 
-    def _other_in_store(self, what: str, own: str, group: ProcessGroup) -> tuple[int, str] | None:
-        """Return the first rank that came, and what it brought; None if that is the same, or another rank says so."""
+    def _other_options(self, own: str, group: ProcessGroup) -> tuple[int, str, str] | None:
+        """Return rank, host and options of the first rank that came; None if they are equal, or another rank warns."""
         store, rank = default_store(), dist.get_rank()
-        key = f"ds_topo/{what}/{self._key:x}/{self._steps}"
+        key = f"ds_topo/options/{self._key:x}/{self._steps}"
 
-        def compare() -> tuple[int, str, bool]:
-            first, theirs = json.loads(store.compare_set(key, "", json.dumps([rank, own])))
-            return first, theirs, theirs != own and store.add(f"{key}/told", 1) == 1
+        def compare() -> tuple[int, str, str, bool]:
+            first, host, theirs = json.loads(store.compare_set(key, "", json.dumps([rank, socket.gethostname(), own])))
+            return first, host, theirs, theirs != own and store.add(f"{key}/told", 1) == 1
 
         try:
-            first, theirs, tells = within(_PATIENCE, f"a comparison of {what}", compare)
+            first, host, theirs, warns = within(_PATIENCE, "a comparison of options", compare)
         except RuntimeError:  # the store does not answer: what needs it says so
             return None
-        leave(store, rank, dist.get_process_group_ranks(group), [key] * (first == rank) + [f"{key}/told"] * tells)
-        return (first, theirs) if tells else None
+        leave(store, rank, dist.get_process_group_ranks(group), [key] * (first == rank) + [f"{key}/told"] * warns)
+        return (first, host, theirs) if warns else None
 
     def _warn(self, what: str, own: str, group: ProcessGroup) -> None:
-        said = gathered((dist.get_rank(), own), group)
+        said = gathered_by_value(own, group)
         if dist.get_rank(group) == 0:
-            warn(_LONE.format(what, by_value(said)))
+            warn(_LONE.format(what, said))
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return a sum of the bits of each parameter of which all replicas have the same values."""
@@ -293,13 +291,11 @@ class NoticedLoneChangesOfPipeline(NoticedLoneChanges, PipelineEngine):  # type:
         return super().train_batch(*arguments, **options)
 
 
-def _compared(numbers: Sequence[int], group: ProcessGroup) -> tuple[list[bool], list[int]]:
+def _extremes(numbers: Sequence[int], group: ProcessGroup) -> tuple[list[bool], list[int]]:
     """Tell of each number whether all ranks of a group have the same, and the highest; collective over it."""
     own = torch.tensor(numbers, device=get_accelerator().current_device_name())
-    extremes = torch.stack([own, ~own])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    highest, lowest = extremes.tolist()
-    return [high == ~low for high, low in zip(highest, lowest, strict=True)], highest
+    highest, lowest = extremes(own, group)
+    return (highest == lowest).tolist(), highest.tolist()
 
 
 def _options_of(optimizer: Any) -> list[str]:
@@ -310,8 +306,3 @@ def _options_of(optimizer: Any) -> list[str]:
         values |= {name: float(group[name]) for name in _OPTIONS if isinstance(group.get(name), torch.Tensor)}
         found[" ".join(f"{name}={value}" for name, value in values.items())] = None
     return list(found)
-
-
-def _number_of(values: object) -> int:
-    """Return a positive number that tells values apart."""
-    return int.from_bytes(hashlib.sha1(repr(values).encode(), usedforsecurity=False).digest()[:7], "big")

@@ -7,6 +7,7 @@ group, the set of all ranks is the world's own group, and all groups have one ti
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -14,10 +15,11 @@ from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from ds_topo.base import torch_names
-from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
+from ds_topo.errors import GroupCreationError, StoreTimeoutError, by_value, listed
 from ds_topo.launch.council import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.topology.rank_tables import RankGroup
 
@@ -46,6 +48,23 @@ def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gathered_by_value(value: str, group: ProcessGroup) -> str:
+    """Describe which ranks of a group, on which hosts, have which value; collective over the group."""
+    return by_value(gathered((dist.get_rank(), socket.gethostname(), value), group))
+
+
+def extremes(values: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the highest and the lowest of each integer over the ranks of a group; collective over it."""
+    both = torch.stack([values, ~values])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0], ~both[1]
+
+
+def number_of(value: object) -> int:
+    """Return a positive integer that tells values apart by what ``repr`` says of them, such as for :func:`extremes`."""
+    return int.from_bytes(hashlib.sha1(repr(value).encode(), usedforsecurity=False).digest()[:7], "big")
 
 
 class ProcessGroups:

@@ -310,9 +310,9 @@ class GradientBucket:
     def prepare(self) -> None:
         """Complete the memory before the reduction starts."""
 
-    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
-        """Start to sum this rank's part of ``payload``, the bucket as it travels, if :attr:`is_scattered`."""
-        raise NotImplementedError
+    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending | None:
+        """Start to sum this rank's part of ``payload``, the bucket as it travels; None if all ranks need all of it."""
+        return None
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of the bucket, or its payload, of which this rank gets the sum."""

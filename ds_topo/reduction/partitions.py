@@ -518,7 +518,9 @@ class RegionBucket(GradientBucket):
         for gap in self._gaps:
             self.flat[gap].zero_()
 
-    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending:
+    def start_scatter(self, payload: torch.Tensor, reduction: Pending) -> Pending | None:
+        if not self.is_scattered:
+            return None
         pending = self.gradients.start_sum(self.region, payload, self.route.op, self.route.after)
         self.gradients.note(reduction)
         return pending

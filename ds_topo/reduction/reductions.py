@@ -228,8 +228,8 @@ class Reduction:
         if dtype is not None and payload.is_floating_point():  # a real type would lose half of complex gradients
             payload = payload.to(dtype)
         pending: Pending | dist.Work
-        if bucket.is_scattered:
-            pending = self._pending = bucket.start_scatter(payload, self)
+        if (scatter := bucket.start_scatter(payload, self)) is not None:
+            pending = self._pending = scatter
         elif route.exchange is not None:
             missing = -len(payload) % route.exchange.slices
             payload = nn.functional.pad(payload, (0, missing)) if missing else payload

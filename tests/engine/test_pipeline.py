@@ -239,17 +239,19 @@ def test_pipeline_without_corrected_norms_trains_bit_for_bit_as_deepspeeds_own(w
     world(4).run(_compare_with_deepspeeds_norm)
 
 
-def _differ_in_norms() -> None:
-    with PipelineParallelGrid("data=2") as grid:
-        grid.correct_norms = dist.get_rank() == 0
-        with pytest.raises(DisagreementError, match=r"(?s)correct norms=True.*correct norms=False"):
-            deepspeed.initialize(model=nn.Linear(2, 2), mpu=grid, config=settings())
-        with pytest.raises(TypeError, match="correct_norms=1: give True or False"):
-            grid.correct_norms = 1  # type: ignore[assignment]
+def _differ_in_switches() -> None:
+    for switch in ("correct_norms", "check_weights", "check_samples"):
+        with PipelineParallelGrid("data=2") as grid:
+            setattr(grid, switch, dist.get_rank() == 0)
+            name = switch.replace("_", " ")
+            with pytest.raises(DisagreementError, match=rf"(?s){name}=True.*{name}=False"):
+                deepspeed.initialize(model=nn.Linear(2, 2), mpu=grid, config=settings())
+            with pytest.raises(TypeError, match=f"{switch}=1: give True or False"):
+                setattr(grid, switch, 1)
 
 
-def test_ranks_with_other_norms_raise(world: Worlds) -> None:
-    world(2).run(_differ_in_norms)
+def test_ranks_with_other_switches_raise(world: Worlds) -> None:
+    world(2).run(_differ_in_switches)
 
 
 @pytest.mark.parametrize(

@@ -242,8 +242,8 @@ def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: p
             highest[changed, 1] += 1
         return highest, values
 
-    monkeypatch.setattr(replicas, "_extremes", extremes)
-    monkeypatch.setattr(replicas, "_who", lambda what, own, group: what)
+    monkeypatch.setattr(replicas, "extremes", extremes)
+    monkeypatch.setattr(replicas, "gathered_by_value", lambda own, group: "")
     with fake_world(0, 2):
         group = dist.group.WORLD
         values = [torch.full((number + 1,), 1.0) for number in range(4)]
@@ -259,7 +259,7 @@ def test_message_counts_the_tensors_that_are_a_whole_on_some_rank(monkeypatch: p
             ([0, 3], "2 of 3 tensors along data, first 'a' (float32 [1])"),
         ):
             changed[:] = places
-            assert replicas._difference(tensors, group, sums) == expected
+            assert replicas._difference(tensors, group, sums) == (expected and f"{expected}:")
 
 
 def test_slices_are_compared_by_their_values_if_these_tell_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_slices_are_compared_by_their_values_if_these_tell_something(monkeypatch
             sent.append(content.tolist())
             return content, content + other
 
-        monkeypatch.setattr(replicas, "_extremes", extremes)
+        monkeypatch.setattr(replicas, "extremes", extremes)
         group = dist.group.WORLD
         samples = [replicas.Replicated("weight", each, group, "model", is_slice) for each in values]
         sums = {id(each): replicas.digest(each) for each in values}
