@@ -54,7 +54,7 @@ from ds_topo.errors import (
     WorldSizeError,
 )
 from ds_topo.layers import ParallelLinear
-from tests.support.world import Worlds
+from tests.support.world import Worlds, names_threads
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 PIPELINE = {**CONFIG, "gradient_accumulation_steps": 2}
@@ -1031,6 +1031,7 @@ def _train_on_float32() -> None:
     engine.train_batch(iter([_SAMPLE] * 2))
 
 
+@names_threads
 def test_all_stages_name_a_type_of_inputs_that_the_first_one_cannot_use(world: Worlds) -> None:
     for error in world(2).run(_train_on_float32, expect_failure=True):
         assert "inputs of type ['torch.float32'], but parameters of the engine have the type torch.float16" in str(

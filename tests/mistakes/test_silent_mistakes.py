@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import settings, start
-from tests.support.world import Worlds
+from tests.support.world import Worlds, names_threads
 
 SAID = ("were frozen after", "LambdaLR.step() was called", "compute different losses", "have read the same inputs")
 
@@ -291,6 +291,7 @@ def _freeze(spec: str, is_pipeline: bool, reduced: bool, frozen_after: int, is_a
                 engine.step()
 
 
+@names_threads
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "is_pipeline", "reduced", "frozen_after"),
