@@ -299,6 +299,10 @@ class JobLayout:
         """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""
         return self.tokens(job) * job.model.hidden * job.precision.activation_bytes
 
+    def logits(self, job: Job) -> float:
+        """Return the logits of a micro-batch on one rank; the ranks of ``model`` split the vocabulary."""
+        return self.tokens(job) * (job.model.vocabulary / self.model)
+
     def details(self) -> list[str]:
         """Return the settings beside topology, micro-batch and ZeRO stage that are not the default, in words."""
         details = {
