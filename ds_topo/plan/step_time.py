@@ -78,8 +78,8 @@ def layout_spans(costs: Costs, layout: JobLayout) -> dict[str, Span]:
         factors[EXPERT], factors[EXPERT_DATA] = split_factors(factors[GRADIENTS], layout.expert_parallel)
     spans = {group: span_of(each, world, slots) for group, each in factors.items()}
     if costs.job.model.tied and layout.pipe > 1:
-        [(stages, stride)] = factors[PIPE]
-        spans[ENDS] = ends_span(stages, stride, world, slots)
+        ends = span_of(factors[PIPE], world, slots, of_ends=True)
+        spans[ENDS] = replace(ends, ring_edges=ends.forward_edges)
     return spans
 
 
@@ -109,30 +109,19 @@ def split_factors(factors: Factors, inner: int) -> tuple[Factors, Factors]:
     return tuple(reversed(near)), tuple(reversed(far))
 
 
-@lru_cache(maxsize=4096)
-def ends_span(stages: int, stride: int, world: int, slots: int) -> Span:
-    """Return the span of the pairs of a first and a last stage, which share a tied embedding.
-
-    >>> ends_span(stages=4, stride=2, world=8, slots=4).ring_edges
-    2
-    """
-    reach = (stages - 1) * stride
-    edges = max(
-        sum(rank // stride % stages == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
-        for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
-    )
-    return Span(2, 2 if edges else 1, edges, edges, edges)
-
-
 @lru_cache(maxsize=65536)
-def span_of(factors: Factors, world: int, slots: int) -> Span:
+def span_of(factors: Factors, world: int, slots: int, *, of_ends: bool = False) -> Span:
     """Return the span of the groups ``{base + sum of digit x stride}`` if every host has ``slots`` consecutive ranks.
+
+    With ``of_ends``, groups are the first and the last rank of each of these.
 
     >>> span_of(((2, 1),), world=8, slots=4).hosts, span_of(((2, 4),), world=8, slots=4)
     (1, Span(size=2, hosts=2, ring_edges=4, remote_pairs=4, forward_edges=4))
     """
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     offsets = sorted(offsets_of(factors))
+    if of_ends:
+        offsets = [offsets[0], offsets[-1]]
     hosts = -(-world // slots)
     sampled = {0, min(1, hosts - 1), hosts // 2, hosts - 1} if hosts > SAMPLED_HOSTS else set(range(hosts))
     if world % slots == 0 and all(slots % end == 0 or end % slots == 0 for end in ends):
