@@ -9,7 +9,7 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -459,36 +459,30 @@ def _replica_collectives(costs: Costs, layout: JobLayout, spans: Spans, kind: St
     return reduce, gather, of_copies
 
 
-def gradient_messages(costs: Costs, layout: JobLayout, kind: Stage) -> list[Transfer]:
-    """Return a step's reductions of gradients and gatherings of parameters.
+def gradient_messages(costs: Costs, layout: JobLayout, kind: Stage) -> Iterator[Transfer]:
+    """Yield the messages of one reduction of a stage's gradients, and of one gathering of its parameters.
 
-    ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
-    tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone. With an axis
-    ``shard``, partitions are reduced and gathered along it, and once per step summed over their copies.
+    The gradient of a tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone.
+    With an axis ``shard``, partitions are reduced and gathered along it, and once per step summed over their copies.
     """
     job, parameters = costs.job, costs.parameters(kind, layout)
     owners = layout.zero in job.software.sends_to_owners
     operation = "all_reduce" if layout.zero == 0 else TO_OWNERS if owners else "reduce_scatter"
-    micro_batches = layout.micro_batches(job.batch)
-    reductions = float(micro_batches if layout.zero >= 2 else 1)
-    messages = []
     for count, group in ((parameters.dense, GRADIENTS), (parameters.experts, EXPERT_DATA)):
         if not count:
             continue
         is_end = kind.has_embedding or kind.has_head
         tied = tied_bytes(costs, layout) if owners and is_end and group == GRADIENTS else 0.0
         if tied:
-            messages.append(Transfer(group, "all_reduce", tied, reductions))
+            yield Transfer(group, "all_reduce", tied)
         size = count * job.software.reduced_bytes(job.precision) - tied
         if layout.zero and group == GRADIENTS and SHARD in layout.topology.axes:
             group = SHARD
-            messages.append(Transfer(COPIES, "all_reduce", size / layout.partitions))
-        messages.append(Transfer(group, operation, size, reductions))
+            yield Transfer(COPIES, "all_reduce", size / layout.partitions)
+        yield Transfer(group, operation, size)
         if layout.zero:
-            gathers = 2 * micro_batches if layout.zero == 3 else 1
             gather = FROM_OWNERS if owners else "all_gather"
-            messages.append(Transfer(group, gather, float(count * job.precision.activation_bytes), gathers))
-    return messages
+            yield Transfer(group, gather, float(count * job.precision.activation_bytes))
 
 
 def tied_bytes(costs: Costs, layout: JobLayout) -> float:
