@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from ds_topo.plan.hardware import Accelerator
-from ds_topo.plan.job import Job, JobLayout, Precision, Software
+from ds_topo.plan.job import Job, JobLayout, Software
 from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Linear, Piece, Split
 
 LOGIT_BYTES = 24
@@ -157,19 +157,18 @@ def _head_work(layout: JobLayout, job: Job) -> Work:
 
     It keeps the norm's input and output, and the softmax in fp32 (and its logits, if they are another tensor).
     """
-    model, precision = job.model, job.precision
-    hidden, logits = layout.activation_bytes(job), layout.logits(job)
-    shape = layout.tokens(job), model.hidden, model.vocabulary // layout.model, 1
-    product, products_back = _products([shape], precision.attention, precision.activation_bytes)
+    hidden, logits, size = layout.activation_bytes(job), layout.logits(job), job.precision.activation_bytes
+    output = Linear(job.model.hidden, job.model.vocabulary, split=Split.COLUMN)
+    forward, backward, _ = _linears([output], layout.tokens(job), layout.model, job.precision.attention, size)
     gathers = _gathered(layout, hidden)
     sums = (Transfer("model", "all_reduce", layout.tokens(job) * 4, 3),)
     traffic, traffic_back = (norm * hidden / layout.spread + logits * LOGIT_BYTES / 2 for norm in (2, 3))
     summed = _summed(layout, hidden) + (gathers if job.software.regathers else ())
     return Work(
-        forward=Pass(product, (), traffic, 10, gathers + sums),
-        backward=Pass(products_back, (), traffic_back, 10, summed),
+        forward=Pass(forward, (), traffic, 10, gathers + sums),
+        backward=Pass(backward, (), traffic_back, 10, summed),
         kept=2 * hidden / layout.spread + logits * 4,
-        working=logits * (8 + precision.activation_bytes),
+        working=logits * (8 + size),
     )
 
 
@@ -180,7 +179,7 @@ def _attention_work(attention: Attention, layout: JobLayout, job: Job) -> Work:
     """
     precision, dropout = job.precision, job.model.dropout
     tokens, tensor, size = layout.tokens(job), layout.model, precision.activation_bytes
-    forward, backward, casts = _linears(attention.linears, tokens, tensor, precision)
+    forward, backward, casts = _linears(attention.linears, tokens, tensor, precision.products, size)
     queries, key_values = attention.input_widths(tensor)
     inputs = queries + key_values
     # splitting the projection into heads, and turning queries and keys
@@ -227,7 +226,7 @@ def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job,
     """
     precision, has_scores = job.precision, not job.software.flash_attention
     size = precision.activation_bytes
-    forward, backward, casts = _linears(layer.linears, tokens, tensor, precision, count)
+    forward, backward, casts = _linears(layer.linears, tokens, tensor, precision.products, size, count)
     width = tokens * layer.width / tensor
     before = (2 if layer.gated else 1) * width
     activation = (before + width) * size
@@ -345,30 +344,21 @@ def _sequence_exchange(attention: Attention, layout: JobLayout, job: Job) -> tup
 
 
 def _linears(
-    linears: Iterable[Linear], tokens: float, tensor: int, precision: Precision, count: float = 1.0
+    linears: Iterable[Linear], tokens: float, tensor: int, number_format: str, size: float, count: float = 1.0
 ) -> tuple[Products, Products, list[float]]:
-    """Return the products of forward and of backward, and the bytes that casts to fp8 move in each."""
-    shapes = [linear.shape(tensor) for linear in linears]
-    products = ((tokens, *shape, count) for shape in shapes)
-    forward, backward = _products(products, precision.products, precision.activation_bytes)
-    cast = FP8_CAST_BYTES * tokens if precision.products == "fp8" else 0.0
-    return forward, backward, [cast * sum(sizes) for sizes in zip(*shapes, strict=True)]
-
-
-def _products(
-    shapes: Iterable[tuple[float, float, float, float]], number_format: str, size: float
-) -> tuple[Products, Products]:
-    """Return the products of forward and of backward for rows, inputs, outputs and number of linear layers.
+    """Return the products of forward and of backward, and the bytes that casts to fp8 move in each.
 
     Backward computes the gradients of the inputs, and those of the weights, which are added to fp32 sums.
     """
+    shapes = [linear.shape(tensor) for linear in linears]
     forward: list[Product] = []
     backward: list[Product] = []
-    for rows, inputs, outputs, count in shapes:
-        forward.append(Product(rows, outputs, inputs, number_format, count, size))
-        backward.append(Product(rows, inputs, outputs, number_format, count, size))
-        backward.append(Product(inputs, outputs, rows, number_format, count, 8.0))
-    return tuple(forward), tuple(backward)
+    for inputs, outputs in shapes:
+        forward.append(Product(tokens, outputs, inputs, number_format, count, size))
+        backward.append(Product(tokens, inputs, outputs, number_format, count, size))
+        backward.append(Product(inputs, outputs, tokens, number_format, count, 8.0))
+    cast = FP8_CAST_BYTES * tokens if number_format == "fp8" else 0.0
+    return tuple(forward), tuple(backward), [cast * sum(sizes) for sizes in zip(*shapes, strict=True)]
 
 
 @dataclass(frozen=True)
