@@ -120,7 +120,7 @@ def _activation_bytes(costs: Costs, kind: Stage, layout: JobLayout) -> tuple[flo
     kept = working = again = 0.0
     for count, cost, recompute in costs.pieces(kind, layout):
         kept += count * cost.kept[recompute]
-        working = max(working, cost.work.working)
+        working = max(working, cost.working)
         again = max(again, cost.kept[Recompute.NONE] - cost.kept[recompute])
     micro_batches = layout.micro_batches(job.batch)
     chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)

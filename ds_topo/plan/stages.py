@@ -10,7 +10,7 @@ from math import inf
 
 from ds_topo.plan.job import Job, JobLayout, Recompute
 from ds_topo.plan.model import Block, End, Model, Piece
-from ds_topo.plan.work import PassCost, Work, pass_cost, piece_work
+from ds_topo.plan.work import PassCost, pass_cost, piece_work
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,19 @@ class StageParameters:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """The work of a piece of the model on one rank, and the cost of its passes.
+    """The cost of a piece of the model on one rank for one micro-batch.
 
-    ``again`` are the seconds of what backward computes again, and ``kept`` the bytes that a micro-batch keeps until
-    then, by kind of recomputation.
+    Args:
+        again: seconds of what backward computes again, by kind of recomputation.
+        kept: bytes that are kept from forward to backward, by kind of recomputation.
+        working: bytes of gradients and copies that are alive at once inside backward, beside the kept ones.
     """
 
-    work: Work
     forward: PassCost
     backward: PassCost
     again: Mapping[Recompute, float]
     kept: Mapping[Recompute, float]
+    working: float
 
 
 class Sum:
@@ -214,7 +216,7 @@ class Costs:
             seconds = {Recompute.NONE: 0.0, Recompute.SELECTIVE: again.seconds, Recompute.FULL: forward.seconds}
             inputs = layout.activation_bytes(self.job) / layout.spread
             kept = {Recompute.NONE: work.kept, Recompute.SELECTIVE: work.selective, Recompute.FULL: inputs}
-            self._pieces[key] = PieceCost(work, forward, backward, seconds, kept)
+            self._pieces[key] = PieceCost(forward, backward, seconds, kept, work.working)
         return self._pieces[key]
 
     def all_parameters(self, layout: JobLayout) -> list[StageParameters]:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from ds_topo.plan.hardware import Cluster
 from ds_topo.plan.job import ADAM_MOMENTS_BYTES, JobLayout, Recompute, Software
 from ds_topo.plan.stages import Costs, PieceCost, Stage, Sum
-from ds_topo.plan.work import Cover, Pass, PassCost, Transfer
+from ds_topo.plan.work import Cover, PassCost, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
@@ -354,15 +354,14 @@ def _messages(costs: Costs, cost: PieceCost, spans: Spans) -> list[dict[str, flo
     """Return the seconds of a piece's messages in forward and in backward that nothing covers, by axis."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
     if key not in costs.messages:
-        passes = (cost.work.forward, cost.forward), (cost.work.backward, cost.backward)
-        costs.messages[key] = [_bare_seconds(costs, work, one, spans) for work, one in passes]
+        costs.messages[key] = [_bare_seconds(costs, one, spans) for one in (cost.forward, cost.backward)]
     return costs.messages[key]
 
 
-def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dict[str, float]:
+def _bare_seconds(costs: Costs, cost: PassCost, spans: Spans) -> dict[str, float]:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
     covered: dict[tuple[Cover, str], float] = defaultdict(float)
-    for transfer in work.transfers:
+    for transfer in cost.transfers:
         one = collective_seconds(transfer.operation, transfer.size, spans[transfer.axis], costs.job.cluster)
         each = one * transfer.count
         seconds[transfer.axis] += each * transfer.bare

@@ -332,8 +332,7 @@ def _sequence_exchange(attention: Attention, layout: JobLayout, job: Job) -> tup
     (Jacobs et al., arXiv:2309.14509).
     """
     per_head = layout.tokens(job) * job.precision.activation_bytes
-    kv_heads = max(attention.kv_heads, layout.model) / layout.model
-    keys_values = per_head * kv_heads * (attention.key_width + attention.value_width)
+    keys_values = per_head * attention.input_widths(layout.model)[1]
     if job.software.seq_exchange == "ring":
         gathered = keys_values * layout.seq
         forward = Transfer("seq", "all_gather", gathered, cover=Cover.CORE)
@@ -363,9 +362,10 @@ def _linears(
 
 @dataclass(frozen=True)
 class PassCost:
-    """The seconds of a pass without its messages, and those of the computing that can hide messages."""
+    """The seconds of a pass without its messages, its messages, and the seconds of computing that can hide them."""
 
     seconds: float
+    transfers: Transfers
     covers: Mapping[Cover, float]
 
 
@@ -379,7 +379,7 @@ def pass_cost(work: Pass, accelerator: Accelerator) -> PassCost:
     gaps, launches = kernels * efficiency.kernel_seconds, kernels * efficiency.launch_seconds
     computing = products + len(work.products) * efficiency.kernel_seconds
     covers = {Cover.NOTHING: 0.0, Cover.CORE: cores, Cover.PRODUCTS: computing}
-    return PassCost(max(products + cores + moving + gaps, launches), covers)
+    return PassCost(max(products + cores + moving + gaps, launches), work.transfers, covers)
 
 
 def _product_seconds(product: Product, accelerator: Accelerator) -> float:
