@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import ceil, gcd, log2
 from typing import TypeAlias
 
-from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.hardware import START_SECONDS, Cluster
 from ds_topo.plan.job import ADAM_MOMENTS_BYTES, JobLayout, Recompute, Software
 from ds_topo.plan.stages import Costs, PieceCost, Stage, Sum
 from ds_topo.plan.work import Cover, PassCost, Transfer
@@ -133,7 +133,7 @@ def span_of(factors: Factors, world: int, slots: int, *, of_ends: bool = False) 
 
 def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots: int) -> Span:
     most_hosts = ring_edges = remote_pairs = forward_edges = 0
-    ranks = _ranks_on(host, world, slots)
+    ranks = range(host * slots, min((host + 1) * slots, world))
     bases = {rank - sum(rank // stride % size * stride for size, stride in factors) for rank in ranks}
     for base in bases:
         hosts = [(base + offset) // slots for offset in offsets]
@@ -144,10 +144,6 @@ def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots:
         remote_pairs += sum(is_here) * (len(hosts) - sum(is_here))
         most_hosts = max(most_hosts, len(set(hosts)))
     return Span(len(offsets), most_hosts, ring_edges, remote_pairs, forward_edges)
-
-
-def _ranks_on(host: int, world: int, slots: int) -> range:
-    return range(host * slots, min((host + 1) * slots, world))
 
 
 def ring_passes(operation: str) -> int:
@@ -191,7 +187,7 @@ def latency_seconds(operation: str, span: Span, cluster: Cluster) -> float:
         hops = (2 * min(inside, span.size // span.hosts - 1), 2 * ceil(log2(max(1, across))) if across else 0)
     else:
         hops = (inside, across)
-    return cluster.start_seconds + hops[0] * cluster.inside.latency + hops[1] * cluster.across.latency
+    return START_SECONDS + hops[0] * cluster.inside.latency + hops[1] * cluster.across.latency
 
 
 def bytes_leaving(operation: str, size: float, span: Span) -> float:
@@ -206,9 +202,9 @@ def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
     if span.size == 1 or not size:
         return 0.0
     if span.hosts == 1:
-        return size / cluster.inside.bandwidth + cluster.inside.latency + cluster.start_seconds
+        return size / cluster.inside.bandwidth + cluster.inside.latency + START_SECONDS
     edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
-    return size * edges / cluster.across.bandwidth + cluster.across.latency + cluster.start_seconds
+    return size * edges / cluster.across.bandwidth + cluster.across.latency + START_SECONDS
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------

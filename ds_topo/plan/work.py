@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from ds_topo.plan.hardware import Accelerator
+from ds_topo.plan.hardware import KERNEL_SECONDS, Accelerator
 from ds_topo.plan.job import Job, JobLayout, Software
 from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Linear, Piece, Split
 
@@ -376,8 +376,8 @@ def pass_cost(work: Pass, accelerator: Accelerator) -> PassCost:
     cores = sum(_core_seconds(core, accelerator) for core in work.cores)
     moving = work.memory_bytes / (accelerator.memory_bandwidth * efficiency.memory)
     kernels = work.kernels + len(work.products)
-    gaps, launches = kernels * efficiency.kernel_seconds, kernels * efficiency.launch_seconds
-    computing = products + len(work.products) * efficiency.kernel_seconds
+    gaps, launches = kernels * KERNEL_SECONDS, kernels * efficiency.launch_seconds
+    computing = products + len(work.products) * KERNEL_SECONDS
     covers = {Cover.NOTHING: 0.0, Cover.CORE: cores, Cover.PRODUCTS: computing}
     return PassCost(max(products + cores + moving + gaps, launches), work.transfers, covers)
 
