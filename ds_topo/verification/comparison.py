@@ -573,9 +573,7 @@ def _explained(findings: Sequence[Deviation], mine: RecordedStep, theirs: Record
     first = findings[0]
     if first.causes:
         return first
-    wrong: dict[str, set[str]] = defaultdict(set)
-    for one in findings:
-        wrong[one.kind].add(one.name)
+    wrong = {one.name for one in findings if one.kind == first.kind}
     causes = explain(first.kind, first.name, first.ranks[0], mine, theirs, wrong)
     axis = first.axis or next((cause.axis for cause in causes if cause.axis), None)
     return replace(first, axis=axis, causes=tuple(cause.text for cause in causes))
