@@ -465,10 +465,7 @@ class Allowed:
     def __init__(self, rows: Iterable[ComparedTensor], dtype: str, of_norm: float = 0.0) -> None:
         self.of_norm, self.growth = of_norm, 1.0
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
-        measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
-        # that of gradients alone: reductions of the reference prove nothing
-        reduced = {(REDUCED, name): error for (kind, name), error in measured.items() if kind == GRADIENT}
-        self.measured = {key: error for key, error in measured.items() if key[0] != REDUCED} | reduced
+        self.measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
         kinds = defaultdict(list)
         for (kind, _), error in self.measured.items():
             kinds[kind].append(error)
@@ -477,8 +474,9 @@ class Allowed:
     def __call__(self, row: ComparedTensor) -> float:
         if row.kind == SKIPPED:
             return EXACT
-        measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0)) * self.growth
-        is_update = row.kind not in (OUTPUT, LOSS, GRADIENT, REDUCED, NORM)
+        kind = GRADIENT if row.kind == REDUCED else row.kind  # reductions of the reference prove nothing
+        measured = max(self.measured.get((kind, row.name), 0.0), self.medians.get(kind, 0.0)) * self.growth
+        is_update = kind not in (OUTPUT, LOSS, GRADIENT, NORM)
         of_norm = _TIMES_ROUNDING * self.of_norm if is_update or row.kind == NORM else 0.0
         return max(self.least, (_OF_UPDATES if is_update else _TIMES_ROUNDING) * measured, of_norm)
 
