@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.model import Experts, Model
+from ds_topo.plan.model import Model
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -290,10 +290,6 @@ class JobLayout:
     def tokens(self, job: Job) -> float:
         """Return the tokens of a micro-batch for which a rank computes (its part of) attention and other layers."""
         return self.micro_batch * job.sequence / self.seq
-
-    def expert_rows(self, experts: Experts, job: Job) -> tuple[float, float]:
-        """Return the rows of a micro-batch in a rank's experts (padded to equal load), and the number of experts."""
-        return self.tokens(job) * experts.top_k * job.expert_load, experts.count / self.expert_parallel
 
     def activation_bytes(self, job: Job) -> float:
         """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""

@@ -250,12 +250,13 @@ def _experts_work(experts: Experts, layout: JobLayout, job: Job) -> Work:
     weighted, and the router's scores.
     """
     hidden, size = experts.expert.hidden, job.precision.activation_bytes
-    rows, local = layout.expert_rows(experts, job)
+    tokens = layout.tokens(job)
+    rows, local = tokens * experts.top_k * job.expert_load, experts.count / layout.expert_parallel
     moved = rows * hidden * size
-    scores = layout.tokens(job) * experts.count * 4
-    router = Product(layout.tokens(job), experts.count, hidden, job.precision.attention)
+    scores = tokens * experts.count * 4
+    router = Product(tokens, experts.count, hidden, job.precision.attention)
     exchange = (Transfer("expert", "all_to_all", moved, 2),)
-    kept = moved + layout.tokens(job) * experts.top_k * hidden * size + 2 * scores
+    kept = moved + tokens * experts.top_k * hidden * size + 2 * scores
     routing = Work(
         forward=Pass((router,), (), 6 * moved + 6 * scores, 12, exchange),
         backward=Pass((router, router), (), 8 * moved + 12 * scores, 20, exchange),
@@ -265,7 +266,7 @@ def _experts_work(experts: Experts, layout: JobLayout, job: Job) -> Work:
     )
     work = routing + _feed_forward_work(experts.expert, rows / local, 1, job, local)
     if experts.shared:
-        work += _feed_forward_work(experts.shared, layout.tokens(job), layout.model, job)
+        work += _feed_forward_work(experts.shared, tokens, layout.model, job)
     return work
 
 
