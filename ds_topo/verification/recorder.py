@@ -308,7 +308,7 @@ class Recorder:
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
-        own = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        own = gradient.detach().to_dense()
         if not own.numel():
             return
         if name in self._before:
@@ -320,9 +320,8 @@ class Recorder:
         """Record the gradients that the optimizer gets. ZeRO 3 steps several times."""
         for one in self._named:
             if one.held.group is not None and one.held.numel and one.held.master.grad is not None:
-                gradient = one.held.master.grad
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._record["after"][one.names[0]] = _plain(one.part_of(dense, one.held), _copied)
+                part = one.part_of(one.held.master.grad.to_dense(), one.held)
+                self._record["after"][one.names[0]] = _plain(part, _copied)
 
     def _end_step(self, engine: DeepSpeedEngine) -> None:
         scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
