@@ -197,16 +197,6 @@ def bytes_leaving(operation: str, size: float, span: Span) -> float:
     return ring_passes(operation) * size * (span.size - 1) / span.size * span.ring_edges
 
 
-def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
-    """Return the seconds for every rank to send ``size`` bytes to the next along an axis."""
-    if span.size == 1 or not size:
-        return 0.0
-    if span.hosts == 1:
-        return size / cluster.inside.bandwidth + cluster.inside.latency + START_SECONDS
-    edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
-    return size * edges / cluster.across.bandwidth + cluster.across.latency + START_SECONDS
-
-
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 
@@ -389,9 +379,11 @@ def _send_seconds(costs: Costs, layout: JobLayout, spans: Spans) -> float:
         return 0.0
     cluster, size = costs.job.cluster, layout.activation_bytes(costs.job)
     span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
-    within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
+    within = size / layout.model / cluster.inside.bandwidth + cluster.inside.latency
+    edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
+    across = size / layout.model * edges / cluster.across.bandwidth + cluster.across.latency
     leaving = (span.hosts - ends) / (layout.pipe - ends) if span.hosts > 1 else 0.0
-    sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
+    sent = START_SECONDS + within + leaving * (across - within)
     if layout.sequence_parallel:
         return sent
     gathers = 1.5 if costs.job.software.eager else 1.0
