@@ -179,9 +179,10 @@ def _of_reduced(
             "no combination of the ranks' gradients gives it: a micro-batch was not accumulated on a rank, or a "
             "gradient changed after it was accumulated"
         )
-    clip, size = found.ranks[rank]["clip"], _size_of_reduced(found, reference)
-    if 0 < clip < size / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
-        yield Cause(f"clipping: the optimizer gets {size / clip:.3g} times the norm that gradient_clipping allows")
+    clip, wholes = found.ranks[rank]["clip"], whole_tensors(record["after"] for record in found.ranks)
+    norm = math.sqrt(sum(square(wholes[other]) for other in reference.sums if other in wholes))
+    if 0 < clip < norm / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
+        yield Cause(f"clipping: the optimizer gets {norm / clip:.3g} times the norm that gradient_clipping allows")
     yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected, found)}")
 
 
@@ -199,12 +200,6 @@ def _of_losses_over_seq(rank: int, factor: float | None, found: RecordedStep, re
         "the gradients: each rank must return its part of the loss, or the gradients must be averaged and not summed",
         SEQ,
     )
-
-
-def _size_of_reduced(found: RecordedStep, reference: RecordedStep) -> float:
-    """Return the norm of all gradients that the optimizers get: each element once."""
-    wholes = whole_tensors(record["after"] for record in found.ranks)
-    return math.sqrt(sum(square(wholes[name]) for name in reference.sums if name in wholes))
 
 
 def _is_split(found: RecordedStep, name: str) -> bool:
