@@ -29,7 +29,6 @@ from ds_topo.verification.recorder import (
     RecordedStep,
     Run,
     at,
-    box_of,
     distance,
     error_of,
     flat,
@@ -290,16 +289,15 @@ def change_errors(
     change = whole.double() - start.double()
     if uncertain is not None:
         change[uncertain] = 0.0
-        parts = {rank: _with(part, start, uncertain) for rank, part in parts.items()}
     bit = torch.finfo(whole.dtype).eps / _LEAST[str(whole.dtype).removeprefix("torch.")]
     least = bit * float(start.double().square().mean().sqrt())
-    return {rank: error_of(flat(part) - at(part, start), part, change, least) for rank, part in parts.items()}
-
-
-def _with(part: Part, whole: torch.Tensor, where: torch.Tensor) -> Part:
-    """Return a part with the values of a whole tensor where a whole mask is true."""
-    boxes = [(at_, torch.where(box_of(where, at_, own), box_of(whole, at_, own).to(own), own)) for at_, own in part[1]]
-    return part[0], boxes
+    errors = {}
+    for rank, part in parts.items():
+        own = flat(part) - at(part, start)
+        if uncertain is not None:
+            own[at(part, uncertain) > 0] = 0.0
+        errors[rank] = error_of(own, part, change, least)
+    return errors
 
 
 def uncertain_updates(found: RecordedStep, reference: RecordedStep, allowed: Allowed) -> dict[str, torch.Tensor]:
