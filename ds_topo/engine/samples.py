@@ -200,7 +200,7 @@ class FirstSamples:
         """Keep the digests of a batch for :meth:`compare`."""
         if self.are_compared:
             return
-        tensors = list(_tensors(samples))
+        tensors = list(tensors_of(samples))
         if not self._digests:
             self._shapes = [list(tensor.shape) for tensor in tensors if tensor.dim()]
             if self._grid.grid_rank == 0 and self._has_micro_batch() is False:
@@ -386,7 +386,7 @@ def digest(samples: Any, zeros_count: bool = False) -> int:
     """
     hashed = hashlib.blake2b()
     found = False
-    for tensor in _tensors(samples):
+    for tensor in tensors_of(samples):
         found = found or zeros_count or bool(tensor.detach().any())
         content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
@@ -406,17 +406,18 @@ def _random_state() -> int:
 
 def types_of(samples: Any) -> set[torch.dtype]:
     """Return the floating-point types of all tensors in samples."""
-    return {tensor.dtype for tensor in _tensors(samples) if tensor.is_floating_point()}
+    return {tensor.dtype for tensor in tensors_of(samples) if tensor.is_floating_point()}
 
 
-def _tensors(samples: Any) -> Iterator[torch.Tensor]:
+def tensors_of(samples: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in samples whose values can be read."""
     if isinstance(samples, torch.Tensor):
         is_wrapper = samples.is_nested or hasattr(samples, "__tensor_flatten__")  # such as a DTensor
         if samples.layout is torch.strided and not samples.is_meta and not is_wrapper:
             yield samples
     elif isinstance(samples, (Mapping, tuple, list)):
         for value in samples.values() if isinstance(samples, Mapping) else samples:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def described(grid: MpuGrid, grid_rank: int) -> str:

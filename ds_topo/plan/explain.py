@@ -59,6 +59,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
 def _gradients_text(costs: Costs, layout: JobLayout, spans: Spans) -> str:
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
+    times = layout.micro_batches(costs.job.batch) if layout.zero >= 2 else 1
     texts = []
     for message in step_time.gradient_messages(costs, layout, kind):
         operation, size = message.operation, message.size
@@ -68,7 +69,7 @@ def _gradients_text(costs: Costs, layout: JobLayout, spans: Spans) -> str:
                 f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
                 + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
                 + f", {_ms(step_time.collective_seconds(operation, size, span, cluster))}"
-                + (f" x {message.count:g}" if message.count > 1 else "")
+                + (f" x {times}" if times > 1 else "")
             )
     if step_time.two_level_pays(costs, layout, spans):
         texts.append("in two levels")

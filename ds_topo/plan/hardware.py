@@ -24,6 +24,10 @@ CONTEXT_BYTES = 3e9
 """Device memory that no tensor can use: driver context, libraries' workspaces, communicators."""
 USABLE_SHARE = 0.96
 """The share of the rest that tensors can use: torch's allocator rounds blocks up and leaves gaps."""
+KERNEL_SECONDS = 2e-6
+"""From the end of a kernel to the start of the next."""
+START_SECONDS = 10e-6
+"""From the call of a collective to its first message."""
 UNKNOWN_LINKS = 25 * GIGA, 12.5 * GIGA
 """The links of an accelerator that is not in the table, inside a host (PCIe 4.0) and across hosts (100 Gbit/s)."""
 
@@ -49,7 +53,6 @@ class Efficiency:
         attention_backward: the same in backward.
         attention_length: positions at which flash attention reaches half of that share.
         memory: share of the memory's bandwidth for kernels that read and write long vectors.
-        kernel_seconds: from the end of a kernel to the start of the next.
         launch_seconds: processor time to launch a kernel, which bounds models of small kernels. 0: no such bound.
         update_bytes: memory traffic of Adam's update per parameter; None for that of a fused one.
         links: share of the links' bandwidth for collectives over long messages (inside a host, across hosts).
@@ -62,7 +65,6 @@ class Efficiency:
     attention_backward: float = 0.48
     attention_length: float = 256
     memory: float = 0.80
-    kernel_seconds: float = 2e-6
     launch_seconds: float = 0.0
     update_bytes: float | None = None
     links: tuple[float, float] = (0.78, 0.85)
@@ -170,7 +172,6 @@ class Cluster:
         inside: the link from one rank to a peer on its host.
         across: the link from one host to the others, shared by its ranks.
         memory_limit: bytes that tensors of one rank may take.
-        start_seconds: from the call of a collective to its first message.
     """
 
     accelerator: Accelerator
@@ -179,7 +180,6 @@ class Cluster:
     inside: Link
     across: Link
     memory_limit: float
-    start_seconds: float = 10e-6
 
     @property
     def ranks(self) -> int:

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 
 from ds_topo.plan.hardware import Cluster
-from ds_topo.plan.model import Experts, Model
+from ds_topo.plan.model import Model
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -291,13 +291,13 @@ class JobLayout:
         """Return the tokens of a micro-batch for which a rank computes (its part of) attention and other layers."""
         return self.micro_batch * job.sequence / self.seq
 
-    def expert_rows(self, experts: Experts, job: Job) -> tuple[float, float]:
-        """Return the rows of a micro-batch in a rank's experts (padded to equal load), and the number of experts."""
-        return self.tokens(job) * experts.top_k * job.expert_load, experts.count / self.expert_parallel
-
     def activation_bytes(self, job: Job) -> float:
         """Return the bytes of a micro-batch's activations between layers, over all ranks of ``model``."""
         return self.tokens(job) * job.model.hidden * job.precision.activation_bytes
+
+    def logits(self, job: Job) -> float:
+        """Return the logits of a micro-batch on one rank; the ranks of ``model`` split the vocabulary."""
+        return self.tokens(job) * (job.model.vocabulary / self.model)
 
     def details(self) -> list[str]:
         """Return the settings beside topology, micro-batch and ZeRO stage that are not the default, in words."""
@@ -349,18 +349,27 @@ def _layout_problems(job: Job, layout: JobLayout) -> Iterator[str]:
     if layout.topology.world_size() != job.cluster.ranks:
         yield f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
     yield from degree_problems(job, layout.pipe, data, layout.seq, layout.model)
-    for is_offered, problem in _abilities(software, job.precision, layout):
-        if not is_offered:
-            yield f"{software.name} {problem}"
-    if layout.virtual_stages > 1 and layout.pipe == 1:
-        yield f"{layout.virtual_stages} virtual stages need a pipeline, pipe=2 or more"
+    stages, virtual = software.zero_stages(layout.pipe, job.precision), layout.virtual_stages
+    if layout.zero not in stages:
+        pipeline = "with a pipeline" if layout.pipe > 1 else "without a pipeline"
+        yield f"{software.name} has no ZeRO {layout.zero} {pipeline}, only {list(stages)}"
+    if layout.recompute not in software.recompute:
+        yield f"{software.name} cannot recompute {layout.recompute.value!r}"
+    if virtual > software.virtual_stages:
+        yield f"{software.name} has no {virtual} virtual stages, at most {software.virtual_stages}"
+    if layout.sequence_parallel and not software.sequence_parallel:
+        yield f"{software.name} has no sequence parallelism"
+    if SHARD in layout.topology.axes and not software.shards:
+        yield f"{software.name} has no axis 'shard'"
+    if virtual > 1 and layout.pipe == 1:
+        yield f"{virtual} virtual stages need a pipeline, pipe=2 or more"
     if layout.sequence_parallel and layout.model == 1:
         yield "sequence parallelism needs a model axis, model=2 or more"
     if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
-        stages = [stage for stage in software.zero_stages(layout.pipe, job.precision) if stage < 3]
-        yield f"{software.name} has no ZeRO 3 where experts are distributed over ranks, only {stages}"
-    if layout.pipe * layout.virtual_stages > model.layers + 2:
-        yield f"pipe={layout.pipe} x {layout.virtual_stages} virtual stages are too many for {model.layers} layers"
+        others = [stage for stage in stages if stage < 3]
+        yield f"{software.name} has no ZeRO 3 where experts are distributed over ranks, only {others}"
+    if layout.pipe * virtual > model.layers + 2:
+        yield f"pipe={layout.pipe} x {virtual} virtual stages are too many for {model.layers} layers"
     if batch % (data * layout.micro_batch):
         yield (
             f"the batch of {batch} sequences is not a multiple of data={data} x micro-batch {layout.micro_batch}; "
@@ -371,7 +380,7 @@ def _layout_problems(job: Job, layout: JobLayout) -> Iterator[str]:
     if model.positions and job.sequence > model.positions:
         yield f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
     parts, count = 2 * layout.pipe, layout.micro_batches(batch)
-    if layout.virtual_stages > 1 and count % layout.pipe:
+    if virtual > 1 and count % layout.pipe:
         yield f"virtual stages need a multiple of pipe={layout.pipe} micro-batches, not {count}"
     if software.mirrors and layout.pipe > 1 and parts > min(count, model.layers + 2):
         yield f"DualPipeV on pipe={layout.pipe} needs {parts} micro-batches and layers, not {count} and {model.layers}"
@@ -382,14 +391,3 @@ def _layout_problems(job: Job, layout: JobLayout) -> Iterator[str]:
         yield f"{experts} experts cannot be distributed over {size} ranks"
     if layout.replicas % size:
         yield f"experts over {size} ranks: not a divisor of the {layout.replicas} replicas"
-
-
-def _abilities(software: Software, precision: Precision, layout: JobLayout) -> Iterator[tuple[bool, str]]:
-    """Yield whether the program offers each thing that the layout has, and the words for it if it does not."""
-    stages, zero, virtual = software.zero_stages(layout.pipe, precision), layout.zero, layout.virtual_stages
-    pipeline = "with a pipeline" if layout.pipe > 1 else "without a pipeline"
-    yield zero in stages, f"has no ZeRO {zero} {pipeline}, only {list(stages)}"
-    yield layout.recompute in software.recompute, f"cannot recompute {layout.recompute.value!r}"
-    yield virtual <= software.virtual_stages, f"has no {virtual} virtual stages, at most {software.virtual_stages}"
-    yield software.sequence_parallel or not layout.sequence_parallel, "has no sequence parallelism"
-    yield software.shards or SHARD not in layout.topology.axes, "has no axis 'shard'"

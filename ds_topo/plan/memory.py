@@ -1,7 +1,6 @@
 """Predict the bytes of a rank at its peak: its states, what forward keeps for backward, and buffers.
 
-The first part adds them up for the fullest rank (``memory_use``), the second has the formula of each kind of layer.
-``work`` explains the symbols.
+``memory_use`` adds them up for the fullest rank. ``work`` has what each kind of layer keeps.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_topo.plan.job import ADAM_MOMENTS_BYTES, Job, JobLayout, Precision, Recompute, Software
-from ds_topo.plan.model import Attention, Block, End, Experts, FeedForward, Piece, Split
-from ds_topo.plan.stages import Costs, PieceBytes, Stage, StageParameters, Sum
-from ds_topo.plan.work import Addable
+from ds_topo.plan.stages import Costs, Stage, StageParameters, Sum
 
 BUCKET_PARAMETERS = 500_000_000
 """The most gradients in one bucket (``reduce_bucket_size`` of DeepSpeed's ZeRO)."""
@@ -19,10 +16,6 @@ LIVE_PARAMETERS = 1_000_000_000
 """The most parameters that DeepSpeed's ZeRO 3 keeps gathered (``stage3_max_live_parameters``)."""
 ALIGNMENT = 2
 """DeepSpeed's ZeRO 1 and 2 pad a rank's partition to a multiple of this number of elements."""
-DROPOUT_MASK_BYTES = 1
-
-
-# -- a rank ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,23 +117,19 @@ def stage_memory(costs: Costs, kind: Stage, layout: JobLayout) -> MemoryUse:
 def _activation_bytes(costs: Costs, kind: Stage, layout: JobLayout) -> tuple[float, float]:
     """Return the bytes that forward keeps for all micro-batches in flight, and those that backward adds."""
     job = costs.job
-    kept = working = again = output = 0.0
+    kept = working = again = 0.0
     for count, cost, recompute in costs.pieces(kind, layout):
-        if id(cost) not in costs.bytes:
-            costs.bytes[id(cost)] = piece_bytes(cost.piece, layout, job)
-        one = costs.bytes[id(cost)]
-        kept += count * one.kept[recompute]
-        working = max(working, one.working)
-        again = max(again, one.kept[Recompute.NONE] - one.kept[recompute])
-        output = one.output
+        kept += count * cost.kept[recompute]
+        working = max(working, cost.working)
+        again = max(again, cost.kept[Recompute.NONE] - cost.kept[recompute])
     micro_batches = layout.micro_batches(job.batch)
     chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
     activations = kept * chunks / layout.virtual_stages
     if job.software.eager and layout.pipe > 1:
         # DeepSpeed's pipeline has at least two buffers, each with an input and an output
-        buffers = max(2, chunks)
-        received = layout.activation_bytes(job) / layout.spread if kind.first else 0.0
-        activations += buffers * output + (buffers - chunks) * received
+        buffers, between = max(2, chunks), layout.activation_bytes(job) / layout.spread
+        output = layout.logits(job) * job.precision.activation_bytes if kind.has_head else between
+        activations += buffers * output + (buffers - chunks) * (between if kind.first else 0.0)
     if micro_batches > 1 or layout.pipe > 1:
         # a weight's gradient exists on its own before it is added to the sum
         largest = max((block.largest_linear(layout.model) for _, block in kind.runs), default=0)
@@ -165,118 +154,3 @@ def _gathered_bytes(parameters: StageParameters, job: Job, layout: JobLayout) ->
     if job.software.eager:
         live = max(live, min(parameters.dense, LIVE_PARAMETERS))
     return float(job.precision.activation_bytes * max(live, job.model.vocabulary * job.model.hidden // layout.model))
-
-
-# -- a piece of the model ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Part(Addable):
-    """The bytes of a part of a block: kept whole, kept under selective recomputation, and temporary in backward."""
-
-    kept: float
-    selective: float
-    working: float = 0.0
-
-
-def piece_bytes(piece: Piece, layout: JobLayout, job: Job) -> PieceBytes:
-    """Return the bytes of a block, or of an end of the model."""
-    if isinstance(piece, Block):
-        return block_bytes(piece, layout, job)
-    if piece is End.HEAD:
-        return _head_bytes(layout, job)
-    indices = layout.tokens(job) * 8  # of the tokens, which the embedding keeps
-    return PieceBytes(dict.fromkeys(Recompute, indices), 0.0, layout.activation_bytes(job) / layout.spread)
-
-
-def block_bytes(block: Block, layout: JobLayout, job: Job) -> PieceBytes:
-    """Return the bytes of a transformer layer.
-
-    Kept bytes, with half-precision activations, dropout and scores in memory, are Korthikanti et al.'s
-    ``s b h (10/r + 24/t + 5 a s / (h t))`` (their equations 2 and 4). Without scores the last term is gone. Other
-    layers count each term in the same way.
-
-    >>> from ds_topo.plan.hardware import accelerator_of, cluster_of
-    >>> from ds_topo.plan.job import FP16, MEGATRON_2022
-    >>> from ds_topo.plan.model import transformer
-    >>> from ds_topo.topology.process_topology import ProcessTopology
-    >>> model = transformer(layers=1, hidden=1024, heads=16, vocabulary=8, sequence=2048)
-    >>> job = Job(model, cluster_of(accelerator_of("A100"), 1), 4, 2048, FP16, MEGATRON_2022)
-    >>> layout = JobLayout(ProcessTopology.from_spec("model=8"), micro_batch=4, sequence_parallel=True)
-    >>> kept = block_bytes(model.blocks[0], layout, job).kept[Recompute.NONE]
-    >>> kept / (4 * 2048 * 1024) == 34 / 8 + 5 * 16 * 2048 / 1024 / 8
-    True
-    """
-    attention = _attention_bytes(block.attention, layout, job)
-    if isinstance(block.mlp, Experts):
-        mlp = _experts_bytes(block.mlp, layout, job)
-    else:
-        mlp = _feed_forward_bytes(block.mlp, layout.tokens(job), layout.model, job)
-    around = _around_bytes(block, layout, job)
-    whole = attention + mlp + around
-    output = layout.tokens(job) * block.hidden * job.precision.activation_bytes / layout.spread
-    kept = {Recompute.NONE: whole.kept, Recompute.SELECTIVE: whole.selective, Recompute.FULL: output}
-    return PieceBytes(kept, max(attention.working, mlp.working) + around.working, output)
-
-
-def _head_bytes(layout: JobLayout, job: Job) -> PieceBytes:
-    """Return the bytes of the last norm, the output layer and the cross entropy.
-
-    It keeps the norm's input and output, and the softmax in fp32 (and its logits, if they are another tensor).
-    """
-    logits = layout.tokens(job) * (job.model.vocabulary / layout.model)
-    kept = 2 * layout.activation_bytes(job) / layout.spread + logits * 4
-    size = job.precision.activation_bytes
-    return PieceBytes(dict.fromkeys(Recompute, kept), working=logits * (8 + size), output=logits * size)
-
-
-def _attention_bytes(attention: Attention, layout: JobLayout, job: Job) -> _Part:
-    """Return the bytes of projections and core: inputs and result of the core, and its scores if they reach memory."""
-    tokens, tensor, size = layout.tokens(job), layout.model, job.precision.activation_bytes
-    queries, key_values = attention.input_widths(tensor)
-    values = attention.heads * attention.value_width / tensor
-    low_rank = sum(linear.outputs for linear in attention.linears[:-1] if linear.split is Split.WHOLE)
-    kept = tokens * size * (queries + key_values + values + 2 * low_rank)
-    if job.software.flash_attention:
-        kept += tokens * attention.heads / tensor * 4
-        return _Part(kept, kept)
-    scores = tokens * job.sequence * attention.heads / tensor
-    kept_scores = scores * (2 * size + (DROPOUT_MASK_BYTES if job.model.dropout else -size))
-    return _Part(kept + kept_scores, kept, working=2 * scores * size)
-
-
-def _feed_forward_bytes(layer: FeedForward, tokens: float, tensor: int, job: Job, count: float = 1.0) -> _Part:
-    """Return the bytes of ``count`` equal feed-forward layers: the inputs of the activation, and its result."""
-    size, width = job.precision.activation_bytes, tokens * layer.width / tensor
-    kept = (2 if layer.gated else 1) * width * size
-    whole = kept + width * job.precision.input_bytes
-    selective = kept if job.software.flash_attention else whole
-    return _Part(whole * count, selective * count, working=kept * count)
-
-
-def _experts_bytes(experts: Experts, layout: JobLayout, job: Job) -> _Part:
-    """Return the bytes of routing, experts and shared experts.
-
-    Routing keeps the rows as the experts get them, the results before they are weighted, and the router's scores.
-    """
-    hidden, size = experts.expert.hidden, job.precision.activation_bytes
-    rows, local = layout.expert_rows(experts, job)
-    moved = rows * hidden * size
-    scores = layout.tokens(job) * experts.count * 4
-    kept = moved + layout.tokens(job) * experts.top_k * hidden * size + 2 * scores
-    part = _Part(kept, kept, working=moved) + _feed_forward_bytes(experts.expert, rows / local, 1, job, local)
-    if experts.shared:
-        part += _feed_forward_bytes(experts.shared, layout.tokens(job), layout.model, job)
-    return part
-
-
-def _around_bytes(block: Block, layout: JobLayout, job: Job) -> _Part:
-    """Return the bytes of two norms and two residual sums: their inputs, outputs and masks of dropout."""
-    precision, software = job.precision, job.software
-    whole = layout.tokens(job) * block.hidden * precision.activation_bytes
-    norm_outputs = layout.tokens(job) * block.hidden * precision.input_bytes
-    norm_outputs /= layout.spread if software.regathers else 1
-    masks = layout.tokens(job) * block.hidden * DROPOUT_MASK_BYTES / layout.spread if job.model.dropout else 0.0
-    kept = 2 * (whole / layout.spread) + 2 * masks
-    selective = kept + (0.0 if software.flash_attention else 2 * norm_outputs)
-    return _Part(kept + 2 * norm_outputs, selective, working=whole)

@@ -10,7 +10,7 @@ from math import inf
 
 from ds_topo.plan.job import Job, JobLayout, Recompute
 from ds_topo.plan.model import Block, End, Model, Piece
-from ds_topo.plan.work import PassCost, Work, pass_cost, piece_work
+from ds_topo.plan.work import PassCost, pass_cost, piece_work
 
 
 @dataclass(frozen=True)
@@ -136,32 +136,20 @@ class StageParameters:
 
 
 @dataclass(frozen=True)
-class PieceBytes:
-    """The bytes of a piece of the model on one rank, for one micro-batch; ``memory`` computes them.
+class PieceCost:
+    """The cost of a piece of the model on one rank for one micro-batch.
 
     Args:
+        again: seconds of what backward computes again, by kind of recomputation.
         kept: bytes that are kept from forward to backward, by kind of recomputation.
         working: bytes of gradients and copies that are alive at once inside backward, beside the kept ones.
-        output: bytes of the result, which the next piece (or stage) receives.
     """
 
-    kept: Mapping[Recompute, float]
-    working: float
-    output: float
-
-
-@dataclass(frozen=True)
-class PieceCost:
-    """The work of a piece of the model on one rank, and the cost of its passes.
-
-    ``again`` are the seconds of what backward computes again, by kind of recomputation.
-    """
-
-    piece: Piece
-    work: Work
     forward: PassCost
     backward: PassCost
     again: Mapping[Recompute, float]
+    kept: Mapping[Recompute, float]
+    working: float
 
 
 class Sum:
@@ -186,8 +174,6 @@ class Costs:
         """Seconds of the messages of pieces in forward and backward, by piece and by the spans of their axes."""
         self.states: dict[tuple[int, ...], float] = {}
         """Bytes of the states of the fullest rank, by the numbers of a layout that decide them."""
-        self.bytes: dict[int, PieceBytes] = {}
-        """Bytes of pieces, by the identity of their cost."""
         self._pieces: dict[tuple[int, ...], PieceCost] = {}
         self._kinds: dict[tuple[int, int], list[Stage]] = {}
         self._parameters: dict[tuple[int, ...], StageParameters] = {}
@@ -212,13 +198,14 @@ class Costs:
 
     def pieces(self, kind: Stage, layout: JobLayout) -> list[tuple[int, PieceCost, Recompute]]:
         """Return how many of which pieces a stage has, and what of each is recomputed."""
-        pieces = [(count, self._piece(block, layout), layout.recompute) for count, block in kind.runs]
+        pieces = [(count, self.piece(block, layout), layout.recompute) for count, block in kind.runs]
         for end, is_there in ((End.EMBEDDING, kind.has_embedding), (End.HEAD, kind.has_head)):
             if is_there:
-                pieces.append((1, self._piece(end, layout), Recompute.NONE))
+                pieces.append((1, self.piece(end, layout), Recompute.NONE))
         return pieces
 
-    def _piece(self, piece: Piece, layout: JobLayout) -> PieceCost:
+    def piece(self, piece: Piece, layout: JobLayout) -> PieceCost:
+        """Return the cost of a block, or of an end of the model."""
         has_experts = isinstance(piece, Block) and piece.expert_parameters
         sharers = layout.expert_parallel if has_experts else 1
         key = (id(piece), layout.micro_batch, layout.model, layout.seq, layout.spread, sharers)
@@ -227,7 +214,9 @@ class Costs:
             passes = (work.forward, work.backward, work.again)
             forward, backward, again = (pass_cost(one, self.job.cluster.accelerator) for one in passes)
             seconds = {Recompute.NONE: 0.0, Recompute.SELECTIVE: again.seconds, Recompute.FULL: forward.seconds}
-            self._pieces[key] = PieceCost(piece, work, forward, backward, seconds)
+            inputs = layout.activation_bytes(self.job) / layout.spread
+            kept = {Recompute.NONE: work.kept, Recompute.SELECTIVE: work.selective, Recompute.FULL: inputs}
+            self._pieces[key] = PieceCost(forward, backward, seconds, kept, work.working)
         return self._pieces[key]
 
     def all_parameters(self, layout: JobLayout) -> list[StageParameters]:

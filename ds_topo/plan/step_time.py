@@ -9,17 +9,17 @@ share that host's adapters. In an all_to_all every rank sends ``1 / n`` of its t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, gcd, log2
 from typing import TypeAlias
 
-from ds_topo.plan.hardware import Cluster
+from ds_topo.plan.hardware import START_SECONDS, Cluster
 from ds_topo.plan.job import ADAM_MOMENTS_BYTES, JobLayout, Recompute, Software
 from ds_topo.plan.stages import Costs, PieceCost, Stage, Sum
-from ds_topo.plan.work import Cover, Pass, PassCost, Transfer
+from ds_topo.plan.work import Cover, PassCost, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
 from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
@@ -78,8 +78,8 @@ def layout_spans(costs: Costs, layout: JobLayout) -> dict[str, Span]:
         factors[EXPERT], factors[EXPERT_DATA] = split_factors(factors[GRADIENTS], layout.expert_parallel)
     spans = {group: span_of(each, world, slots) for group, each in factors.items()}
     if costs.job.model.tied and layout.pipe > 1:
-        [(stages, stride)] = factors[PIPE]
-        spans[ENDS] = ends_span(stages, stride, world, slots)
+        ends = span_of(factors[PIPE], world, slots, of_ends=True)
+        spans[ENDS] = replace(ends, ring_edges=ends.forward_edges)
     return spans
 
 
@@ -109,30 +109,19 @@ def split_factors(factors: Factors, inner: int) -> tuple[Factors, Factors]:
     return tuple(reversed(near)), tuple(reversed(far))
 
 
-@lru_cache(maxsize=4096)
-def ends_span(stages: int, stride: int, world: int, slots: int) -> Span:
-    """Return the span of the pairs of a first and a last stage, which share a tied embedding.
-
-    >>> ends_span(stages=4, stride=2, world=8, slots=4).ring_edges
-    2
-    """
-    reach = (stages - 1) * stride
-    edges = max(
-        sum(rank // stride % stages == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
-        for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
-    )
-    return Span(2, 2 if edges else 1, edges, edges, edges)
-
-
 @lru_cache(maxsize=65536)
-def span_of(factors: Factors, world: int, slots: int) -> Span:
+def span_of(factors: Factors, world: int, slots: int, *, of_ends: bool = False) -> Span:
     """Return the span of the groups ``{base + sum of digit x stride}`` if every host has ``slots`` consecutive ranks.
+
+    With ``of_ends``, groups are the first and the last rank of each of these.
 
     >>> span_of(((2, 1),), world=8, slots=4).hosts, span_of(((2, 4),), world=8, slots=4)
     (1, Span(size=2, hosts=2, ring_edges=4, remote_pairs=4, forward_edges=4))
     """
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     offsets = sorted(offsets_of(factors))
+    if of_ends:
+        offsets = [offsets[0], offsets[-1]]
     hosts = -(-world // slots)
     sampled = {0, min(1, hosts - 1), hosts // 2, hosts - 1} if hosts > SAMPLED_HOSTS else set(range(hosts))
     if world % slots == 0 and all(slots % end == 0 or end % slots == 0 for end in ends):
@@ -144,7 +133,7 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
 
 def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots: int) -> Span:
     most_hosts = ring_edges = remote_pairs = forward_edges = 0
-    ranks = _ranks_on(host, world, slots)
+    ranks = range(host * slots, min((host + 1) * slots, world))
     bases = {rank - sum(rank // stride % size * stride for size, stride in factors) for rank in ranks}
     for base in bases:
         hosts = [(base + offset) // slots for offset in offsets]
@@ -155,10 +144,6 @@ def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots:
         remote_pairs += sum(is_here) * (len(hosts) - sum(is_here))
         most_hosts = max(most_hosts, len(set(hosts)))
     return Span(len(offsets), most_hosts, ring_edges, remote_pairs, forward_edges)
-
-
-def _ranks_on(host: int, world: int, slots: int) -> range:
-    return range(host * slots, min((host + 1) * slots, world))
 
 
 def ring_passes(operation: str) -> int:
@@ -202,7 +187,7 @@ def latency_seconds(operation: str, span: Span, cluster: Cluster) -> float:
         hops = (2 * min(inside, span.size // span.hosts - 1), 2 * ceil(log2(max(1, across))) if across else 0)
     else:
         hops = (inside, across)
-    return cluster.start_seconds + hops[0] * cluster.inside.latency + hops[1] * cluster.across.latency
+    return START_SECONDS + hops[0] * cluster.inside.latency + hops[1] * cluster.across.latency
 
 
 def bytes_leaving(operation: str, size: float, span: Span) -> float:
@@ -210,16 +195,6 @@ def bytes_leaving(operation: str, size: float, span: Span) -> float:
     if operation == "all_to_all":
         return size / span.size * span.remote_pairs
     return ring_passes(operation) * size * (span.size - 1) / span.size * span.ring_edges
-
-
-def send_seconds(size: float, span: Span, cluster: Cluster) -> float:
-    """Return the seconds for every rank to send ``size`` bytes to the next along an axis."""
-    if span.size == 1 or not size:
-        return 0.0
-    if span.hosts == 1:
-        return size / cluster.inside.bandwidth + cluster.inside.latency + cluster.start_seconds
-    edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
-    return size * edges / cluster.across.bandwidth + cluster.across.latency + cluster.start_seconds
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------
@@ -365,15 +340,14 @@ def _messages(costs: Costs, cost: PieceCost, spans: Spans) -> list[dict[str, flo
     """Return the seconds of a piece's messages in forward and in backward that nothing covers, by axis."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
     if key not in costs.messages:
-        passes = (cost.work.forward, cost.forward), (cost.work.backward, cost.backward)
-        costs.messages[key] = [_bare_seconds(costs, work, one, spans) for work, one in passes]
+        costs.messages[key] = [_bare_seconds(costs, one, spans) for one in (cost.forward, cost.backward)]
     return costs.messages[key]
 
 
-def _bare_seconds(costs: Costs, work: Pass, cost: PassCost, spans: Spans) -> dict[str, float]:
+def _bare_seconds(costs: Costs, cost: PassCost, spans: Spans) -> dict[str, float]:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
     covered: dict[tuple[Cover, str], float] = defaultdict(float)
-    for transfer in work.transfers:
+    for transfer in cost.transfers:
         one = collective_seconds(transfer.operation, transfer.size, spans[transfer.axis], costs.job.cluster)
         each = one * transfer.count
         seconds[transfer.axis] += each * transfer.bare
@@ -405,9 +379,11 @@ def _send_seconds(costs: Costs, layout: JobLayout, spans: Spans) -> float:
         return 0.0
     cluster, size = costs.job.cluster, layout.activation_bytes(costs.job)
     span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
-    within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
+    within = size / layout.model / cluster.inside.bandwidth + cluster.inside.latency
+    edges = max(span.forward_edges, cluster.slots)  # a rank cannot use the adapters of others
+    across = size / layout.model * edges / cluster.across.bandwidth + cluster.across.latency
     leaving = (span.hosts - ends) / (layout.pipe - ends) if span.hosts > 1 else 0.0
-    sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
+    sent = START_SECONDS + within + leaving * (across - within)
     if layout.sequence_parallel:
         return sent
     gathers = 1.5 if costs.job.software.eager else 1.0
@@ -470,36 +446,30 @@ def _replica_collectives(costs: Costs, layout: JobLayout, spans: Spans, kind: St
     return reduce, gather, of_copies
 
 
-def gradient_messages(costs: Costs, layout: JobLayout, kind: Stage) -> list[Transfer]:
-    """Return a step's reductions of gradients and gatherings of parameters.
+def gradient_messages(costs: Costs, layout: JobLayout, kind: Stage) -> Iterator[Transfer]:
+    """Yield the messages of one reduction of a stage's gradients, and of one gathering of its parameters.
 
-    ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
-    tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone. With an axis
-    ``shard``, partitions are reduced and gathered along it, and once per step summed over their copies.
+    The gradient of a tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone.
+    With an axis ``shard``, partitions are reduced and gathered along it, and once per step summed over their copies.
     """
     job, parameters = costs.job, costs.parameters(kind, layout)
     owners = layout.zero in job.software.sends_to_owners
     operation = "all_reduce" if layout.zero == 0 else TO_OWNERS if owners else "reduce_scatter"
-    micro_batches = layout.micro_batches(job.batch)
-    reductions = float(micro_batches if layout.zero >= 2 else 1)
-    messages = []
     for count, group in ((parameters.dense, GRADIENTS), (parameters.experts, EXPERT_DATA)):
         if not count:
             continue
         is_end = kind.has_embedding or kind.has_head
         tied = tied_bytes(costs, layout) if owners and is_end and group == GRADIENTS else 0.0
         if tied:
-            messages.append(Transfer(group, "all_reduce", tied, reductions))
+            yield Transfer(group, "all_reduce", tied)
         size = count * job.software.reduced_bytes(job.precision) - tied
         if layout.zero and group == GRADIENTS and SHARD in layout.topology.axes:
             group = SHARD
-            messages.append(Transfer(COPIES, "all_reduce", size / layout.partitions))
-        messages.append(Transfer(group, operation, size, reductions))
+            yield Transfer(COPIES, "all_reduce", size / layout.partitions)
+        yield Transfer(group, operation, size)
         if layout.zero:
-            gathers = 2 * micro_batches if layout.zero == 3 else 1
             gather = FROM_OWNERS if owners else "all_gather"
-            messages.append(Transfer(group, gather, float(count * job.precision.activation_bytes), gathers))
-    return messages
+            yield Transfer(group, gather, float(count * job.precision.activation_bytes))
 
 
 def tied_bytes(costs: Costs, layout: JobLayout) -> float:

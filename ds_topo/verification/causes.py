@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from typing import NamedTuple, TypeVar
@@ -43,13 +43,13 @@ class Cause(NamedTuple):
 
 
 def explain(
-    kind: str, name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Mapping[str, Collection[str]]
+    kind: str, name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Collection[str]
 ) -> list[Cause]:
-    """Return likely causes of a difference on a rank, the likeliest first; ``wrong`` has all names that differ."""
-    if kind in ("gradient", "reduced gradient"):
-        of_kind = _of_gradient if kind == "gradient" else _of_reduced
-        return list(of_kind(name, rank, found, reference, wrong[kind]))
-    finders = {"output": _of_output, "loss": _of_loss, "norm": _of_norm, "skipped step": _of_skipped}
+    """Return likely causes of a difference on a rank, the likeliest first; ``wrong`` has all names of its kind."""
+    finders: dict[str, Callable[..., Iterator[Cause]]] = {
+        **{"output": _of_output, "loss": _of_loss, "norm": _of_norm, "skipped step": _of_skipped},
+        **{"gradient": partial(_of_gradient, wrong), "reduced gradient": partial(_of_reduced, wrong)},
+    }
     return list(finders.get(kind, partial(_of_update, kind))(name, rank, found, reference))
 
 
@@ -125,7 +125,7 @@ def losses_over_seq(rank: int, found: RecordedStep) -> list[float] | None:
 
 
 def _of_gradient(
-    name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Collection[str]
+    wrong: Collection[str], name: str, rank: int, found: RecordedStep, reference: RecordedStep
 ) -> Iterator[Cause]:
     share, part = found.run.share_of[rank], found.ranks[rank]["before"][name]
     groups = [group for group in found.peers(name) if found.run.share_of[group[0]] == share]
@@ -149,7 +149,7 @@ def _of_gradient(
 
 
 def _of_reduced(
-    name: str, rank: int, found: RecordedStep, reference: RecordedStep, wrong: Collection[str]
+    wrong: Collection[str], name: str, rank: int, found: RecordedStep, reference: RecordedStep
 ) -> Iterator[Cause]:
     run, part = found.run, found.ranks[rank]["after"][name]
     own = flat(part) / found.clipping(rank, reference)[0]
@@ -179,9 +179,10 @@ def _of_reduced(
             "no combination of the ranks' gradients gives it: a micro-batch was not accumulated on a rank, or a "
             "gradient changed after it was accumulated"
         )
-    clip, size = found.ranks[rank]["clip"], _size_of_reduced(found, reference)
-    if 0 < clip < size / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
-        yield Cause(f"clipping: the optimizer gets {size / clip:.3g} times the norm that gradient_clipping allows")
+    clip, wholes = found.ranks[rank]["clip"], whole_tensors(record["after"] for record in found.ranks)
+    norm = math.sqrt(sum(square(wholes[other]) for other in reference.sums if other in wholes))
+    if 0 < clip < norm / (1 + _CLOSE) and found.ranks[rank]["clipped"] is not None:
+        yield Cause(f"clipping: the optimizer gets {norm / clip:.3g} times the norm that gradient_clipping allows")
     yield Cause(f"the reduction: all gradients before it are right{_in_words(own, expected, found)}")
 
 
@@ -199,12 +200,6 @@ def _of_losses_over_seq(rank: int, factor: float | None, found: RecordedStep, re
         "the gradients: each rank must return its part of the loss, or the gradients must be averaged and not summed",
         SEQ,
     )
-
-
-def _size_of_reduced(found: RecordedStep, reference: RecordedStep) -> float:
-    """Return the norm of all gradients that the optimizers get: each element once."""
-    wholes = whole_tensors(record["after"] for record in found.ranks)
-    return math.sqrt(sum(square(wholes[name]) for name in reference.sums if name in wholes))
 
 
 def _is_split(found: RecordedStep, name: str) -> bool:

@@ -29,7 +29,6 @@ from ds_topo.verification.recorder import (
     RecordedStep,
     Run,
     at,
-    box_of,
     distance,
     error_of,
     flat,
@@ -290,16 +289,15 @@ def change_errors(
     change = whole.double() - start.double()
     if uncertain is not None:
         change[uncertain] = 0.0
-        parts = {rank: _with(part, start, uncertain) for rank, part in parts.items()}
     bit = torch.finfo(whole.dtype).eps / _LEAST[str(whole.dtype).removeprefix("torch.")]
     least = bit * float(start.double().square().mean().sqrt())
-    return {rank: error_of(flat(part) - at(part, start), part, change, least) for rank, part in parts.items()}
-
-
-def _with(part: Part, whole: torch.Tensor, where: torch.Tensor) -> Part:
-    """Return a part with the values of a whole tensor where a whole mask is true."""
-    boxes = [(at_, torch.where(box_of(where, at_, own), box_of(whole, at_, own).to(own), own)) for at_, own in part[1]]
-    return part[0], boxes
+    errors = {}
+    for rank, part in parts.items():
+        own = flat(part) - at(part, start)
+        if uncertain is not None:
+            own[at(part, uncertain) > 0] = 0.0
+        errors[rank] = error_of(own, part, change, least)
+    return errors
 
 
 def uncertain_updates(found: RecordedStep, reference: RecordedStep, allowed: Allowed) -> dict[str, torch.Tensor]:
@@ -465,10 +463,7 @@ class Allowed:
     def __init__(self, rows: Iterable[ComparedTensor], dtype: str, of_norm: float = 0.0) -> None:
         self.of_norm, self.growth = of_norm, 1.0
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
-        measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
-        # that of gradients alone: reductions of the reference prove nothing
-        reduced = {(REDUCED, name): error for (kind, name), error in measured.items() if kind == GRADIENT}
-        self.measured = {key: error for key, error in measured.items() if key[0] != REDUCED} | reduced
+        self.measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
         kinds = defaultdict(list)
         for (kind, _), error in self.measured.items():
             kinds[kind].append(error)
@@ -477,8 +472,9 @@ class Allowed:
     def __call__(self, row: ComparedTensor) -> float:
         if row.kind == SKIPPED:
             return EXACT
-        measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0)) * self.growth
-        is_update = row.kind not in (OUTPUT, LOSS, GRADIENT, REDUCED, NORM)
+        kind = GRADIENT if row.kind == REDUCED else row.kind  # reductions of the reference prove nothing
+        measured = max(self.measured.get((kind, row.name), 0.0), self.medians.get(kind, 0.0)) * self.growth
+        is_update = kind not in (OUTPUT, LOSS, GRADIENT, NORM)
         of_norm = _TIMES_ROUNDING * self.of_norm if is_update or row.kind == NORM else 0.0
         return max(self.least, (_OF_UPDATES if is_update else _TIMES_ROUNDING) * measured, of_norm)
 
@@ -573,9 +569,7 @@ def _explained(findings: Sequence[Deviation], mine: RecordedStep, theirs: Record
     first = findings[0]
     if first.causes:
         return first
-    wrong: dict[str, set[str]] = defaultdict(set)
-    for one in findings:
-        wrong[one.kind].add(one.name)
+    wrong = {one.name for one in findings if one.kind == first.kind}
     causes = explain(first.kind, first.name, first.ranks[0], mine, theirs, wrong)
     axis = first.axis or next((cause.axis for cause in causes if cause.axis), None)
     return replace(first, axis=axis, causes=tuple(cause.text for cause in causes))

@@ -42,6 +42,7 @@ from ds_topo.checkpoint.table import Slice
 from ds_topo.engine.grid import building_engines, when_built
 from ds_topo.engine.replica_comparison import digest, replicated
 from ds_topo.engine.samples import digest as digest_of
+from ds_topo.engine.samples import tensors_of
 from ds_topo.errors import warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, SEQ
@@ -307,7 +308,7 @@ class Recorder:
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
-        own = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        own = gradient.detach().to_dense()
         if not own.numel():
             return
         if name in self._before:
@@ -319,9 +320,8 @@ class Recorder:
         """Record the gradients that the optimizer gets. ZeRO 3 steps several times."""
         for one in self._named:
             if one.held.group is not None and one.held.numel and one.held.master.grad is not None:
-                gradient = one.held.master.grad
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._record["after"][one.names[0]] = _plain(one.part_of(dense, one.held), _copied)
+                part = one.part_of(one.held.master.grad.to_dense(), one.held)
+                self._record["after"][one.names[0]] = _plain(part, _copied)
 
     def _end_step(self, engine: DeepSpeedEngine) -> None:
         scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
@@ -430,15 +430,8 @@ def _size_of_gradients(model: nn.Module) -> float:
 
 def digest_of_samples(samples: Any) -> int:
     """Return a digest of the arguments of a forward pass; 0 if each of their tensors has one value only."""
-
-    def varies(value: Any) -> bool:
-        if isinstance(value, Mapping):
-            return any(map(varies, value.values()))
-        if isinstance(value, (tuple, list)):
-            return any(map(varies, value))
-        return torch.is_tensor(value) and value.numel() > 0 and bool((value != value.reshape(-1)[0]).any())
-
-    return digest_of(samples) if varies(samples) else 0
+    varies = (tensor.numel() > 0 and (tensor != tensor.reshape(-1)[0]).any() for tensor in tensors_of(samples))
+    return digest_of(samples) if any(varies) else 0
 
 
 def _unused_copies(engine: DeepSpeedEngine) -> set[int]:

@@ -22,7 +22,7 @@ from ds_topo.plan.job import (
     Recompute,
     layout_problem,
 )
-from ds_topo.plan.memory import block_bytes, chunks_in_flight, memory_use, piece_bytes, state_bytes
+from ds_topo.plan.memory import chunks_in_flight, memory_use, state_bytes
 from ds_topo.plan.model import Block
 from ds_topo.plan.stages import Costs, StageParameters
 from ds_topo.topology.process_topology import ProcessTopology
@@ -106,7 +106,8 @@ def test_kept_activations_match_korthikanti_et_al(
     unit, scores = sequence * micro_batch * hidden, 5 * count * sequence / hidden
     for spread in (False, True):
         layout = JobLayout(ProcessTopology.from_spec(f"model={tensor}"), micro_batch, sequence_parallel=spread)
-        kept = block_bytes(block, layout, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
+        software = MEGATRON_2022 if spread else MEGATRON_2021
+        kept = Costs(replace(made, software=software)).piece(block, layout).kept
         whole = 34 / tensor if spread else 10 + 24 / tensor  # times s b h
         assert kept[Recompute.NONE] == pytest.approx(unit * (whole + scores / tensor))
         assert kept[Recompute.FULL] == pytest.approx(2 * unit / (tensor if spread else 1))
@@ -148,6 +149,6 @@ def test_each_further_expert_of_a_token_keeps_its_row_its_result_and_its_activat
     for top_k in (1, 2):
         made = job(experts=4, top_k=top_k, gated=True, software=MEGATRON)
         [block, *_] = made.model.blocks
-        kept.append(piece_bytes(block, layout, made).kept[Recompute.NONE])
+        kept.append(Costs(made).piece(block, layout).kept[Recompute.NONE])
     tokens, hidden, width, size = 2 * 256, 512, 4 * 512, 2
     assert kept[1] - kept[0] == tokens * size * (2 * hidden + 3 * width)
