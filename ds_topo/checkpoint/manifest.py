@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, NamedTuple
@@ -481,17 +481,12 @@ def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
 
 
 def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: bool = True) -> str:
-    """Return the reason why a job of layout ``now`` cannot read the files of layout ``saved``; empty if it can.
+    """Return why a job of layout ``now`` cannot read the files of layout ``saved``; empty if it can.
 
     >>> layouts = [SavedLayout(spec, 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32") for spec in
     ...            ("pipe=2,data=2", "data=2,pipe=2")]
     >>> why_unreachable(*layouts)
     ''
-
-    Args:
-        saved: the checkpoint's layout.
-        now: the job's layout.
-        optimizer_states: whether the optimizer's states are to be loaded, too.
     """
     for axis in (PIPE, MODEL):
         before, after = saved.degree(axis), now.degree(axis)
@@ -540,16 +535,6 @@ def _difference_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_state
     return ""
 
 
-def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:
-    """Return for every rank its model rank, the part of its experts and, if files belong to a replica, its replica."""
-    return frozenset(
-        (experts.size, place.model_rank, part, (place.replica, copy) if whole_places else ())
-        for experts in layout.experts
-        for part, places in expert_places(layout, experts)
-        for copy, place in enumerate(places)
-    )
-
-
 class SavedPlace(NamedTuple):
     """A rank as DeepSpeed's file names identify it."""
 
@@ -557,17 +542,26 @@ class SavedPlace(NamedTuple):
     replica: int
 
 
-def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[int, tuple[SavedPlace, ...]]]:
-    """Yield every part of the experts of one expert parallel size, with the ranks that hold it.
+def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:
+    """Return for every rank its model rank, the part of its experts and, if files belong to a replica, its replica.
 
-    The ranks are those of one expert data parallel group, in its order. If the size does not divide the ranks that can
-    share experts, ExpertSizeError is raised.
+    If a size of expert groups does not divide the ranks that can share experts, ExpertSizeError is raised.
     """
-    topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
-    plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)
-    parts = {rank: part for ranks in plan.expert_tables() for part, rank in enumerate(ranks)}
-    for ranks in plan.expert_data_tables():
-        yield parts[ranks[0]], tuple(_place(topology, rank) for rank in ranks)
+    topology = _topology_of(layout)
+    found = set[tuple[object, ...]]()
+    for experts in layout.experts:
+        plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)
+        parts = {rank: part for ranks in plan.expert_tables() for part, rank in enumerate(ranks)}
+        for ranks in plan.expert_data_tables():
+            for copy, rank in enumerate(ranks):
+                place = _place(topology, rank)
+                found.add((experts.size, place.model_rank, parts[rank], (place.replica, copy) if whole_places else ()))
+    return frozenset(found)
+
+
+def _places(layout: SavedLayout) -> list[SavedPlace]:
+    topology = _topology_of(layout)
+    return [_place(topology, rank) for rank in range(topology.world_size())]
 
 
 def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
@@ -576,6 +570,5 @@ def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
     return SavedPlace(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
 
 
-def _places(layout: SavedLayout) -> list[SavedPlace]:
-    topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
-    return [_place(topology, rank) for rank in range(topology.world_size())]
+def _topology_of(layout: SavedLayout) -> ProcessTopology:
+    return ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
