@@ -77,12 +77,7 @@ class ReadRequest(NamedTuple):
 
 
 class Source(ABC):
-    """An open checkpoint, from which a :class:`Loader` reads.
-
-    Args:
-        model: the whole model.
-        where: the checkpoint, for messages.
-    """
+    """An open checkpoint of a whole model, from which a :class:`Loader` reads; ``where`` is its name in messages."""
 
     in_part = ", or load what both have (load_module_strict=False)"
     """The call that loads a checkpoint of which only a part fits, for messages."""
@@ -122,16 +117,7 @@ class Source(ABC):
 
     @abstractmethod
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-        """Check that a layout can be reached.
-
-        Args:
-            layout: the new layout.
-            structure: structure of the model there.
-            has_states: whether the optimizer's states are loaded, too.
-
-        Raises:
-            CheckpointLayoutError: the message says why not, and what to do.
-        """
+        """Raise CheckpointLayoutError unless a new layout can be reached, in which the model has a given structure."""
 
 
 def model_of_whole(
@@ -139,12 +125,9 @@ def model_of_whole(
     named: Iterable[Named],
     buffers: Mapping[str, NamedBuffer],
 ) -> WholeModel:
-    """Return the model of a checkpoint that has whole parameters by name, as far as this rank needs them.
+    """Return the model of a checkpoint of whole parameters by name, as far as this rank needs them.
 
-    Args:
-        shapes: the shape and the type of each tensor in the checkpoint.
-        named: this rank's parameters.
-        buffers: this rank's buffers.
+    ``shapes`` has the shape and the type of each tensor in the checkpoint.
     """
     parameters: dict[str, WholeParameter] = {}
     for one in named:
@@ -194,15 +177,7 @@ class MatchedParameter:
 
 
 class Loader:
-    """A copy from a checkpoint into an engine.
-
-    Args:
-        engine: the engine.
-        source: the open checkpoint.
-        named: the engine's parameters, by their names in the checkpoint.
-        buffers: its buffers.
-        has_states: copy the optimizer's states, too, and not weights alone.
-    """
+    """A copy from a checkpoint into an engine, whose parameters and buffers have their names in the checkpoint."""
 
     def __init__(
         self,
@@ -426,7 +401,7 @@ def load_into(
 ) -> tuple[Any, Loader]:
     """Open a checkpoint and compare it with the engines of all ranks; nothing is changed. Collective.
 
-    The loader that is returned copies.
+    The loader that is returned copies. Errors are the same on every rank.
 
     Args:
         engine: the engine.
@@ -435,11 +410,6 @@ def load_into(
         rename: from the engine's names to those of the checkpoint, if it is of another program.
         has_states: whether the optimizer's states are to be loaded, too.
         is_strict: refuse parameters and buffers that only one of them has; otherwise rank 0 warns.
-
-    Raises:
-        CheckpointLayoutError: the layout cannot be reached; the same on every rank, like the following ones.
-        CheckpointModelError: it is of another model.
-        CheckpointError: it cannot be opened.
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
     shares = facts.share_of_structure(engine)
@@ -496,7 +466,7 @@ def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
 
 
 def require_reachable(model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-    """Check, as :meth:`Source.require_reachable`, that a layout can be reached from that of a checkpoint's model."""
+    """Raise CheckpointLayoutError unless a layout can be reached from that of a checkpoint's model."""
     if problem := next(_problems(model, layout, structure, has_states), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be loaded into this layout: {problem}")
     require_splits(model, layout.degree(MODEL))

@@ -190,13 +190,9 @@ class DeepSpeedFiles(Source):
     def _of_slice(
         self, name: str, key: str, model_rank: int | None = None, wanted: Elements | None = None
     ) -> dict[int, list[Located]]:
-        """Return the parts of each saved slice, in the order of elements, each element once.
+        """Return the parts of each saved slice that have some of the wanted elements, or any, each element once.
 
-        Args:
-            name: the parameter, or buffer.
-            key: the key of the tensor.
-            model_rank: the only rank whose copy is wanted; by default the first one with each slice.
-            wanted: the elements that are wanted; None for all.
+        They are in the order of elements. By default they are of the first rank with each slice, or of ``model_rank``.
         """
         found_parts = self._parts(name, key, wanted if model_rank is None else None)
         found: dict[int, dict[int, Located]] = {}
@@ -222,15 +218,10 @@ class DeepSpeedFiles(Source):
     # -- values
 
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
-        """Return the elements ``start:stop`` of a slice of a parameter's weight or state, flat. Nothing else is read.
+        """Return the elements ``start:stop`` of one of ``slices`` slices of a parameter, flat. Nothing else is read.
 
-        Args:
-            name: the name of the parameter in the whole model.
-            key: :data:`WEIGHT`, :data:`MASTER` or the key of a state.
-            place: the number of the slice; of the part of the experts, if AutoEP stacks them.
-            slices: the number of slices, or parts, which may differ from the saved one.
-            start: the first element.
-            stop: the end of the elements, exclusive.
+        ``key`` is :data:`WEIGHT`, :data:`MASTER` or that of a state. Slices are parts of the experts if AutoEP stacks
+        them. Their number may differ from the saved one.
         """
         one = self.model.parameters[name]
         wanted = Elements(one.slice_of(place, slices), start, stop)
@@ -365,12 +356,8 @@ class DeepSpeedFiles(Source):
     def require_equal_copies(self, slices: int, *, has_states: bool) -> None:
         """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit.
 
-        Args:
-            slices: the new number of slices.
-            has_states: compare optimizer states, too.
-
         Raises:
-            CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices.
+            CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices as are new.
         """
         saved = self.model.slices
         if slices == saved:

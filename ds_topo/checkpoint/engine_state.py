@@ -385,10 +385,8 @@ class Named(NamedTuple):
 def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Named]:
     """Return all parameters of this rank, in the module's order.
 
-    Raises:
-        CheckpointLayoutError: it is unknown how slices form the whole.
-        CheckpointError: it is unknown where this kind of optimizer keeps its states.
-        ValueError: two of them get the same name.
+    If it is unknown how slices form the whole, or where the optimizer keeps its states, CheckpointError is raised; and
+    ValueError if two parameters get the same name.
     """
     if not isinstance(engine.mpu, MpuGrid) and int(engine.mp_world_size) > 1:
         raise CheckpointLayoutError(

@@ -188,15 +188,9 @@ def slices_of(layout: SavedLayout) -> int:
 
 
 def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
-    """Return the model of a checkpoint.
+    """Return the model of a checkpoint, or raise CheckpointLayoutError if its manifest does not say enough.
 
-    Args:
-        manifest: the checkpoint's manifest.
-        declared: splits of parameters for which the manifest has none, and the padded sizes of the new layout.
-
-    Raises:
-        CheckpointLayoutError: the manifest lacks information, experts are of an unknown kind, or slices of a
-            parameter differ in shape.
+    ``declared`` has splits of parameters for which the manifest has none, and the padded sizes of the new layout.
     """
     structure, layout, slices = manifest.structure, manifest.layout, slices_of(manifest.layout)
     heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}

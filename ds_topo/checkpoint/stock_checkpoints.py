@@ -214,14 +214,9 @@ def _groups_by_position(
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Return the names in each group of optimizers without ZeRO, by stage.
 
-    The files have positions only, so the groups are those of the job that loads. A stage has as many of its layers,
-    from the end of the stage before, as fill the groups in its files. A plain engine is like one layer.
-
-    Args:
-        path: the checkpoint's own folder.
-        saved: the optimizer's state of each stage.
-        shapes: the shapes of all parameters, on one slice.
-        structure: the structure of the job that loads.
+    The files have positions only, so the groups are those of the job that loads, as ``structure`` says. A stage has as
+    many of its layers, from the end of the stage before, as fill the groups in its files, ``saved``. A plain engine is
+    like one layer. ``shapes`` are those of one slice.
     """
     tied_first = sorted(shapes, key=lambda name: not (structure.layers and name.startswith("tied_modules.")))
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}

@@ -281,10 +281,7 @@ class Table(Saved):
     def described(self, path: str, names: Iterable[str], partition: tuple[int, int]) -> SavedTable:
         """Return what the manifest says of the table in the file ``path``.
 
-        Args:
-            path: the file.
-            names: the names of the model rank's parameters, of which one stands for all experts of a layer.
-            partition: at ZeRO 3, the number of the rank's partition of each parameter, and of all partitions.
+        Of ``names``, those of the model rank's parameters, one stands for all experts of a layer.
         """
         names_held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
         known = names_held.union(map(starred, names_held))
@@ -343,12 +340,9 @@ class Order:
     partitions: int = 1
 
     def parts(self, pieces: Sequence[Piece], numel: int, *, is_by_parameter: bool = False) -> Iterator[Part]:
-        """Yield the parts that a partition holds.
+        """Yield the parts that a partition of ``numel`` elements holds.
 
-        Args:
-            pieces: all pieces.
-            numel: the number of elements of a partition.
-            is_by_parameter: each parameter is cut into partitions, and not the vector: ZeRO 3.
+        With ``is_by_parameter``, ZeRO 3, each parameter is cut into partitions, and not the vector.
         """
         for number, begin in self.begins:
             size = pieces[number].slice.numel

@@ -367,16 +367,9 @@ def _warn_of_new_scheduler(engine: DeepSpeedEngine) -> None:
 
 
 class TorchFiles(Source):
-    """A checkpoint of torch in a folder, whose parameters are whole.
+    """A checkpoint of torch in a folder, whose parameters are whole; arguments and errors are those of ``load_torch``.
 
-    Args:
-        folder: the folder.
-        named: this rank's parameters, by their names in the checkpoint.
-        buffers: its buffers.
-        inner: its optimizer, whose initial states are created; None to read weights alone.
-        model: as of :func:`load_torch`, like all following arguments and errors.
-        optimizer: see there.
-        trusted: see there.
+    The initial states of ``inner``, this rank's optimizer, are created; it is None to read weights alone.
     """
 
     in_part = ""
