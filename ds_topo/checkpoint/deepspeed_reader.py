@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
@@ -22,7 +22,6 @@ from typing_extensions import override
 from ds_topo.checkpoint.by_name import ReadRequest, Source, require_reachable
 from ds_topo.checkpoint.folder import text_of
 from ds_topo.checkpoint.manifest import (
-    BF16_OPTIMIZER,
     FLAT_OPTIMIZER,
     SavedLayout,
     SavedOptions,
@@ -95,8 +94,16 @@ def batch_size_of_files(states: Mapping[str, Any], layout: SavedLayout) -> int |
     return micro * passes * shares if isinstance(micro, int) and isinstance(passes, int) else None
 
 
-def names_of_vectors(partitions: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the names in each vector of ``BF16_Optimizer``; each of its partitions lists the names of its own part."""
+def names_of_vectors(
+    layout: SavedLayout, model_rank: int, states: Mapping[str, Any], partition: Callable[[SavedPlace], Any]
+) -> Sequence[Iterable[str]]:
+    """Return the names in each vector of an optimizer with partitions, from a model rank's file of weights.
+
+    Without ZeRO that of ``BF16_Optimizer`` has none, but each ``partition`` lists the names of its own part.
+    """
+    if states["param_shapes"] is not None:
+        return list(states["param_shapes"])
+    partitions = [partition(SavedPlace(model_rank, replica)) for replica in range(layout.partitions)]
     of_vectors = zip(*(one["param_slice_mappings"] for one in partitions), strict=True)
     return [list(dict.fromkeys(chain.from_iterable(mappings))) for mappings in of_vectors]
 
@@ -555,10 +562,7 @@ def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, P
             found += [names] if layout.optimizer == FLAT_OPTIMIZER else [[name] for name in names]
         return [order(names, {}, 0, 1) for names in found]
     saved = source.partition(place)
-    vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
-    if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
-        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.partitions)]
-        vectors = names_of_vectors(source.partition(one) for one in places)
+    vectors = names_of_vectors(layout, place.model_rank, states, source.partition)
     paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
     result = []
     for vector, own in zip(vectors, paddings, strict=True):
