@@ -424,27 +424,19 @@ class DeepSpeedFiles(Source):
         return self._buffers[place, slices]
 
     def _cut_buffers(self, place: int, slices: int) -> Iterator[tuple[str, torch.Tensor]]:
-        is_same = slices == self.model.slices
         self._parts("", BUFFER)  # reads the tables
         for name in [name for name, key in self._rows if key == BUFFER]:
-            parts = self._of_slice(name, BUFFER)
-            located = next(iter(parts.values()))[0]
-            saved = located.piece.slice
-            if saved.dim is None and is_same:
-                of_rank = self._of_slice(name, BUFFER, located.model_rank // slices * slices + place)
-                own, *_ = next(iter(of_rank.values()), [located])
-                yield name, self._flat(own, BUFFER).view(saved.shape)
-                continue
-            split = self.model.structure.splits.get(name)
-            whole = saved.whole_shape
-            wanted = Slice(whole)
-            if split is not None and split.dim < len(whole):
-                if whole[split.dim] % (slices * split.stride):
-                    yield name, torch.empty((0,))
-                    continue
-                shape = [size // slices if dim == split.dim else size for dim, size in enumerate(whole)]
+            first = next(iter(self._of_slice(name, BUFFER).values()))[0]
+            saved, split = first.piece.slice, self.model.structure.splits.get(name)
+            wanted, found = Slice(saved.whole_shape), None
+            if saved.dim is None and slices == self.model.slices:  # each slice has its own
+                own_rank = first.model_rank // slices * slices + place
+                found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel), own_rank)
+            elif split is not None and split.dim < len(wanted.shape):
+                shape = [size // slices if dim == split.dim else size for dim, size in enumerate(wanted.shape)]
                 wanted = Slice.of(shape, split, place, slices)
-            found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel))
+            if found is None:
+                found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel))
             assert found is not None
             yield name, found.view(wanted.shape)
 
