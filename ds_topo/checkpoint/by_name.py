@@ -195,15 +195,11 @@ class Loader:
         self._rows: list[MatchedParameter] = []
 
     def compare(self) -> tuple[list[str], dict[str, str]]:
-        """Compare this rank's parameters, buffers and states with the checkpoint.
+        """Compare this rank's parameters, buffers and states with the checkpoint; raise if they cannot be loaded.
 
         Returns:
             The names of the model that this rank reports (slices and replicas share this work); and what strict loading
             refuses, by name: parameters and buffers that the checkpoint does not have, or that it has no states for.
-
-        Raises:
-            CheckpointModelError: something differs that cannot be loaded.
-            CheckpointLayoutError: this engine cannot hold the checkpoint's states.
         """
         names: list[str] = []
         added: dict[str, str] = {}

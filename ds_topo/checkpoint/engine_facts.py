@@ -235,11 +235,7 @@ def saved_buffers(module: nn.Module, *, of_experts: bool = False) -> dict[str, t
 def splits_of(
     engine: DeepSpeedEngine, of_experts: Mapping[str, Any]
 ) -> tuple[dict[str, manifests.SavedSplit], list[str], dict[str, str]]:
-    """Return how slices split the parameters and buffers of this rank; ``of_experts`` is from :func:`experts_of`.
-
-    Further results are the parameters that are slices and do not say along which dimension, and the first names of
-    parameters that have several.
-    """
+    """Return how slices split this rank's parameters and buffers, which slices are undeclared, and all aliases."""
     first_names: dict[int, str] = {}
     splits, undeclared, aliases = {}, [], {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):

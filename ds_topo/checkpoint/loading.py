@@ -327,7 +327,7 @@ class _Choice:
         Collective over all ranks.
         """
         for attempt in count(1):
-            tag, reason = meeting.decided(f"choice {attempt}", self.next)
+            tag, reason = meeting.decide(f"choice {attempt}", None, lambda _: self.next(), posting=())
             if not tag:
                 break
             share = self.check(self._root / tag, reason)

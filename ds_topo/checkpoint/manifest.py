@@ -383,9 +383,7 @@ def to_text(manifest: Manifest) -> str:
 def from_text(text: str, where: str) -> Manifest:
     """Parse the text of a manifest's file; ``where`` is its path, for messages.
 
-    Raises:
-        DamagedCheckpointError: it is no manifest, or was changed after it was written.
-        CheckpointVersionError: a later release wrote it.
+    Raises DamagedCheckpointError, or CheckpointVersionError if a later release wrote it.
     """
     try:
         content = json.loads(text)
@@ -412,10 +410,11 @@ def from_text(text: str, where: str) -> Manifest:
 
 
 def built_from(kind: Any, value: Any) -> Any:
-    """Return JSON as a value of a type: a dataclass or named tuple of this package, or a collection of them.
+    """Return JSON, or what ``json.loads`` has returned for it, as a value of a type, or raise ValueError.
 
-    Every entry has the type and the range that its field declares, and none is unknown. The dataclasses themselves
-    check what several fields say together, so that code which gets a value need not check it again.
+    The type is a dataclass or named tuple of this package, or a collection of them. Every entry has the type and the
+    range that its field declares, and none is unknown. The dataclasses themselves check what several fields say
+    together, so that code which gets a value need not check it again.
 
     >>> built_from(dict[str, SavedSplit], {"weight": {"dim": 0}})
     {'weight': SavedSplit(dim=0, stride=1, real=None, padded=None)}
@@ -423,12 +422,6 @@ def built_from(kind: Any, value: Any) -> Any:
     Traceback (most recent call last):
     ...
     ValueError: weight.dim: '0' is wrong: Input should be a valid integer
-
-    ``value`` is the text of the JSON, or what ``json.loads`` has returned for it.
-
-    Raises:
-        ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
-            unknown, or a dataclass refuses its fields.
     """
     try:
         text = value if isinstance(value, str) else json.dumps(value)

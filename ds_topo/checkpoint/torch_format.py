@@ -208,8 +208,7 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
 class EngineState:
     """The weights and optimizer states of an engine on this rank, under names that do not depend on its layout.
 
-    Optimizer states that do not exist yet are created. If a state, or the memory of this kind of optimizer, cannot be
-    described, CheckpointError is raised.
+    Optimizer states that do not exist yet are created.
     """
 
     def __init__(self, engine: DeepSpeedEngine, rename: Rename) -> None:
