@@ -382,14 +382,10 @@ def single_value(known: Any, value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-OpenSource = Callable[[SavedStructure, list[Named], dict[str, NamedBuffer]], Source]
-"""Open a checkpoint, for the structure of the whole model in this job, and for this rank's parameters and buffers."""
-
-
 def load_into(
     engine: DeepSpeedEngine,
     meeting: Meeting,
-    open_source: OpenSource,
+    open_source: Callable[[SavedStructure, list[Named], dict[str, NamedBuffer]], Source],
     *,
     rename: Rename = None,
     has_states: bool,
@@ -402,7 +398,8 @@ def load_into(
     Args:
         engine: the engine.
         meeting: the operation of all ranks.
-        open_source: opens the checkpoint.
+        open_source: opens the checkpoint, for the structure of the whole model in this job, and for this rank's
+            parameters and buffers.
         rename: from the engine's names to those of the checkpoint, if it is of another program.
         has_states: whether the optimizer's states are to be loaded, too.
         is_strict: refuse parameters and buffers that only one of them has; otherwise rank 0 warns.

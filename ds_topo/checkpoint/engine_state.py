@@ -346,10 +346,11 @@ def part_of(memory: torch.Tensor, of: Slice, start: int, stop: int, is_written: 
 # Experts are numbered over all ranks of their layer. A parameter that several places of the model share has all of
 # their names, and the first one for its optimizer states, as in torch's ``get_state_dict``.
 
-NewNames: TypeAlias = "str | tuple[str, ...]"
-"""The other program's name for a parameter, or all of its names if several places share it."""
-Rename: TypeAlias = "Callable[[str], NewNames] | Mapping[str, NewNames] | None"
-"""A function or mapping from the names of the engine's module to another program's; a mapping may omit equal names."""
+Rename: TypeAlias = "Callable[[str], str | tuple[str, ...]] | Mapping[str, str | tuple[str, ...]] | None"
+"""A function or mapping from the names of the engine's module to another program's; a mapping may omit equal names.
+
+A parameter that several places of the other program share gets all of its names.
+"""
 
 
 class Named(NamedTuple):
@@ -416,10 +417,8 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         elif layer is not None:
             first_names = [_numbered(local, layer, rank) for rank in range(int(layer.ep_size))]
             old_names = [_numbered(name, layer) for name in old_names]
-        names, everywhere = tuple(old_names), tuple(first_names)
-        if rename is not None:
-            names = tuple(dict.fromkeys(new for name in old_names for new in new_names(name)))
-            everywhere = tuple(new_names(name)[0] for name in first_names)
+        names = tuple(dict.fromkeys(new for name in old_names for new in new_names(name)))
+        everywhere = tuple(new_names(name)[0] for name in first_names)
         for name in names:
             if owners.setdefault(name, key) != key:
                 raise ValueError(f"rename gives two parameters the same name, {name!r}: give each its own")

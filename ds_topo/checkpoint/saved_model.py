@@ -52,11 +52,6 @@ class WholeParameter:
     """Size of the whole split dimension in the new layout, if its padding changes; None if the size stays."""
 
     @property
-    def head(self) -> str:
-        """The entry of its layer among the structure's experts; empty if it does not belong to an expert."""
-        return "" if not self.experts else self.name if self.is_stacked else head_of(self.name)
-
-    @property
     def real(self) -> int | None:
         """Rows of the whole tensor that are no padding, if the padding changes."""
         return None if self.padded is None or self.split is None else self.split.real or 0
@@ -113,8 +108,9 @@ class WholeModel:
 
     @cached_property
     def experts(self) -> dict[str, int]:
-        """Number of experts of each MoE layer, by the head of their names."""
-        return {one.head: one.experts for one in self.parameters.values() if one.experts}
+        """Number of experts of each MoE layer, by its entry among the structure's experts."""
+        layers = (one for one in self.parameters.values() if one.experts)
+        return {one.name if one.is_stacked else head_of(one.name): one.experts for one in layers}
 
     def names_on(self, model_rank: int) -> list[str]:
         """Return the names of a model rank's parameters, in its module's order, with all experts of its layers."""
