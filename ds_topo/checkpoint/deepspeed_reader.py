@@ -487,34 +487,26 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
     of = place.model_rank % model.slices
     names_here = model.names_on(place.model_rank)
     pieces = {name: Piece(name, model.parameters[name].slice_of(of, model.slices)) for name in names_here}
-    files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
-    buffers = dict[str, Piece]()
-    known = {*pieces, *model.structure.aliases}
-    for _, prefix, content in files:
-        module = content if prefix is not None else content.get("module") or {}
-        names = None if prefix is not None or layout.is_pipeline else set(content.get("buffer_names") or ())
-        for key, value in module.items():
-            whole = f"{prefix or ''}{key}"
-            is_listed = whole not in known if names is None else whole in names
-            if torch.is_tensor(value) and is_listed:
-                split = model.structure.splits.get(whole)
-                buffers[whole] = Piece(whole, Slice.of(value.shape, split, of, model.slices))
+    buffers = {
+        name: Piece(name, Slice.of(shape, model.structure.splits.get(name), of, model.slices))
+        for name, shape in model.structure.buffers.items()
+    }
     pieces |= buffers
     orders = _orders_of(source, place, pieces)
     partition = (place.replica, layout.partitions) if layout.zero_stage == 3 else (0, 1)
     layers = [layer.prefix(number) for number, layer in enumerate(model.structure.layers)]
     recorder = FileRecorder(place.model_rank, pieces, orders, buffers, layers=layers, partition=partition)
-    for name, _, content in files:
-        recorder.describe(content, name)
+    for name in _files_of(source, place):
+        recorder.describe(source.content(name), name)
     return recorder.table()
 
 
-def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, str | None]]:
-    """Yield the files with parameters of a rank, and the prefix of the names in each that is of a layer."""
+def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[str]:
+    """Yield the files with parameters of a rank."""
     model, layout, folder = source.model, source.layout, source.folder
     stage, of = divmod(place.model_rank, model.slices)
     if place.replica == 0 or layout.zero_stage == 3:
-        yield name_of_model_states(layout, place.model_rank, place.replica), None
+        yield name_of_model_states(layout, place.model_rank, place.replica)
     own = model.names_on(place.model_rank)
     for number, layer in enumerate(model.structure.layers) if place.replica == 0 else ():
         prefix = layer.prefix(number)
@@ -525,9 +517,9 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
             )
         is_without_parameters = stage == 0 and not any(name.startswith(prefix) for name in model.parameters)
         if names and (is_without_parameters or any(name.startswith(prefix) for name in own)):
-            yield names[of], prefix
+            yield names[of]
     if layout.has_partitions:
-        yield name_of_partition(layout, place), None
+        yield name_of_partition(layout, place)
 
 
 def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, Piece]) -> list[Order]:

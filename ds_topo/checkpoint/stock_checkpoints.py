@@ -118,11 +118,15 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     aliases = dict(structure.aliases)
     for one in ranks:
         aliases.update(one.get("shared_params") or {})
-    not_parameters = aliases.keys() | {name for one in ranks for name in one.get("buffer_names") or ()}
-    tensors = [row for row in _tensors(path, layout, structure, ranks) if row[1] not in not_parameters]
-    shapes_of_slices: dict[str, tuple[int, ...]] = {}
-    for _, name, tensor in tensors:
-        shapes_of_slices.setdefault(name, tuple(tensor.shape))
+    names_of_buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
+    tensors: list[tuple[int, str, torch.Tensor]] = []
+    shapes_of_slices, buffers = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
+    for rank, name, tensor in _tensors(path, layout, structure, ranks):
+        if name in names_of_buffers:
+            buffers.setdefault(name, tuple(tensor.shape))
+        elif name not in aliases:
+            shapes_of_slices.setdefault(name, tuple(tensor.shape))
+            tensors.append((rank, name, tensor))
     slices = layout.degree(MODEL)
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
@@ -144,7 +148,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         kind, model_ranks = name_of_type(tensor.dtype), tuple(holders) or (place,)
         rows.append(SavedParameter(name, shape, kind, model_ranks, is_trained=not trained or name in trained))
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
-    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers={})
+    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=buffers)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
 
 
