@@ -28,7 +28,7 @@ from ds_topo.base.classes import stock_class
 from ds_topo.base.marks import inner_optimizer, offsets_in_flat_groups
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
-from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, expert_of, head_of
+from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, head_of, number_of, numbered
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu import MpuGrid
 
@@ -488,9 +488,7 @@ def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
     """Replace an expert's number on a rank, by default this one, by its number in the whole layer."""
     if rank is None:
         rank = dist.get_rank(deepspeed_groups._EXPERT_PARALLEL_GROUP[layer.expert_group_name])
-    expert = expert_of(name)
-    assert expert is not None
-    return expert.numbered(rank * int(layer.num_local_experts) + expert.number)
+    return numbered(name, rank * int(layer.num_local_experts) + number_of(name))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     SavedTable,
 )
-from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, starred
+from ds_topo.checkpoint.table import Box, Elements, Slice, head_of, numbered, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 from ds_topo.topology.axes import MODEL
 
@@ -236,8 +236,7 @@ def _parameters_of(
         of_layer = list(run)  # rows of an expert stand for all experts of the layer
         for number in range((of_layer[0].experts or 1) if head_of(of_layer[0].name) else 1):
             for row in of_layer:
-                expert = expert_of(row.name) if row.experts else None
-                name, first = (expert.numbered(number), expert.numbered(0)) if expert else (row.name, row.name)
+                name, first = numbered(row.name, number), numbered(row.name, 0)
                 split, dtype = splits.get(first), getattr(torch, row.dtype, None)
                 if not isinstance(dtype, torch.dtype):
                     raise DamagedCheckpointError(

@@ -203,41 +203,36 @@ def boxes_in(
 _EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")
 
 
-class ExpertName(NamedTuple):
-    """The name of a parameter of an expert.
-
-    >>> expert_of("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight").numbered(7)
-    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
-    """
-
-    head: str
-    """Prefix that all experts of the layer share."""
-    number: int
-    tail: str
-
-    def numbered(self, number: int | str) -> str:
-        """Return the name of the same parameter of another expert of the layer."""
-        return f"{self.head}.{number}.{self.tail}"
-
-
-def expert_of(name: str) -> ExpertName | None:
-    """Parse the name of a parameter; return None if it does not belong to an expert."""
-    if "deepspeed_experts" not in name or (found := _EXPERT_NAME.fullmatch(name)) is None:
-        return None
-    number = found["number"]
-    return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
+def _expert(name: str) -> re.Match[str] | None:
+    return _EXPERT_NAME.fullmatch(name) if "deepspeed_experts" in name else None
 
 
 def head_of(name: str) -> str:
-    """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
-    expert = expert_of(name)
-    return expert.head if expert is not None else ""
+    """Return the prefix that all experts of a MoE layer share in their names; an empty string for other parameters."""
+    found = _expert(name)
+    return found["head"] if found is not None else ""
+
+
+def number_of(name: str) -> int:
+    """Return the number in the name of an expert's parameter."""
+    found = _expert(name)
+    assert found is not None
+    return int(found["number"])
+
+
+def numbered(name: str, number: int | str) -> str:
+    """Return the name of the same parameter of another expert of the layer; other names as they are.
+
+    >>> numbered("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight", 7)
+    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
+    """
+    found = _expert(name)
+    return name if found is None else f"{found['head']}.{number}.{found['tail']}"
 
 
 def starred(name: str) -> str:
     """Return a name that all experts of a layer have in common; the same one for other parameters."""
-    expert = expert_of(name)
-    return name if expert is None else expert.numbered("*")
+    return numbered(name, "*")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
