@@ -320,7 +320,7 @@ def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterat
         replicas = max((int(match["replica"]) for match in found if match["replica"]), default=-1) + 1
         if expected is not None:
             model_ranks = max(model_ranks, expected.model_ranks)
-            replicas = max(replicas, expected.files_of_partitions if replicas else 0)
+            replicas = max(replicas, expected.replicas if replicas else 0)
         wanted = (
             f"{found[0]['bf16'] or ''}{prefix}mp_rank_{model:02d}_{kind}_states.pt"
             for model in range(model_ranks)

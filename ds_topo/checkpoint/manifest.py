@@ -272,32 +272,6 @@ class SavedLayout(Saved):
             return self.replicas
         return topology.get_dim(SHARD)
 
-    @property
-    def files_of_partitions(self) -> int:
-        """The number of files with partitions, of each model rank: one for each partition.
-
-        Experts are partitioned over all their replicas, so with them each replica has a file.
-
-        >>> layout = SavedLayout("data=2,shard=4", 8, 1, 8, 1, None, "fp32")
-        >>> layout.files_of_partitions, replace(layout, experts=(SavedExperts(2),)).files_of_partitions
-        (4, 8)
-        """
-        return self.replicas if self.experts else self.partitions
-
-    @property
-    def partitions_of_files(self) -> tuple[int, ...]:
-        """The partition of dense parameters that the writer of each file has. The first of several writers saves it.
-
-        >>> layout = SavedLayout("shard=2,data=2", 4, 1, 4, 1, None, "fp32")
-        >>> layout.partitions_of_files, replace(layout, experts=(SavedExperts(2),)).partitions_of_files
-        ((0, 1), (0, 0, 1, 1))
-        """
-        if self.files_of_partitions == self.partitions:
-            return tuple(range(self.partitions))
-        topology = ProcessTopology.from_spec(self.topology or "")
-        ranks = topology.get_axis_ranks(gradient_axes(topology), 0)
-        return tuple(topology.get_axis_index(SHARD, rank) for rank in ranks)
-
     def degree(self, axis: str) -> int:
         """Return the degree of an axis; 1 if the layout does not have it, or if the topology is unknown.
 
@@ -520,7 +494,7 @@ def _difference_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_state
             before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
         except ExpertSizeError as error:  # a manifest can say anything
             return str(error)
-        if before != after or (whole_places and saved.partitions_of_files != now.partitions_of_files):
+        if before != after:
             return (
                 f"{now.topology} puts experts in other places than {saved.topology}: a replica would read files that "
                 "hold another replica's experts"
@@ -536,9 +510,10 @@ class SavedPlace(NamedTuple):
 
 
 def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:
-    """Return for every rank its model rank, the part of its experts and, if files belong to a replica, its replica.
+    """Return for every rank its model rank and the part of its experts.
 
-    If a size of expert groups does not divide the ranks that can share experts, ExpertSizeError is raised.
+    If files belong to a replica, its replica is added, with the partitions of experts and of dense parameters that it
+    has. If a size of expert groups does not divide the ranks that can share experts, ExpertSizeError is raised.
     """
     topology = _topology_of(layout)
     found = set[tuple[object, ...]]()
@@ -548,7 +523,9 @@ def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tup
         for ranks in plan.expert_data_tables():
             for copy, rank in enumerate(ranks):
                 place = _place(topology, rank)
-                found.add((experts.size, place.model_rank, parts[rank], (place.replica, copy) if whole_places else ()))
+                dense = topology.get_axis_index(SHARD, rank) if SHARD in topology.axes else place.replica
+                of_files = (place.replica, copy, dense) if whole_places else ()
+                found.add((experts.size, place.model_rank, parts[rank], of_files))
     return frozenset(found)
 
 
