@@ -29,7 +29,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
 )
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import WholeModel, WholeParameter
+from ds_topo.checkpoint.saved_model import WholeModel
 from ds_topo.checkpoint.table import (
     BUFFER,
     GROUP,
@@ -224,21 +224,24 @@ class DeepSpeedFiles(Source):
 
     # -- values
 
-    def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
+    def elements(
+        self, name: str, key: str, place: int, slices: int, start: int, stop: int, model_rank: int | None = None
+    ) -> torch.Tensor:
         """Return the elements ``start:stop`` of one of ``slices`` slices of a parameter, flat. Nothing else is read.
 
         ``key`` is :data:`WEIGHT`, :data:`MASTER` or that of a state. Slices are parts of the experts if AutoEP stacks
-        them. Their number may differ from the saved one.
+        them. Their number may differ from the saved one. With ``model_rank`` the elements are those of its own copy.
         """
         one = self.model.parameters[name]
         wanted = Elements(one.slice_of(place, slices), start, stop)
         if key in (WEIGHT, MASTER):
-            own = self._assembled(name, key, wanted) if key == WEIGHT or one.is_trained else None
-            found = self._assembled(name, MASTER if key == WEIGHT else WEIGHT, wanted) if own is None else own
+            own = self._assembled(name, key, wanted, model_rank) if key == WEIGHT or one.is_trained else None
+            other = MASTER if key == WEIGHT else WEIGHT
+            found = self._assembled(name, other, wanted, model_rank) if own is None else own
             self.require(found is not None, f"parts of {name!r}")
             assert found is not None
             return found if own is not None or key == MASTER else found.to(one.dtype)
-        found = self._assembled(name, key, wanted)
+        found = self._assembled(name, key, wanted, model_rank)
         return torch.zeros(stop - start) if found is None else found
 
     def weight(self, name: str, place: int = 0, slices: int = 1) -> torch.Tensor:
@@ -375,8 +378,9 @@ class DeepSpeedFiles(Source):
             keys = [WEIGHT]
             if has_states and (states := self.of_parameter(name)[1]):
                 keys += [MASTER, *(key for key, value in states.items() if isinstance(value, torch.dtype))]
+            holders = [None if one.experts else one.stage * saved + place for place in range(saved)]
             for key in keys:
-                copies = (self._copy(one, key, place) for place in range(saved))
+                copies = (self.elements(name, key, 0, saved, 0, one.numel_of_slice(saved), rank) for rank in holders)
                 self._require_equal(f"parameter {name!r}" if key == WEIGHT else f"{key} of {name!r}", copies)
         of_slices = [self.buffers(place, saved) for place in range(saved)]
         for name in of_slices[0]:
@@ -400,15 +404,6 @@ class DeepSpeedFiles(Source):
                     "once more. partition_dim of a buffer must be set after deepspeed.initialize, which may replace "
                     "it. Register a buffer that follows from the slice itself with persistent=False"
                 )
-
-    def _copy(self, one: WholeParameter, key: str, place: int) -> torch.Tensor:
-        """Return a slice's copy of what slices do not split."""
-        rank = None if one.experts else one.stage * self.model.slices + place
-        for own in (key, MASTER if key == WEIGHT else WEIGHT):
-            found = self._assembled(one.name, own, Elements(Slice(one.shape), 0, math.prod(one.shape)), rank)
-            if found is not None:
-                return found
-        return torch.empty(0)
 
     def state_dict_of(self, place: int) -> dict[str, torch.Tensor]:
         """Return the state dict of a plain engine's module, of one of the saved slices."""

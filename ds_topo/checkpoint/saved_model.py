@@ -144,7 +144,7 @@ class WholeModel:
 
         At ZeRO 3 tables are left out that have none of the wanted elements.
         """
-        row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
+        row = starred(name) if head_of(name) in self.experts else name
         held = [(rank, at) for rank, positions in self._positions.items() if (at := positions.get(row)) is not None]
         if not held:  # a buffer, of which each partition of ZeRO 3 has a copy
             yield from (table.path for table in self.tables if table.has_buffers and table.partition == 0)
