@@ -225,7 +225,7 @@ def require_space(folder: Path, what: str, needed: int) -> None:
 
 def failure_to_write(path: Path, error: BaseException) -> CheckpointError:
     """Return an error with the path and the free space of its disk, which torch's errors do not have."""
-    reason = (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     is_gone = isinstance(error, FileNotFoundError) or "does not exist" in reason  # torch's words
     if path.parent.exists() and not is_gone:
         free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
@@ -269,14 +269,14 @@ def is_held(folder: Path) -> bool:
 def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
     """Find files of a checkpoint that are missing, unreadable, or of another size than the manifest records."""
     found = entries_in(folder)
-    problems = [found["."]] if "." in found else []  # the folder itself
+    problems = [str(found["."])] if "." in found else []  # the folder itself
     for file in manifest.files:
         size = found.get(file.path, "is missing")
-        if size != file.bytes:
-            problems.append(
-                f"{file.path} {size if isinstance(size, str) else f'has {size:,} bytes instead of {file.bytes:,}'}"
-            )
-    return [str(problem) for problem in problems]
+        if isinstance(size, str):
+            problems.append(f"{file.path} {size}")
+        elif size != file.bytes:
+            problems.append(f"{file.path} has {size:,} bytes instead of {file.bytes:,}")
+    return problems
 
 
 def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
