@@ -21,13 +21,7 @@ from typing_extensions import override
 
 from ds_topo.checkpoint.by_name import ReadRequest, Source, require_reachable
 from ds_topo.checkpoint.folder import text_of
-from ds_topo.checkpoint.manifest import (
-    FLAT_OPTIMIZER,
-    SavedLayout,
-    SavedOptions,
-    SavedPlace,
-    SavedStructure,
-)
+from ds_topo.checkpoint.manifest import FLAT_OPTIMIZER, SavedLayout, SavedOptions, SavedPlace, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import WholeModel
 from ds_topo.checkpoint.table import (

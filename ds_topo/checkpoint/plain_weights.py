@@ -32,7 +32,7 @@ from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
-from ds_topo.checkpoint.stock_checkpoints import manifest_of_files, structure_of_files
+from ds_topo.checkpoint.stock_checkpoints import layout_of_files, manifest_of_files
 from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Slice, Table, Vector
 from ds_topo.errors import (
     CheckpointError,
@@ -174,10 +174,10 @@ def readable(checkpoint: Checkpoint) -> Manifest:
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
     if checkpoint.manifest is not None:
         return checkpoint.manifest
-    layout, structure = structure_of_files(checkpoint.path)
+    layout = layout_of_files(checkpoint.path, None)
     if layout is not None and (missing := folders.wrong_in_stock_checkpoint(checkpoint.path, layout)):
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {folders.told(missing)}")
-    return manifest_of_files(checkpoint.path, layout, structure)
+    return manifest_of_files(checkpoint.path, layout, SavedStructure(None, ()))
 
 
 @contextmanager

@@ -17,14 +17,7 @@ from itertools import groupby
 import torch
 
 from ds_topo.base.marks import PLACEHOLDERS
-from ds_topo.checkpoint.manifest import (
-    Manifest,
-    SavedLayout,
-    SavedParameter,
-    SavedSplit,
-    SavedStructure,
-    SavedTable,
-)
+from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedParameter, SavedSplit, SavedStructure, SavedTable
 from ds_topo.checkpoint.table import Box, Elements, Slice, head_of, numbered, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 from ds_topo.topology.axes import MODEL

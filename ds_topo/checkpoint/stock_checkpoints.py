@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 
-from ds_topo.base.marks import element_by_element
 from ds_topo.checkpoint.deepspeed_reader import (
     config_in,
     name_of_model_states,
     name_of_partition,
     names_of_vectors,
     opened,
-    options_of_files,
 )
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
@@ -88,20 +86,8 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     )
 
 
-def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
-    """Return the layout of a checkpoint, and what its config says of the structure, where no job says more."""
-    if (layout := layout_of_files(path, None)) is None:
-        return None, SavedStructure(None, ())
-    config = config_in(opened(path / name_of_model_states(layout, 0)))
-    kind = (config.get("optimizer") or {}).get("type")
-    kinds = {one.__name__.lower(): one.__name__ for one in element_by_element()}
-    optimizer = kinds.get(str(kind).lower(), str(kind)) if kind else None
-    structure = SavedStructure(optimizer, (), is_by_element=str(kind).lower() in kinds)
-    return layout_of_files(path, optimizer), structure
-
-
 def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedStructure) -> Manifest:
-    """Describe a checkpoint of a known layout; ``structure`` is that of the job that loads it.
+    """Describe a checkpoint of a known layout; ``structure`` is that of the job that loads it, if there is one.
 
     If its files do not say enough, CheckpointLayoutError is raised.
     """
@@ -147,8 +133,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         shape = tuple(next((known[name] for known in shapes[rank:] if name in known), tensor.shape))
         kind, model_ranks = name_of_type(tensor.dtype), tuple(holders) or (place,)
         rows.append(SavedParameter(name, shape, kind, model_ranks, is_trained=not trained or name in trained))
-    options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
-    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=buffers)
+    found = replace(structure, groups=groups, aliases=aliases, buffers=buffers)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
 
 
