@@ -422,16 +422,12 @@ def load_into(
         names, added = loader.compare()
         return names, added, stage, facts.digests_of_buffers(engine) if slices != source.model.slices else {}
 
-    tolerated: list[str] = []  # on rank 0 only
-    judge = partial(_judged, source, is_strict=is_strict)
-    meeting.step("compared", compared, decide=lambda posted: tolerated.append(judge(posted)))
-    for said in filter(None, tolerated):
-        warn(f"{source.where} was loaded although {said}")
+    meeting.step("compared", compared, decide=partial(_judge, source, is_strict=is_strict))
     return source, loader
 
 
-def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
-    """Return the differences between the checkpoint and all ranks that are tolerated; raise on rank 0 for others."""
+def _judge(source: Source, posted: list[Any], *, is_strict: bool) -> None:
+    """Warn on rank 0 of differences between the checkpoint and all ranks that are tolerated, and raise for others."""
     known_names = {name for names, *_ in posted for name in names}
     differences = {name: text for _, added, *_ in posted for name, text in added.items()} | {
         name: f"it has {source.called(name).removeprefix('parameter ')} {list(shape)}, which the model does not have"
@@ -452,7 +448,8 @@ def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
                     "deepspeed.initialize, if slices split it. Register one that follows from the slice itself with "
                     "persistent=False"
                 )
-    return "; ".join(differences.values())
+    if differences:
+        warn(f"{source.where} was loaded although {'; '.join(differences.values())}")
 
 
 # -- what cannot be loaded ---------------------------------------------------------------------------------------------
