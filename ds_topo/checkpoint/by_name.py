@@ -466,7 +466,7 @@ def _problems(model: WholeModel, layout: SavedLayout, structure: SavedStructure,
     """Yield why a layout cannot be reached."""
     saved, was = model.layout, model.structure
     kinds = {True: "a PipelineModule", False: "a plain engine"}
-    if any(has_placeholders(groups) for groups in structure.groups):
+    if has_placeholders(structure):
         yield (
             "a stage here has no trainable parameter in a group of the optimizer. Give each stage one, or load the "
             "checkpoint in the layout that saved it"

@@ -9,7 +9,7 @@ says which ranks have what.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -97,7 +97,7 @@ class WholeModel:
     @cached_property
     def slices(self) -> int:
         """The degree of ``model``."""
-        return slices_of(self.layout)
+        return self.layout.degree(MODEL)
 
     @cached_property
     def experts(self) -> dict[str, int]:
@@ -165,23 +165,18 @@ class WholeModel:
         return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 
 
-def slices_of(layout: SavedLayout) -> int:
-    """Return the degree of ``model``, or raise CheckpointLayoutError if stages and slices cannot be told apart."""
+def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
+    """Return the model of a checkpoint, or raise CheckpointLayoutError if its manifest does not say enough.
+
+    ``declared`` has splits of parameters for which the manifest has none, and the padded sizes of the new layout.
+    """
+    structure, layout, slices = manifest.structure, manifest.layout, manifest.layout.degree(MODEL)
     if layout.topology is None and layout.model_ranks > 1:
         raise CheckpointLayoutError(
             f"the checkpoint was saved over {layout.model_ranks} model ranks with an mpu that is not a grid of "
             "ds_topo: it is unknown which of them are stages and which are slices. Load it in the layout that saved "
             "it, and save it with a grid"
         )
-    return layout.degree(MODEL)
-
-
-def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
-    """Return the model of a checkpoint, or raise CheckpointLayoutError if its manifest does not say enough.
-
-    ``declared`` has splits of parameters for which the manifest has none, and the padded sizes of the new layout.
-    """
-    structure, layout, slices = manifest.structure, manifest.layout, slices_of(manifest.layout)
     heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
     is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
     if is_other_kind or heads - structure.experts.keys():
@@ -196,7 +191,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         if new.padded is not None
     }
     splits = {**declared, **known_splits, **padded}
-    if any(has_placeholders(groups) for groups in structure.groups):
+    if has_placeholders(structure):
         raise CheckpointLayoutError(
             f"{manifest.tag!r} has a stage without trainable parameters in a group of the optimizer ({PLACEHOLDERS}), "
             "so no other layout can load it: load it in the layout that saved it, or give each stage such a parameter"
@@ -250,9 +245,9 @@ def _parameters_of(
     return parameters
 
 
-def has_placeholders(groups: Iterable[Iterable[str]]) -> bool:
-    """Return whether the groups of a stage have placeholders for parameters that it does not have."""
-    return any(name.startswith(PLACEHOLDERS) for group in groups for name in group)
+def has_placeholders(structure: SavedStructure) -> bool:
+    """Return True if the groups of a stage have placeholders for parameters that it does not have."""
+    return any(name.startswith(PLACEHOLDERS) for groups in structure.groups for group in groups for name in group)
 
 
 def _is_stacked(row: SavedParameter) -> bool:
