@@ -104,9 +104,6 @@ class TorchState:
             omit names that stay. A pipeline's are ``"3.weight"``, and ``"tied_modules.<key>.weight"`` if tied.
         flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
 
-    Raises:
-        CheckpointError: see :meth:`state_dict`.
-
     Saving and loading, if both have the same parameters::
 
         dcp.save({"app": TorchState(engine)}, checkpoint_id=folder)
