@@ -228,15 +228,13 @@ class DeepSpeedFiles(Source):
         """
         one = self.model.parameters[name]
         wanted = Elements(one.slice_of(place, slices), start, stop)
-        if key in (WEIGHT, MASTER):
-            own = self._assembled(name, key, wanted, model_rank) if key == WEIGHT or one.is_trained else None
-            other = MASTER if key == WEIGHT else WEIGHT
-            found = self._assembled(name, other, wanted, model_rank) if own is None else own
-            self.require(found is not None, f"parts of {name!r}")
-            assert found is not None
-            return found if own is not None or key == MASTER else found.to(one.dtype)
-        found = self._assembled(name, key, wanted, model_rank)
-        return torch.zeros(stop - start) if found is None else found
+        of_masters = (MASTER, WEIGHT) if one.is_trained else (WEIGHT,)
+        keys = {WEIGHT: (WEIGHT, MASTER), MASTER: of_masters}.get(key, (key,))
+        for own in keys:
+            if (found := self._assembled(name, own, wanted, model_rank)) is not None:
+                return found.to(one.dtype) if key == WEIGHT else found
+        self.require(key not in (WEIGHT, MASTER), f"parts of {name!r}")
+        return torch.zeros(stop - start)
 
     def weight(self, name: str, place: int = 0, slices: int = 1) -> torch.Tensor:
         """Return one of ``slices`` slices of a parameter's weight; all of it by default."""
