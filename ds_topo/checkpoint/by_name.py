@@ -77,12 +77,7 @@ class ReadRequest(NamedTuple):
 
 
 class Source(ABC):
-    """An open checkpoint, from which a :class:`Loader` reads.
-
-    Args:
-        model: the whole model.
-        where: the checkpoint, for messages.
-    """
+    """An open checkpoint of a whole model, from which a :class:`Loader` reads; ``where`` is its name in messages."""
 
     in_part = ", or load what both have (load_module_strict=False)"
     """The call that loads a checkpoint of which only a part fits, for messages."""
@@ -122,16 +117,7 @@ class Source(ABC):
 
     @abstractmethod
     def require_reachable(self, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-        """Check that a layout can be reached.
-
-        Args:
-            layout: the new layout.
-            structure: structure of the model there.
-            has_states: whether the optimizer's states are loaded, too.
-
-        Raises:
-            CheckpointLayoutError: the message says why not, and what to do.
-        """
+        """Raise CheckpointLayoutError unless a new layout can be reached, in which the model has a given structure."""
 
 
 def model_of_whole(
@@ -139,12 +125,9 @@ def model_of_whole(
     named: Iterable[Named],
     buffers: Mapping[str, NamedBuffer],
 ) -> WholeModel:
-    """Return the model of a checkpoint that has whole parameters by name, as far as this rank needs them.
+    """Return the model of a checkpoint of whole parameters by name, as far as this rank needs them.
 
-    Args:
-        shapes: the shape and the type of each tensor in the checkpoint.
-        named: this rank's parameters.
-        buffers: this rank's buffers.
+    ``shapes`` has the shape and the type of each tensor in the checkpoint.
     """
     parameters: dict[str, WholeParameter] = {}
     for one in named:
@@ -194,15 +177,7 @@ class MatchedParameter:
 
 
 class Loader:
-    """A copy from a checkpoint into an engine.
-
-    Args:
-        engine: the engine.
-        source: the open checkpoint.
-        named: the engine's parameters, by their names in the checkpoint.
-        buffers: its buffers.
-        has_states: copy the optimizer's states, too, and not weights alone.
-    """
+    """A copy from a checkpoint into an engine, whose parameters and buffers have their names in the checkpoint."""
 
     def __init__(
         self,
@@ -220,15 +195,11 @@ class Loader:
         self._rows: list[MatchedParameter] = []
 
     def compare(self) -> tuple[list[str], dict[str, str]]:
-        """Compare this rank's parameters, buffers and states with the checkpoint.
+        """Compare this rank's parameters, buffers and states with the checkpoint; raise if they cannot be loaded.
 
         Returns:
             The names of the model that this rank reports (slices and replicas share this work); and what strict loading
             refuses, by name: parameters and buffers that the checkpoint does not have, or that it has no states for.
-
-        Raises:
-            CheckpointModelError: something differs that cannot be loaded.
-            CheckpointLayoutError: this engine cannot hold the checkpoint's states.
         """
         names: list[str] = []
         added: dict[str, str] = {}
@@ -411,14 +382,10 @@ def single_value(known: Any, value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-OpenSource = Callable[[SavedStructure, list[Named], dict[str, NamedBuffer]], Source]
-"""Open a checkpoint, for the structure of the whole model in this job, and for this rank's parameters and buffers."""
-
-
 def load_into(
     engine: DeepSpeedEngine,
     meeting: Meeting,
-    open_source: OpenSource,
+    open_source: Callable[[SavedStructure, list[Named], dict[str, NamedBuffer]], Source],
     *,
     rename: Rename = None,
     has_states: bool,
@@ -426,20 +393,16 @@ def load_into(
 ) -> tuple[Any, Loader]:
     """Open a checkpoint and compare it with the engines of all ranks; nothing is changed. Collective.
 
-    The loader that is returned copies.
+    The loader that is returned copies. Errors are the same on every rank.
 
     Args:
         engine: the engine.
         meeting: the operation of all ranks.
-        open_source: opens the checkpoint.
+        open_source: opens the checkpoint, for the structure of the whole model in this job, and for this rank's
+            parameters and buffers.
         rename: from the engine's names to those of the checkpoint, if it is of another program.
         has_states: whether the optimizer's states are to be loaded, too.
         is_strict: refuse parameters and buffers that only one of them has; otherwise rank 0 warns.
-
-    Raises:
-        CheckpointLayoutError: the layout cannot be reached; the same on every rank, like the following ones.
-        CheckpointModelError: it is of another model.
-        CheckpointError: it cannot be opened.
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
     shares = facts.share_of_structure(engine)
@@ -459,16 +422,12 @@ def load_into(
         names, added = loader.compare()
         return names, added, stage, facts.digests_of_buffers(engine) if slices != source.model.slices else {}
 
-    tolerated: list[str] = []  # on rank 0 only
-    judge = partial(_judged, source, is_strict=is_strict)
-    meeting.step("compared", compared, decide=lambda posted: tolerated.append(judge(posted)))
-    for said in filter(None, tolerated):
-        warn(f"{source.where} was loaded although {said}")
+    meeting.step("compared", compared, decide=partial(_judge, source, is_strict=is_strict))
     return source, loader
 
 
-def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
-    """Return the differences between the checkpoint and all ranks that are tolerated; raise on rank 0 for others."""
+def _judge(source: Source, posted: list[Any], *, is_strict: bool) -> None:
+    """Warn on rank 0 of differences between the checkpoint and all ranks that are tolerated, and raise for others."""
     known_names = {name for names, *_ in posted for name in names}
     differences = {name: text for _, added, *_ in posted for name, text in added.items()} | {
         name: f"it has {source.called(name).removeprefix('parameter ')} {list(shape)}, which the model does not have"
@@ -489,14 +448,15 @@ def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
                     "deepspeed.initialize, if slices split it. Register one that follows from the slice itself with "
                     "persistent=False"
                 )
-    return "; ".join(differences.values())
+    if differences:
+        warn(f"{source.where} was loaded although {'; '.join(differences.values())}")
 
 
 # -- what cannot be loaded ---------------------------------------------------------------------------------------------
 
 
 def require_reachable(model: WholeModel, layout: SavedLayout, structure: SavedStructure, *, has_states: bool) -> None:
-    """Check, as :meth:`Source.require_reachable`, that a layout can be reached from that of a checkpoint's model."""
+    """Raise CheckpointLayoutError unless a layout can be reached from that of a checkpoint's model."""
     if problem := next(_problems(model, layout, structure, has_states), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be loaded into this layout: {problem}")
     require_splits(model, layout.degree(MODEL))
@@ -506,7 +466,7 @@ def _problems(model: WholeModel, layout: SavedLayout, structure: SavedStructure,
     """Yield why a layout cannot be reached."""
     saved, was = model.layout, model.structure
     kinds = {True: "a PipelineModule", False: "a plain engine"}
-    if any(has_placeholders(groups) for groups in structure.groups):
+    if has_placeholders(structure):
         yield (
             "a stage here has no trainable parameter in a group of the optimizer. Give each stage one, or load the "
             "checkpoint in the layout that saved it"

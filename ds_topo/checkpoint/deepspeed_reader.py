@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
@@ -21,16 +21,9 @@ from typing_extensions import override
 
 from ds_topo.checkpoint.by_name import ReadRequest, Source, require_reachable
 from ds_topo.checkpoint.folder import text_of
-from ds_topo.checkpoint.manifest import (
-    BF16_OPTIMIZER,
-    FLAT_OPTIMIZER,
-    SavedLayout,
-    SavedOptions,
-    SavedPlace,
-    SavedStructure,
-)
+from ds_topo.checkpoint.manifest import FLAT_OPTIMIZER, SavedLayout, SavedOptions, SavedPlace, SavedStructure
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import WholeModel, WholeParameter
+from ds_topo.checkpoint.saved_model import WholeModel
 from ds_topo.checkpoint.table import (
     BUFFER,
     GROUP,
@@ -95,8 +88,16 @@ def batch_size_of_files(states: Mapping[str, Any], layout: SavedLayout) -> int |
     return micro * passes * shares if isinstance(micro, int) and isinstance(passes, int) else None
 
 
-def names_of_vectors(partitions: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the names in each vector of ``BF16_Optimizer``; each of its partitions lists the names of its own part."""
+def names_of_vectors(
+    layout: SavedLayout, model_rank: int, states: Mapping[str, Any], partition: Callable[[SavedPlace], Any]
+) -> Sequence[Iterable[str]]:
+    """Return the names in each vector of an optimizer with partitions, from a model rank's file of weights.
+
+    Without ZeRO that of ``BF16_Optimizer`` has none, but each ``partition`` lists the names of its own part.
+    """
+    if states["param_shapes"] is not None:
+        return list(states["param_shapes"])
+    partitions = [partition(SavedPlace(model_rank, replica)) for replica in range(layout.partitions)]
     of_vectors = zip(*(one["param_slice_mappings"] for one in partitions), strict=True)
     return [list(dict.fromkeys(chain.from_iterable(mappings))) for mappings in of_vectors]
 
@@ -190,13 +191,9 @@ class DeepSpeedFiles(Source):
     def _of_slice(
         self, name: str, key: str, model_rank: int | None = None, wanted: Elements | None = None
     ) -> dict[int, list[Located]]:
-        """Return the parts of each saved slice, in the order of elements, each element once.
+        """Return the parts of each saved slice that have some of the wanted elements, or any, each element once.
 
-        Args:
-            name: the parameter, or buffer.
-            key: the key of the tensor.
-            model_rank: the only rank whose copy is wanted; by default the first one with each slice.
-            wanted: the elements that are wanted; None for all.
+        They are in the order of elements. By default they are of the first rank with each slice, or of ``model_rank``.
         """
         found_parts = self._parts(name, key, wanted if model_rank is None else None)
         found: dict[int, dict[int, Located]] = {}
@@ -221,27 +218,23 @@ class DeepSpeedFiles(Source):
 
     # -- values
 
-    def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
-        """Return the elements ``start:stop`` of a slice of a parameter's weight or state, flat. Nothing else is read.
+    def elements(
+        self, name: str, key: str, place: int, slices: int, start: int, stop: int, model_rank: int | None = None
+    ) -> torch.Tensor:
+        """Return the elements ``start:stop`` of one of ``slices`` slices of a parameter, flat. Nothing else is read.
 
-        Args:
-            name: the name of the parameter in the whole model.
-            key: :data:`WEIGHT`, :data:`MASTER` or the key of a state.
-            place: the number of the slice; of the part of the experts, if AutoEP stacks them.
-            slices: the number of slices, or parts, which may differ from the saved one.
-            start: the first element.
-            stop: the end of the elements, exclusive.
+        ``key`` is :data:`WEIGHT`, :data:`MASTER` or that of a state. Slices are parts of the experts if AutoEP stacks
+        them. Their number may differ from the saved one. With ``model_rank`` the elements are those of its own copy.
         """
         one = self.model.parameters[name]
         wanted = Elements(one.slice_of(place, slices), start, stop)
-        if key in (WEIGHT, MASTER):
-            own = self._assembled(name, key, wanted) if key == WEIGHT or one.is_trained else None
-            found = self._assembled(name, MASTER if key == WEIGHT else WEIGHT, wanted) if own is None else own
-            self.require(found is not None, f"parts of {name!r}")
-            assert found is not None
-            return found if own is not None or key == MASTER else found.to(one.dtype)
-        found = self._assembled(name, key, wanted)
-        return torch.zeros(stop - start) if found is None else found
+        of_masters = (MASTER, WEIGHT) if one.is_trained else (WEIGHT,)
+        keys = {WEIGHT: (WEIGHT, MASTER), MASTER: of_masters}.get(key, (key,))
+        for own in keys:
+            if (found := self._assembled(name, own, wanted, model_rank)) is not None:
+                return found.to(one.dtype) if key == WEIGHT else found
+        self.require(key not in (WEIGHT, MASTER), f"parts of {name!r}")
+        return torch.zeros(stop - start)
 
     def weight(self, name: str, place: int = 0, slices: int = 1) -> torch.Tensor:
         """Return one of ``slices`` slices of a parameter's weight; all of it by default."""
@@ -365,12 +358,8 @@ class DeepSpeedFiles(Source):
     def require_equal_copies(self, slices: int, *, has_states: bool) -> None:
         """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit.
 
-        Args:
-            slices: the new number of slices.
-            has_states: compare optimizer states, too.
-
         Raises:
-            CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices.
+            CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices as are new.
         """
         saved = self.model.slices
         if slices == saved:
@@ -381,8 +370,9 @@ class DeepSpeedFiles(Source):
             keys = [WEIGHT]
             if has_states and (states := self.of_parameter(name)[1]):
                 keys += [MASTER, *(key for key, value in states.items() if isinstance(value, torch.dtype))]
+            holders = [None if one.experts else one.stage * saved + place for place in range(saved)]
             for key in keys:
-                copies = (self._copy(one, key, place) for place in range(saved))
+                copies = (self.elements(name, key, 0, saved, 0, one.numel_of_slice(saved), rank) for rank in holders)
                 self._require_equal(f"parameter {name!r}" if key == WEIGHT else f"{key} of {name!r}", copies)
         of_slices = [self.buffers(place, saved) for place in range(saved)]
         for name in of_slices[0]:
@@ -407,15 +397,6 @@ class DeepSpeedFiles(Source):
                     "it. Register a buffer that follows from the slice itself with persistent=False"
                 )
 
-    def _copy(self, one: WholeParameter, key: str, place: int) -> torch.Tensor:
-        """Return a slice's copy of what slices do not split."""
-        rank = None if one.experts else one.stage * self.model.slices + place
-        for own in (key, MASTER if key == WEIGHT else WEIGHT):
-            found = self._assembled(one.name, own, Elements(Slice(one.shape), 0, math.prod(one.shape)), rank)
-            if found is not None:
-                return found
-        return torch.empty(0)
-
     def state_dict_of(self, place: int) -> dict[str, torch.Tensor]:
         """Return the state dict of a plain engine's module, of one of the saved slices."""
         slices = self.model.slices
@@ -430,27 +411,19 @@ class DeepSpeedFiles(Source):
         return self._buffers[place, slices]
 
     def _cut_buffers(self, place: int, slices: int) -> Iterator[tuple[str, torch.Tensor]]:
-        is_same = slices == self.model.slices
         self._parts("", BUFFER)  # reads the tables
         for name in [name for name, key in self._rows if key == BUFFER]:
-            parts = self._of_slice(name, BUFFER)
-            located = next(iter(parts.values()))[0]
-            saved = located.piece.slice
-            if saved.dim is None and is_same:
-                of_rank = self._of_slice(name, BUFFER, located.model_rank // slices * slices + place)
-                own, *_ = next(iter(of_rank.values()), [located])
-                yield name, self._flat(own, BUFFER).view(saved.shape)
-                continue
-            split = self.model.structure.splits.get(name)
-            whole = saved.whole_shape
-            wanted = Slice(whole)
-            if split is not None and split.dim < len(whole):
-                if whole[split.dim] % (slices * split.stride):
-                    yield name, torch.empty((0,))
-                    continue
-                shape = [size // slices if dim == split.dim else size for dim, size in enumerate(whole)]
+            first = next(iter(self._of_slice(name, BUFFER).values()))[0]
+            saved, split = first.piece.slice, self.model.structure.splits.get(name)
+            wanted, found = Slice(saved.whole_shape), None
+            if saved.dim is None and slices == self.model.slices:  # each slice has its own
+                own_rank = first.model_rank // slices * slices + place
+                found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel), own_rank)
+            elif split is not None and split.dim < len(wanted.shape):
+                shape = [size // slices if dim == split.dim else size for dim, size in enumerate(wanted.shape)]
                 wanted = Slice.of(shape, split, place, slices)
-            found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel))
+            if found is None:
+                found = self._assembled(name, BUFFER, Elements(wanted, 0, wanted.numel))
             assert found is not None
             yield name, found.view(wanted.shape)
 
@@ -501,34 +474,26 @@ def _table_of(source: DeepSpeedFiles, place: SavedPlace) -> Table:
     of = place.model_rank % model.slices
     names_here = model.names_on(place.model_rank)
     pieces = {name: Piece(name, model.parameters[name].slice_of(of, model.slices)) for name in names_here}
-    files = [(name, prefix, source.content(name)) for name, prefix in _files_of(source, place)]
-    buffers = dict[str, Piece]()
-    known = {*pieces, *model.structure.aliases}
-    for _, prefix, content in files:
-        module = content if prefix is not None else content.get("module") or {}
-        names = None if prefix is not None or layout.is_pipeline else set(content.get("buffer_names") or ())
-        for key, value in module.items():
-            whole = f"{prefix or ''}{key}"
-            is_listed = whole not in known if names is None else whole in names
-            if torch.is_tensor(value) and is_listed:
-                split = model.structure.splits.get(whole)
-                buffers[whole] = Piece(whole, Slice.of(value.shape, split, of, model.slices))
+    buffers = {
+        name: Piece(name, Slice.of(shape, model.structure.splits.get(name), of, model.slices))
+        for name, shape in model.structure.buffers.items()
+    }
     pieces |= buffers
     orders = _orders_of(source, place, pieces)
     partition = (place.replica, layout.partitions) if layout.zero_stage == 3 else (0, 1)
     layers = [layer.prefix(number) for number, layer in enumerate(model.structure.layers)]
     recorder = FileRecorder(place.model_rank, pieces, orders, buffers, layers=layers, partition=partition)
-    for name, _, content in files:
-        recorder.describe(content, name)
+    for name in _files_of(source, place):
+        recorder.describe(source.content(name), name)
     return recorder.table()
 
 
-def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, str | None]]:
-    """Yield the files with parameters of a rank, and the prefix of the names in each that is of a layer."""
+def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[str]:
+    """Yield the files with parameters of a rank."""
     model, layout, folder = source.model, source.layout, source.folder
     stage, of = divmod(place.model_rank, model.slices)
     if place.replica == 0 or layout.zero_stage == 3:
-        yield name_of_model_states(layout, place.model_rank, place.replica), None
+        yield name_of_model_states(layout, place.model_rank, place.replica)
     own = model.names_on(place.model_rank)
     for number, layer in enumerate(model.structure.layers) if place.replica == 0 else ():
         prefix = layer.prefix(number)
@@ -539,9 +504,9 @@ def _files_of(source: DeepSpeedFiles, place: SavedPlace) -> Iterator[tuple[str, 
             )
         is_without_parameters = stage == 0 and not any(name.startswith(prefix) for name in model.parameters)
         if names and (is_without_parameters or any(name.startswith(prefix) for name in own)):
-            yield names[of], prefix
+            yield names[of]
     if layout.has_partitions:
-        yield name_of_partition(layout, place), None
+        yield name_of_partition(layout, place)
 
 
 def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, Piece]) -> list[Order]:
@@ -568,10 +533,7 @@ def _orders_of(source: DeepSpeedFiles, place: SavedPlace, pieces: Mapping[str, P
             found += [names] if layout.optimizer == FLAT_OPTIMIZER else [[name] for name in names]
         return [order(names, {}, 0, 1) for names in found]
     saved = source.partition(place)
-    vectors: Sequence[Any] = states.get("param_shapes") or saved.get("param_slice_mappings") or ()
-    if layout.optimizer == BF16_OPTIMIZER and states.get("param_shapes") is None:  # each file has its own part of them
-        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.partitions)]
-        vectors = names_of_vectors(source.partition(one) for one in places)
+    vectors = names_of_vectors(layout, place.model_rank, states, source.partition)
     paddings: Sequence[Any] = saved.get("param_alignment_paddings") or [()] * len(vectors)
     result = []
     for vector, own in zip(vectors, paddings, strict=True):

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -108,23 +107,17 @@ def bytes_of_checkpoint(engine: DeepSpeedEngine) -> int:
     if inner is not None and inner is not engine.optimizer:  # its parameters are master weights
         states += [parameter for group in inner.param_groups for parameter in group["params"]]
     parameter_bytes, state_bytes = (
-        sum(one.numel() * one.element_size() for one in tensors if torch.is_tensor(one)) for tensors in (held, states)
+        sum(one.nbytes for one in tensors if torch.is_tensor(one)) for tensors in (held, states)
     )
-    if layout.zero_stage == 3:
-        return (parameter_bytes + state_bytes) * layout.world_size
-    return parameter_bytes * layout.model_ranks + state_bytes * (
-        layout.world_size if layout.has_partitions else layout.model_ranks
-    )
+    parameter_copies = layout.world_size if layout.zero_stage == 3 else layout.model_ranks
+    state_copies = layout.world_size if layout.has_partitions else layout.model_ranks
+    return parameter_bytes * parameter_copies + state_bytes * state_copies
 
 
 def versions() -> dict[str, str]:
     """Return the releases of the software that writes a checkpoint."""
-    return {
-        "ds_topo": sys.modules["ds_topo"].__version__,
-        "deepspeed": str(deepspeed.__version__),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    found = {name: str(sys.modules[name].__version__) for name in ("ds_topo", "deepspeed", "torch")}
+    return {**found, "python": platform.python_version()}
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -235,11 +228,7 @@ def saved_buffers(module: nn.Module, *, of_experts: bool = False) -> dict[str, t
 def splits_of(
     engine: DeepSpeedEngine, of_experts: Mapping[str, Any]
 ) -> tuple[dict[str, manifests.SavedSplit], list[str], dict[str, str]]:
-    """Return how slices split the parameters and buffers of this rank; ``of_experts`` is from :func:`experts_of`.
-
-    Further results are the parameters that are slices and do not say along which dimension, and the first names of
-    parameters that have several.
-    """
+    """Return how slices split this rank's parameters and buffers, which slices are undeclared, and all aliases."""
     first_names: dict[int, str] = {}
     splits, undeclared, aliases = {}, [], {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):

@@ -28,7 +28,7 @@ from ds_topo.base.classes import stock_class
 from ds_topo.base.marks import inner_optimizer, offsets_in_flat_groups
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
-from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, expert_of, head_of
+from ds_topo.checkpoint.table import FileRecorder, Order, Piece, Slice, boxes_in, head_of, number_of, numbered
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, abridged, listed
 from ds_topo.mpu import MpuGrid
 
@@ -81,29 +81,38 @@ def held_by_module(parameter: Any) -> Held:
     return Held(parameter, parameter.ds_tensor, *_span_of_zero_3(parameter))
 
 
-def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
-    """Yield every parameter of this rank's optimizer, also those that other ranks hold completely."""
-    optimizer, inner = engine.optimizer, inner_optimizer(engine)
+class JoinedParameters(NamedTuple):
+    """The parameters in one of the tensors that an inner optimizer steps on, in the layout of DeepSpeed's files."""
+
+    parameters: Sequence[nn.Parameter]
+    begins: Sequence[int]
+    """Where each of them begins in the vector of all partitions; at ZeRO 3, in a partition."""
+    process_group: Any = None
+    """The ranks over which the vector is partitioned; None if this rank has all of it."""
+
+
+def _joined_parameters(optimizer: Any, inner: Any) -> Iterator[JoinedParameters]:
+    """Yield the parameters of each tensor that the inner optimizer steps on, in its order."""
     if inner is None:
         return
-    masters = [group["params"] for group in inner.param_groups]
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        yield from _of_zero_3(optimizer)
+        for parameters in optimizer.fp16_groups:
+            group = parameters[0].ds_process_group if parameters else None
+            yield JoinedParameters(parameters, _adjacent(int(one.partition_numel()) for one in parameters), group)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if optimizer.round_robin_gradients:
-            yield from _of_round_robin(optimizer, masters)
-        else:
-            yield from _of_partitions(optimizer.bit16_groups, masters)
+        vectors = zip(optimizer.round_robin_bit16_groups, offsets_in_flat_groups(optimizer), strict=True)
+        for (parameters, begins), group in zip(vectors, optimizer.real_dp_process_group, strict=True):
+            yield JoinedParameters(parameters, begins, group)
     elif isinstance(optimizer, BF16_Optimizer):
-        yield from _of_partitions(optimizer.bf16_groups, masters)
+        for parameters, group in zip(optimizer.bf16_groups, optimizer.real_dp_process_group, strict=True):
+            yield JoinedParameters(parameters, _adjacent(one.numel() for one in parameters), group)
     elif isinstance(optimizer, FP16_Optimizer):
-        for number, (group, (master,)) in enumerate(zip(optimizer.fp16_groups, masters, strict=True)):
-            for parameter, end in zip(group, accumulate(one.numel() for one in group), strict=True):
-                yield Held(parameter, master, 0, parameter.numel(), end - parameter.numel(), number)
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        yield from _of_copies(optimizer.fp16_groups, masters)
-    elif optimizer is inner:
-        yield from _of_copies(masters, masters)
+        for parameters in optimizer.fp16_groups:
+            yield JoinedParameters(parameters, _adjacent(one.numel() for one in parameters))
+    elif optimizer is inner or isinstance(optimizer, FP16_UnfusedOptimizer):
+        own_groups = [group["params"] for group in inner.param_groups]
+        for parameter in chain.from_iterable(own_groups if optimizer is inner else optimizer.fp16_groups):
+            yield JoinedParameters([parameter], [0])
     else:
         raise CheckpointError(
             f"{stock_class(optimizer).__name__}: it is unknown where this optimizer keeps master weights and states, "
@@ -111,53 +120,49 @@ def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
         )
 
 
-def _of_copies(groups: Any, masters: Any) -> Iterator[Held]:
-    """Yield the parameters of an optimizer with one master tensor for each."""
-    for number, (parameters, copies) in enumerate(zip(groups, masters, strict=True)):
-        for parameter, master in zip(parameters, copies, strict=True):
-            yield Held(parameter, master, 0, parameter.numel(), 0, number)
+def _adjacent(sizes: Iterable[int]) -> list[int]:
+    """Return where values of these sizes begin if one follows the other."""
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
-def _of_partitions(groups: Any, masters: Any) -> Iterator[Held]:
-    """Yield the parameters of partitioned vectors; in both layouts the parameters store their addresses."""
-    for number, (parameters, (master,)) in enumerate(zip(groups, masters, strict=True)):
-        for parameter in parameters:
-            found = parameter._hp_mapping
-            if found is None:
-                yield Held(parameter, master, 0, 0, 0, number)
-            else:
-                there, here = found.lp_fragment_address, found.hp_fragment_address
-                yield Held(parameter, master, there.start, there.numel, here.start, number)
+def _held_by_optimizer(engine: DeepSpeedEngine) -> Iterator[Held]:
+    """Yield every parameter of this rank's optimizer, also those that other ranks hold completely."""
+    optimizer, inner = engine.optimizer, inner_optimizer(engine)
+    if inner is None:
+        return
+    masters = [(one, number) for number, group in enumerate(inner.param_groups) for one in group["params"]]
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
+            raise CheckpointError(
+                "offload to NVMe keeps optimizer states in files of each host, which torch cannot save: save with "
+                "checkpoint.save()"
+            )
+        masters = [
+            (one, optimizer.sub_group_to_group_id[number])
+            for number, one in enumerate(optimizer.fp32_partitioned_groups_flat)
+        ]
+    for joined, (master, number) in zip(_joined_parameters(optimizer, inner), masters, strict=True):
+        for parameter, begin in zip(joined.parameters, joined.begins, strict=True):
+            yield Held(parameter, master, *_own_part(optimizer, joined, parameter, begin, number), number)
 
 
-def _of_round_robin(optimizer: DeepSpeedZeroOptimizer, masters: list[list[torch.Tensor]]) -> Iterator[Held]:
-    """Yield the parameters with ``round_robin_gradients``, where the addresses in parameters are those without it."""
-    rows = zip(optimizer.round_robin_bit16_groups, offsets_in_flat_groups(optimizer), masters, strict=True)
-    for number, (parameters, offsets, (master,)) in enumerate(rows):
+def _own_part(
+    optimizer: Any, joined: JoinedParameters, parameter: Any, begin: int, number: int
+) -> tuple[int, int, int]:
+    """Return the first element of this rank's part of a parameter, their number, and their position in the tensor."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return *_span_of_zero_3(parameter), begin
+    if joined.process_group is None:
+        return 0, parameter.numel(), begin
+    if getattr(optimizer, "round_robin_gradients", False):  # the parameters store the addresses without it
         size = int(optimizer.partition_size[number])
-        first = size * dist.get_rank(optimizer.real_dp_process_group[number])
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            start, end = max(offset, first), min(offset + parameter.numel(), first + size)
-            if start < end:
-                yield Held(parameter, master, start - offset, end - start, start - first, number)
-            else:
-                yield Held(parameter, master, 0, 0, 0, number)
-
-
-def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Iterator[Held]:
-    """Yield the parameters of ZeRO 3: each rank has a part of every one, and parts of a sub-group are adjacent."""
-    if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
-        raise CheckpointError(
-            "offload to NVMe keeps optimizer states in files of each host, which torch cannot save: save with "
-            "checkpoint.save()"
-        )
-    rows = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    for number, (parameters, master) in enumerate(rows):
-        address = 0
-        for parameter in parameters:
-            start, numel = _span_of_zero_3(parameter)
-            yield Held(parameter, master, start, numel, address, optimizer.sub_group_to_group_id[number])
-            address += int(parameter.partition_numel())
+        first = size * dist.get_rank(joined.process_group)
+        start, end = max(begin, first), min(begin + parameter.numel(), first + size)
+        return (start - begin, end - start, start - first) if start < end else (0, 0, 0)
+    if (found := parameter._hp_mapping) is None:
+        return 0, 0, 0
+    there, here = found.lp_fragment_address, found.hp_fragment_address
+    return there.start, there.numel, here.start
 
 
 def _span_of_zero_3(parameter: Any) -> tuple[int, int]:
@@ -341,10 +346,11 @@ def part_of(memory: torch.Tensor, of: Slice, start: int, stop: int, is_written: 
 # Experts are numbered over all ranks of their layer. A parameter that several places of the model share has all of
 # their names, and the first one for its optimizer states, as in torch's ``get_state_dict``.
 
-NewNames: TypeAlias = "str | tuple[str, ...]"
-"""The other program's name for a parameter, or all of its names if several places share it."""
-Rename: TypeAlias = "Callable[[str], NewNames] | Mapping[str, NewNames] | None"
-"""A function or mapping from the names of the engine's module to another program's; a mapping may omit equal names."""
+Rename: TypeAlias = "Callable[[str], str | tuple[str, ...]] | Mapping[str, str | tuple[str, ...]] | None"
+"""A function or mapping from the names of the engine's module to another program's; a mapping may omit equal names.
+
+A parameter that several places of the other program share gets all of its names.
+"""
 
 
 class Named(NamedTuple):
@@ -380,10 +386,8 @@ class Named(NamedTuple):
 def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Named]:
     """Return all parameters of this rank, in the module's order.
 
-    Raises:
-        CheckpointLayoutError: it is unknown how slices form the whole.
-        CheckpointError: it is unknown where this kind of optimizer keeps its states.
-        ValueError: two of them get the same name.
+    If it is unknown how slices form the whole, or where the optimizer keeps its states, CheckpointError is raised; and
+    ValueError if two parameters get the same name.
     """
     if not isinstance(engine.mpu, MpuGrid) and int(engine.mp_world_size) > 1:
         raise CheckpointLayoutError(
@@ -413,10 +417,8 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         elif layer is not None:
             first_names = [_numbered(local, layer, rank) for rank in range(int(layer.ep_size))]
             old_names = [_numbered(name, layer) for name in old_names]
-        names, everywhere = tuple(old_names), tuple(first_names)
-        if rename is not None:
-            names = tuple(dict.fromkeys(new for name in old_names for new in new_names(name)))
-            everywhere = tuple(new_names(name)[0] for name in first_names)
+        names = tuple(dict.fromkeys(new for name in old_names for new in new_names(name)))
+        everywhere = tuple(new_names(name)[0] for name in first_names)
         for name in names:
             if owners.setdefault(name, key) != key:
                 raise ValueError(f"rename gives two parameters the same name, {name!r}: give each its own")
@@ -486,9 +488,7 @@ def _numbered(name: str, layer: Any, rank: int | None = None) -> str:
     """Replace an expert's number on a rank, by default this one, by its number in the whole layer."""
     if rank is None:
         rank = dist.get_rank(deepspeed_groups._EXPERT_PARALLEL_GROUP[layer.expert_group_name])
-    expert = expert_of(name)
-    assert expert is not None
-    return expert.numbered(rank * int(layer.num_local_experts) + expert.number)
+    return numbered(name, rank * int(layer.num_local_experts) + number_of(name))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -506,39 +506,21 @@ def recorder_of(engine: DeepSpeedEngine) -> FileRecorder:
     buffers = named_buffers(engine)
     pieces |= {name: Piece(name, one.slice) for name, one in buffers.items()}
     stacked = [one.local for one in named if one.is_expert and not head_of(one.local)]
-    orders, optimizer, inner = list[Order](), engine.optimizer, inner_optimizer(engine)
-
-    def add(parameters: Any, group: Any = None, begins: Iterable[int] | None = None) -> None:
-        if begins is None:
-            begins = accumulate((one.numel() for one in parameters), initial=0)
-        rows = zip(parameters, begins, strict=False)
+    orders = []
+    for parameters, begins, group in _joined_parameters(engine.optimizer, inner_optimizer(engine)):
+        rows = zip(parameters, begins, strict=True)
         known = [(numbers[id(one)], begin) for one, begin in rows if id(one) in numbers]
-        place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        orders.append(Order(known, *place))
-
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        for parameters in optimizer.fp16_groups:
-            group = parameters[0].ds_process_group if parameters else None
-            add(parameters, group, accumulate((int(one.partition_numel()) for one in parameters), initial=0))
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        rows = zip(optimizer.round_robin_bit16_groups, offsets_in_flat_groups(optimizer), strict=True)
-        for (parameters, offsets), group in zip(rows, optimizer.real_dp_process_group, strict=True):
-            add(parameters, group, offsets)
-    elif isinstance(optimizer, BF16_Optimizer):
-        for parameters, group in zip(optimizer.bf16_groups, optimizer.real_dp_process_group, strict=True):
-            add(parameters, group)
-    elif isinstance(optimizer, FP16_Optimizer):
-        for parameters in optimizer.fp16_groups:
-            add(parameters)
-    elif inner is not None:
-        groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in inner.param_groups]
-        for parameter in (one for parameters in groups for one in parameters):
-            add([parameter])
+        orders.append(Order(known, *_place_in(group)))
     of_zero_3: list[Any] = [one.ds_process_group for one in engine.module.parameters() if hasattr(one, "ds_tensor")]
-    partition = (dist.get_rank(of_zero_3[0]), dist.get_world_size(of_zero_3[0])) if of_zero_3 else (0, 1)
+    partition = _place_in(of_zero_3[0] if of_zero_3 else None)
     rank = int(engine.checkpoint_mp_rank)
     layers = [layer.prefix(number) for number, layer in enumerate(facts.layers_of(engine.module))]
     return FileRecorder(rank, pieces, orders, buffers, stacked=stacked, layers=layers, partition=partition)
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """Return the number of this rank's partition in a process group, and the number of all."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 A checkpoint is a folder that exists completely or not at all, even after a kill or a power failure: it is written
 under a hidden name and then renamed. No function here needs torch.
 
-A folder of checkpoints may hold anything, and another job may change it at the same time. The functions of the first
-section that read it do not wait for a pipe, do not follow a link in a circle, and do not stop because one entry cannot
-be read. Those that change it leave the former state or the new one. The second section checks that a checkpoint is
-complete, the third chooses one, and the last adds and removes one.
+A folder of checkpoints may hold anything, and another job may change it at the same time. The functions that read it
+do not wait for a pipe, do not follow a link in a circle, and do not stop because one entry cannot be read. Those that
+change it leave the former state or the new one.
 """
 
 from __future__ import annotations
@@ -80,12 +79,7 @@ _AT_CWD, _EXCHANGE = -100, 2
 
 
 def check_folder(folder: object, name: str = "folder") -> Path:
-    """Return an argument as a path.
-
-    Raises:
-        TypeError: it is not a path.
-        ValueError: it is empty, a URL, begins with ``~``, or has a character that no path has.
-    """
+    """Return an argument as a path, or raise TypeError or ValueError if it cannot be one."""
     path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else folder
     if not isinstance(path, str):
         raise TypeError(f"{name}={abridged(folder)} is not a path: give a str or a pathlib.Path")
@@ -231,7 +225,7 @@ def require_space(folder: Path, what: str, needed: int) -> None:
 
 def failure_to_write(path: Path, error: BaseException) -> CheckpointError:
     """Return an error with the path and the free space of its disk, which torch's errors do not have."""
-    reason = (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     is_gone = isinstance(error, FileNotFoundError) or "does not exist" in reason  # torch's words
     if path.parent.exists() and not is_gone:
         free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
@@ -275,14 +269,14 @@ def is_held(folder: Path) -> bool:
 def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
     """Find files of a checkpoint that are missing, unreadable, or of another size than the manifest records."""
     found = entries_in(folder)
-    problems = [found["."]] if "." in found else []  # the folder itself
+    problems = [str(found["."])] if "." in found else []  # the folder itself
     for file in manifest.files:
         size = found.get(file.path, "is missing")
-        if size != file.bytes:
-            problems.append(
-                f"{file.path} {size if isinstance(size, str) else f'has {size:,} bytes instead of {file.bytes:,}'}"
-            )
-    return [str(problem) for problem in problems]
+        if isinstance(size, str):
+            problems.append(f"{file.path} {size}")
+        elif size != file.bytes:
+            problems.append(f"{file.path} has {size:,} bytes instead of {file.bytes:,}")
+    return problems
 
 
 def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
@@ -326,7 +320,7 @@ def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterat
         replicas = max((int(match["replica"]) for match in found if match["replica"]), default=-1) + 1
         if expected is not None:
             model_ranks = max(model_ranks, expected.model_ranks)
-            replicas = max(replicas, expected.files_of_partitions if replicas else 0)
+            replicas = max(replicas, expected.replicas if replicas else 0)
         wanted = (
             f"{found[0]['bf16'] or ''}{prefix}mp_rank_{model:02d}_{kind}_states.pt"
             for model in range(model_ranks)
@@ -412,14 +406,10 @@ class Checkpoint:
 
 
 def check_tag(tag: object) -> str:
-    """Return a tag as the name of a folder.
+    """Return a tag as the name of a folder, or raise TypeError or ValueError if it cannot be one.
 
     >>> check_tag(7), check_tag("global_step7")
     ('7', 'global_step7')
-
-    Raises:
-        TypeError: it is neither a text nor a number.
-        ValueError: it is empty, too long, hidden, a path, or cannot be printed.
     """
     text = text_of_tag(tag)
     if not _is_name(text) or text == LATEST:
@@ -432,12 +422,7 @@ def check_tag(tag: object) -> str:
 
 
 def text_of_tag(tag: object) -> str:
-    """Return a tag as text; a number is one, too.
-
-    Raises:
-        TypeError: it is neither a text nor a number.
-        ValueError: it is empty.
-    """
+    """Return a tag, which may be a number, as text, or raise TypeError, or ValueError if it is empty."""
     if isinstance(tag, bool) or not isinstance(tag, (str, Real, os.PathLike)):
         raise TypeError(f"tag={abridged(tag)} is neither a text nor a number: give the name of a checkpoint")
     if not str(tag).strip():
@@ -526,10 +511,9 @@ def tags_in(folder: Path) -> list[str]:
 
 
 def manifest_of(path: Path) -> Manifest | None:
-    """Read the manifest of one checkpoint; None if DeepSpeed alone saved it. No other file is read.
+    """Read the manifest of one checkpoint, and no other file; None if DeepSpeed alone saved it.
 
-    Raises:
-        DamagedCheckpointError, CheckpointVersionError, OSError: it cannot be read.
+    Raises DamagedCheckpointError, CheckpointVersionError or OSError if it cannot be read.
     """
     try:
         return manifests.from_text(text_of(path / manifests.NAME), manifests.NAME)
@@ -678,10 +662,8 @@ def take_back_replaced(folder: Path) -> None:
 def put_in_place(written: Path, folder: Path, tag: str) -> None:
     """Give a complete checkpoint its name. At every moment the name shows it or the former one of that tag.
 
-    The caller flushes the entries of the folder, together with its other changes there.
-
-    If the file system cannot exchange two names, the former one has another name for a moment, which
-    :func:`take_back_replaced` knows.
+    The caller flushes the entries of the folder, together with its other changes there. If the file system cannot
+    exchange two names, the former one has another name for a moment, which :func:`take_back_replaced` knows.
     """
     path = folder / tag
     if not path.exists():

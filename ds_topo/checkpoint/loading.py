@@ -327,7 +327,7 @@ class _Choice:
         Collective over all ranks.
         """
         for attempt in count(1):
-            tag, reason = meeting.decided(f"choice {attempt}", self.next)
+            tag, reason = meeting.decide(f"choice {attempt}", None, lambda _: self.next(), posting=())
             if not tag:
                 break
             share = self.check(self._root / tag, reason)
@@ -428,15 +428,12 @@ class _Choice:
                 state, own = opened(file).get(SCHEDULER), engine.lr_scheduler.state_dict()
                 further = [] if state is None else sorted(state.keys() - own.keys())
                 if state is None or (further and own.keys() - state.keys()):
-                    kind = (
-                        f"another learning-rate scheduler, with {listed(further)}"
-                        if further
-                        else "a learning-rate scheduler"
-                    )
+                    there = f"the state of another learning-rate scheduler, with {listed(further)}"
+                    if state is None:
+                        there = "no state of a learning-rate scheduler"
                     found.scheduler = (
-                        f"has {'the' if further else 'no'} state of {kind}, and this job has a "
-                        f"{type(engine.lr_scheduler).__name__}: load it with load_lr_scheduler_states=False, and set "
-                        "the scheduler's step in the program"
+                        f"has {there}, and this job has a {type(engine.lr_scheduler).__name__}: load it with "
+                        "load_lr_scheduler_states=False, and set the scheduler's step in the program"
                     )
         except OSError as error:
             found.damaged.append(f"{error.filename or path}: {reason_of(error)}")

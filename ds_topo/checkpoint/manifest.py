@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, NamedTuple
@@ -272,32 +272,6 @@ class SavedLayout(Saved):
             return self.replicas
         return topology.get_dim(SHARD)
 
-    @property
-    def files_of_partitions(self) -> int:
-        """The number of files with partitions, of each model rank: one for each partition.
-
-        Experts are partitioned over all their replicas, so with them each replica has a file.
-
-        >>> layout = SavedLayout("data=2,shard=4", 8, 1, 8, 1, None, "fp32")
-        >>> layout.files_of_partitions, replace(layout, experts=(SavedExperts(2),)).files_of_partitions
-        (4, 8)
-        """
-        return self.replicas if self.experts else self.partitions
-
-    @property
-    def partitions_of_files(self) -> tuple[int, ...]:
-        """The partition of dense parameters that the writer of each file has. The first of several writers saves it.
-
-        >>> layout = SavedLayout("shard=2,data=2", 4, 1, 4, 1, None, "fp32")
-        >>> layout.partitions_of_files, replace(layout, experts=(SavedExperts(2),)).partitions_of_files
-        ((0, 1), (0, 0, 1, 1))
-        """
-        if self.files_of_partitions == self.partitions:
-            return tuple(range(self.partitions))
-        topology = ProcessTopology.from_spec(self.topology or "")
-        ranks = topology.get_axis_ranks(gradient_axes(topology), 0)
-        return tuple(topology.get_axis_index(SHARD, rank) for rank in ranks)
-
     def degree(self, axis: str) -> int:
         """Return the degree of an axis; 1 if the layout does not have it, or if the topology is unknown.
 
@@ -383,9 +357,7 @@ def to_text(manifest: Manifest) -> str:
 def from_text(text: str, where: str) -> Manifest:
     """Parse the text of a manifest's file; ``where`` is its path, for messages.
 
-    Raises:
-        DamagedCheckpointError: it is no manifest, or was changed after it was written.
-        CheckpointVersionError: a later release wrote it.
+    Raises DamagedCheckpointError, or CheckpointVersionError if a later release wrote it.
     """
     try:
         content = json.loads(text)
@@ -412,10 +384,11 @@ def from_text(text: str, where: str) -> Manifest:
 
 
 def built_from(kind: Any, value: Any) -> Any:
-    """Return JSON as a value of a type: a dataclass or named tuple of this package, or a collection of them.
+    """Return JSON, or what ``json.loads`` has returned for it, as a value of a type, or raise ValueError.
 
-    Every entry has the type and the range that its field declares, and none is unknown. The dataclasses themselves
-    check what several fields say together, so that code which gets a value need not check it again.
+    The type is a dataclass or named tuple of this package, or a collection of them. Every entry has the type and the
+    range that its field declares, and none is unknown. The dataclasses themselves check what several fields say
+    together, so that code which gets a value need not check it again.
 
     >>> built_from(dict[str, SavedSplit], {"weight": {"dim": 0}})
     {'weight': SavedSplit(dim=0, stride=1, real=None, padded=None)}
@@ -423,12 +396,6 @@ def built_from(kind: Any, value: Any) -> Any:
     Traceback (most recent call last):
     ...
     ValueError: weight.dim: '0' is wrong: Input should be a valid integer
-
-    ``value`` is the text of the JSON, or what ``json.loads`` has returned for it.
-
-    Raises:
-        ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
-            unknown, or a dataclass refuses its fields.
     """
     try:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -481,17 +448,12 @@ def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
 
 
 def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: bool = True) -> str:
-    """Return the reason why a job of layout ``now`` cannot read the files of layout ``saved``; empty if it can.
+    """Return why a job of layout ``now`` cannot read the files of layout ``saved``; empty if it can.
 
     >>> layouts = [SavedLayout(spec, 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32") for spec in
     ...            ("pipe=2,data=2", "data=2,pipe=2")]
     >>> why_unreachable(*layouts)
     ''
-
-    Args:
-        saved: the checkpoint's layout.
-        now: the job's layout.
-        optimizer_states: whether the optimizer's states are to be loaded, too.
     """
     for axis in (PIPE, MODEL):
         before, after = saved.degree(axis), now.degree(axis)
@@ -532,22 +494,12 @@ def _difference_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_state
             before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
         except ExpertSizeError as error:  # a manifest can say anything
             return str(error)
-        if before != after or (whole_places and saved.partitions_of_files != now.partitions_of_files):
+        if before != after:
             return (
                 f"{now.topology} puts experts in other places than {saved.topology}: a replica would read files that "
                 "hold another replica's experts"
             )
     return ""
-
-
-def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:
-    """Return for every rank its model rank, the part of its experts and, if files belong to a replica, its replica."""
-    return frozenset(
-        (experts.size, place.model_rank, part, (place.replica, copy) if whole_places else ())
-        for experts in layout.experts
-        for part, places in expert_places(layout, experts)
-        for copy, place in enumerate(places)
-    )
 
 
 class SavedPlace(NamedTuple):
@@ -557,17 +509,29 @@ class SavedPlace(NamedTuple):
     replica: int
 
 
-def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[int, tuple[SavedPlace, ...]]]:
-    """Yield every part of the experts of one expert parallel size, with the ranks that hold it.
+def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:
+    """Return for every rank its model rank and the part of its experts.
 
-    The ranks are those of one expert data parallel group, in its order. If the size does not divide the ranks that can
-    share experts, ExpertSizeError is raised.
+    If files belong to a replica, its replica is added, with the partitions of experts and of dense parameters that it
+    has. If a size of expert groups does not divide the ranks that can share experts, ExpertSizeError is raised.
     """
-    topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
-    plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)
-    parts = {rank: part for ranks in plan.expert_tables() for part, rank in enumerate(ranks)}
-    for ranks in plan.expert_data_tables():
-        yield parts[ranks[0]], tuple(_place(topology, rank) for rank in ranks)
+    topology = _topology_of(layout)
+    found = set[tuple[object, ...]]()
+    for experts in layout.experts:
+        plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)
+        parts = {rank: part for ranks in plan.expert_tables() for part, rank in enumerate(ranks)}
+        for ranks in plan.expert_data_tables():
+            for copy, rank in enumerate(ranks):
+                place = _place(topology, rank)
+                dense = topology.get_axis_index(SHARD, rank) if SHARD in topology.axes else place.replica
+                of_files = (place.replica, copy, dense) if whole_places else ()
+                found.add((experts.size, place.model_rank, parts[rank], of_files))
+    return frozenset(found)
+
+
+def _places(layout: SavedLayout) -> list[SavedPlace]:
+    topology = _topology_of(layout)
+    return [_place(topology, rank) for rank in range(topology.world_size())]
 
 
 def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
@@ -576,6 +540,5 @@ def _place(topology: ProcessTopology, rank: int) -> SavedPlace:
     return SavedPlace(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
 
 
-def _places(layout: SavedLayout) -> list[SavedPlace]:
-    topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
-    return [_place(topology, rank) for rank in range(topology.world_size())]
+def _topology_of(layout: SavedLayout) -> ProcessTopology:
+    return ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")

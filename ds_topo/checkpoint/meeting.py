@@ -59,8 +59,8 @@ class Meeting(Council):
             is_alone: a rank that fails leaves a function in which others may be blocked, and waits a short time only.
 
         Raises:
-            CheckpointError: ranks failed or did not take part. It is of the class that the first of them raised, if
-                that is a checkpoint error. The message has ranks, hosts and errors, unless all raised the same one.
+            CheckpointError: ranks failed or did not take part. It is of the class that the first of them raised. The
+                message has ranks, hosts and errors, unless all raised the same one.
         """
         meeting, result, failure = self, None, None
         content: dict[str, Any] = {}
@@ -92,21 +92,11 @@ class Meeting(Council):
             raise outcome from (None if content.get("text") == str(outcome) else failure)
         return cast(T, result)
 
-    def decided(self, name: str, decide: Callable[[], Any]) -> Any:
-        """Return on every rank what ``decide()`` returned on rank 0, as JSON, or raise its error on every rank.
-
-        Raises:
-            CheckpointError: of the class that was raised, if that is a checkpoint error; or rank 0 does not answer.
-        """
-        return self.decide(name, None, lambda _: decide(), posting=())
-
     def decided_from(self, name: str, content: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Return on every rank what ``decide`` returned on rank 0 for the contents of all ranks, or raise its error.
 
-        The contents are JSON values. Dataclasses in them are read as dicts.
-
-        Raises:
-            CheckpointError: see :meth:`decided`; or some ranks do not post. The message names them.
+        This is :meth:`~ds_topo.launch.council.Council.decide`, except that CheckpointError names ranks that do not
+        post.
         """
 
         def judge(posted: dict[int, Any]) -> Any:

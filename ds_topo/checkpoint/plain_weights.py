@@ -26,14 +26,14 @@ from typing_extensions import override
 
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.by_name import model_of_whole
-from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, opened
+from ds_topo.checkpoint.deepspeed_reader import DeepSpeedFiles, Located, opened
 from ds_topo.checkpoint.engine_state import Named, NamedBuffer, renaming
 from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedStructure
 from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import model_of, require_splits
-from ds_topo.checkpoint.stock_checkpoints import manifest_of_files, structure_of_files
-from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Slice, Table, Vector
+from ds_topo.checkpoint.stock_checkpoints import layout_of_files, manifest_of_files
+from ds_topo.checkpoint.table import BUFFER, WEIGHT, Part, Piece, Slice, Vector
 from ds_topo.errors import (
     CheckpointError,
     CheckpointVersionError,
@@ -117,10 +117,7 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
 class WeightFiles(DeepSpeedFiles):
     """A file or a folder of plain weights, as a checkpoint of whole parameters without an optimizer.
 
-    Args:
-        path: the file, or the folder.
-        named: parameters of the rank that reads them, by the names of the files.
-        buffers: its buffers.
+    Parameters and buffers of the rank that reads it have their names in the files.
     """
 
     def __init__(self, path: Path, named: Iterable[Named], buffers: Mapping[str, NamedBuffer]) -> None:
@@ -128,14 +125,11 @@ class WeightFiles(DeepSpeedFiles):
         self._shapes = {name: tuple(one.shape) for name, one in tensors.items()}
         shapes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         super().__init__(model_of_whole(shapes, named, buffers), path)
-        pieces = [Piece(name, Slice(shape)) for name, shape in self._shapes.items()]
-        vectors = [
-            Vector("", {BUFFER if one.name in buffers else WEIGHT: ((one.name,), "")}, {}, (whole,))
-            for at, one in enumerate(pieces)
-            for whole in (Part(at, 0, one.slice.numel, 0),)
-        ]
         self._open[""], self._known = tensors, {""}
-        self._add(Table(0, tuple(pieces), tuple(vectors)))
+        for name, shape in self._shapes.items():
+            key, piece = BUFFER if name in buffers else WEIGHT, Piece(name, Slice(shape))
+            whole = Part(0, 0, piece.slice.numel, 0)
+            self._rows[name, key] = [Located(0, piece, Vector("", {key: ((name,), "")}, {}, (whole,)), whole)]
 
     @override
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -174,10 +168,10 @@ def readable(checkpoint: Checkpoint) -> Manifest:
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
     if checkpoint.manifest is not None:
         return checkpoint.manifest
-    layout, structure = structure_of_files(checkpoint.path)
+    layout = layout_of_files(checkpoint.path, None)
     if layout is not None and (missing := folders.wrong_in_stock_checkpoint(checkpoint.path, layout)):
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {folders.told(missing)}")
-    return manifest_of_files(checkpoint.path, layout, structure)
+    return manifest_of_files(checkpoint.path, layout, SavedStructure(None, ()))
 
 
 @contextmanager

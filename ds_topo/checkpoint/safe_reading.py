@@ -52,10 +52,7 @@ ALLOWED: tuple[Any, ...] = (
     *_PATHS,
     *(decimal.Decimal, fractions.Fraction, uuid.UUID, deque, range, slice, complex),
 )
-"""The types of DeepSpeed's own files, and common types of programs: parsed arguments, NumPy's numbers and arrays,
-times, paths and numbers of the standard library. Building one runs no code of the file."""
-
-
+"""The types of DeepSpeed's own files, and common types of programs. Building one runs no code of the file."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 """The module of torch's metadata. It is imported by readers of torch's format only, see ``engine_state``."""
 _OF_METADATA = {
@@ -78,8 +75,6 @@ _RETURNED = {
 _ALWAYS_RETURNED = {"buffer_names", "ds_config", "ds_version"}
 REPLICAS, _REPLACED = "ds_topo_replicas", "ds_topo_replaced"
 """Our entries: the counts of a manager of replicas, and the names of DeepSpeed's entries that the program replaced."""
-
-
 _adding = threading.RLock()
 """Held while the allowed types are among torch's, so that one thread does not remove them while another reads."""
 
@@ -177,9 +172,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def check_metadata(folder: Path, *, trusted: bool) -> None:
     """Refuse a folder of torch whose ``.metadata`` would run code when torch reads it, or whose files would block it.
 
-    Raises:
-        UnsafeCheckpointError: the message names the first type that is not allowed.
-        OSError: a file cannot be read.
+    Raises UnsafeCheckpointError, or OSError if a file cannot be read.
     """
     found = entries_in(folder).items()
     if problems := [f"{name} {size}" for name, size in found if isinstance(size, str) and name != "."]:
@@ -212,12 +205,7 @@ def entries_to_save(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_client_state(state: object) -> None:
-    """Refuse a ``client_state`` that could not be loaded again; warn on rank 0 about types that loading refuses.
-
-    Raises:
-        TypeError: it is not a mapping, or a value cannot be pickled.
-        ValueError: it has keys of DeepSpeed's own state, which is in the same file.
-    """
+    """Refuse a ``client_state`` that could not be loaded again; warn on rank 0 about types that loading refuses."""
     if state is None:
         return
     if not isinstance(state, Mapping):

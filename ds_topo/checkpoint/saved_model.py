@@ -9,7 +9,7 @@ says which ranks have what.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,15 +17,8 @@ from itertools import groupby
 import torch
 
 from ds_topo.base.marks import PLACEHOLDERS
-from ds_topo.checkpoint.manifest import (
-    Manifest,
-    SavedLayout,
-    SavedParameter,
-    SavedSplit,
-    SavedStructure,
-    SavedTable,
-)
-from ds_topo.checkpoint.table import Box, Elements, Slice, expert_of, head_of, starred
+from ds_topo.checkpoint.manifest import Manifest, SavedLayout, SavedParameter, SavedSplit, SavedStructure, SavedTable
+from ds_topo.checkpoint.table import Box, Elements, Slice, head_of, numbered, starred
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, listed
 from ds_topo.topology.axes import MODEL
 
@@ -50,11 +43,6 @@ class WholeParameter:
     """True if AutoEP stacks the experts of a rank in this parameter. Its slices are then the parts of the experts."""
     padded: int | None = None
     """Size of the whole split dimension in the new layout, if its padding changes; None if the size stays."""
-
-    @property
-    def head(self) -> str:
-        """The entry of its layer among the structure's experts; empty if it does not belong to an expert."""
-        return "" if not self.experts else self.name if self.is_stacked else head_of(self.name)
 
     @property
     def real(self) -> int | None:
@@ -109,12 +97,13 @@ class WholeModel:
     @cached_property
     def slices(self) -> int:
         """The degree of ``model``."""
-        return slices_of(self.layout)
+        return self.layout.degree(MODEL)
 
     @cached_property
     def experts(self) -> dict[str, int]:
-        """Number of experts of each MoE layer, by the head of their names."""
-        return {one.head: one.experts for one in self.parameters.values() if one.experts}
+        """Number of experts of each MoE layer, by its entry among the structure's experts."""
+        layers = (one for one in self.parameters.values() if one.experts)
+        return {one.name if one.is_stacked else head_of(one.name): one.experts for one in layers}
 
     def names_on(self, model_rank: int) -> list[str]:
         """Return the names of a model rank's parameters, in its module's order, with all experts of its layers."""
@@ -148,7 +137,7 @@ class WholeModel:
 
         At ZeRO 3 tables are left out that have none of the wanted elements.
         """
-        row = starred(name) if starred(name) != name and head_of(name) in self.experts else name
+        row = starred(name) if head_of(name) in self.experts else name
         held = [(rank, at) for rank, positions in self._positions.items() if (at := positions.get(row)) is not None]
         if not held:  # a buffer, of which each partition of ZeRO 3 has a copy
             yield from (table.path for table in self.tables if table.has_buffers and table.partition == 0)
@@ -176,29 +165,18 @@ class WholeModel:
         return min((first for first, _ in found), default=0), max((end for _, end in found), default=0)
 
 
-def slices_of(layout: SavedLayout) -> int:
-    """Return the degree of ``model``, or raise CheckpointLayoutError if stages and slices cannot be told apart."""
+def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
+    """Return the model of a checkpoint, or raise CheckpointLayoutError if its manifest does not say enough.
+
+    ``declared`` has splits of parameters for which the manifest has none, and the padded sizes of the new layout.
+    """
+    structure, layout, slices = manifest.structure, manifest.layout, manifest.layout.degree(MODEL)
     if layout.topology is None and layout.model_ranks > 1:
         raise CheckpointLayoutError(
             f"the checkpoint was saved over {layout.model_ranks} model ranks with an mpu that is not a grid of "
             "ds_topo: it is unknown which of them are stages and which are slices. Load it in the layout that saved "
             "it, and save it with a grid"
         )
-    return layout.degree(MODEL)
-
-
-def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> WholeModel:
-    """Return the model of a checkpoint.
-
-    Args:
-        manifest: the checkpoint's manifest.
-        declared: splits of parameters for which the manifest has none, and the padded sizes of the new layout.
-
-    Raises:
-        CheckpointLayoutError: the manifest lacks information, experts are of an unknown kind, or slices of a
-            parameter differ in shape.
-    """
-    structure, layout, slices = manifest.structure, manifest.layout, slices_of(manifest.layout)
     heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
     is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
     if is_other_kind or heads - structure.experts.keys():
@@ -213,7 +191,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         if new.padded is not None
     }
     splits = {**declared, **known_splits, **padded}
-    if any(has_placeholders(groups) for groups in structure.groups):
+    if has_placeholders(structure):
         raise CheckpointLayoutError(
             f"{manifest.tag!r} has a stage without trainable parameters in a group of the optimizer ({PLACEHOLDERS}), "
             "so no other layout can load it: load it in the layout that saved it, or give each stage such a parameter"
@@ -246,8 +224,7 @@ def _parameters_of(
         of_layer = list(run)  # rows of an expert stand for all experts of the layer
         for number in range((of_layer[0].experts or 1) if head_of(of_layer[0].name) else 1):
             for row in of_layer:
-                expert = expert_of(row.name) if row.experts else None
-                name, first = (expert.numbered(number), expert.numbered(0)) if expert else (row.name, row.name)
+                name, first = numbered(row.name, number), numbered(row.name, 0)
                 split, dtype = splits.get(first), getattr(torch, row.dtype, None)
                 if not isinstance(dtype, torch.dtype):
                     raise DamagedCheckpointError(
@@ -268,9 +245,9 @@ def _parameters_of(
     return parameters
 
 
-def has_placeholders(groups: Iterable[Iterable[str]]) -> bool:
-    """Return whether the groups of a stage have placeholders for parameters that it does not have."""
-    return any(name.startswith(PLACEHOLDERS) for group in groups for name in group)
+def has_placeholders(structure: SavedStructure) -> bool:
+    """Return True if the groups of a stage have placeholders for parameters that it does not have."""
+    return any(name.startswith(PLACEHOLDERS) for groups in structure.groups for group in groups for name in group)
 
 
 def _is_stacked(row: SavedParameter) -> bool:

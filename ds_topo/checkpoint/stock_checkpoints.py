@@ -12,19 +12,18 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_topo.base.marks import element_by_element
 from ds_topo.checkpoint.deepspeed_reader import (
     config_in,
     name_of_model_states,
     name_of_partition,
     names_of_vectors,
     opened,
-    options_of_files,
 )
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
@@ -87,20 +86,8 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     )
 
 
-def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
-    """Return the layout of a checkpoint, and what its config says of the structure, where no job says more."""
-    if (layout := layout_of_files(path, None)) is None:
-        return None, SavedStructure(None, ())
-    config = config_in(opened(path / name_of_model_states(layout, 0)))
-    kind = (config.get("optimizer") or {}).get("type")
-    kinds = {one.__name__.lower(): one.__name__ for one in element_by_element()}
-    optimizer = kinds.get(str(kind).lower(), str(kind)) if kind else None
-    structure = SavedStructure(optimizer, (), is_by_element=str(kind).lower() in kinds)
-    return layout_of_files(path, optimizer), structure
-
-
 def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedStructure) -> Manifest:
-    """Describe a checkpoint of a known layout; ``structure`` is that of the job that loads it.
+    """Describe a checkpoint of a known layout; ``structure`` is that of the job that loads it, if there is one.
 
     If its files do not say enough, CheckpointLayoutError is raised.
     """
@@ -117,23 +104,15 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     aliases = dict(structure.aliases)
     for one in ranks:
         aliases.update(one.get("shared_params") or {})
-    shapes = [_shapes(one) for one in ranks]
-    trained = {name for one in ranks for vector in one.get("param_shapes") or () for name in vector}
-    rows: list[SavedParameter] = []
-    shapes_of_slices: dict[str, tuple[int, ...]] = {}
-    buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
+    names_of_buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
+    tensors: list[tuple[int, str, torch.Tensor]] = []
+    shapes_of_slices, buffers = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
     for rank, name, tensor in _tensors(path, layout, structure, ranks):
-        if name in buffers or name in aliases:
-            continue
-        holders = [other for other, known in enumerate(shapes) if name in known] if layout.is_pipeline else [rank]
-        shapes_of_slices.setdefault(name, tuple(tensor.shape))
-        shape = next((known[name] for known in shapes[rank:] if name in known), tensor.shape)
-        is_trained = not layout.has_partitions or name in trained
-        rows.append(
-            SavedParameter(
-                name, tuple(shape), name_of_type(tensor.dtype), tuple(holders) or (rank,), is_trained=is_trained
-            )
-        )
+        if name in names_of_buffers:
+            buffers.setdefault(name, tuple(tensor.shape))
+        elif name not in aliases:
+            shapes_of_slices.setdefault(name, tuple(tensor.shape))
+            tensors.append((rank, name, tensor))
     slices = layout.degree(MODEL)
     firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
@@ -143,13 +122,18 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     else:
         saved = [ranks[first]["optimizer"] for first in firsts]
         groups = _groups_by_position(path, saved, shapes_of_slices, structure)
-        if not layout.is_pipeline:
-            trained = {name for names in groups[0] for name in names}
-            rows = [replace(row, is_trained=row.name in trained) for row in rows]
-    if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
-        rows = [_placed(row, groups, slices) for row in rows]
-    options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
-    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers={})
+    of_stages = [set(chain.from_iterable(of_stage)) for of_stage in groups]
+    trained = set[str]().union(*of_stages)
+    shapes = [_shapes(one) for one in ranks]
+    rows: list[SavedParameter] = []
+    for rank, name, tensor in tensors:
+        place = rank % slices
+        held_by = zip(firsts, of_stages, strict=True)
+        holders = [first + place for first, own in held_by if name in own or name in shapes[first]]
+        shape = tuple(next((known[name] for known in shapes[rank:] if name in known), tensor.shape))
+        kind, model_ranks = name_of_type(tensor.dtype), tuple(holders) or (place,)
+        rows.append(SavedParameter(name, shape, kind, model_ranks, is_trained=not trained or name in trained))
+    found = replace(structure, groups=groups, aliases=aliases, buffers=buffers)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
 
 
@@ -173,38 +157,24 @@ def _tensors(
             yield from ((place, f"{prefix}{key}", one) for key, one in opened(file).items() if torch.is_tensor(one))
 
 
-def _placed(row: SavedParameter, groups: Sequence[Sequence[Sequence[str]]], slices: int) -> SavedParameter:
-    """Return a parameter on the stages whose optimizer has it, or on the first one if it is frozen.
-
-    >>> slice_of_both = SavedParameter("tied.weight", (2, 4), "float32", model_ranks=(1,))
-    >>> _placed(slice_of_both, [[["tied.weight"]], [["1.weight", "tied.weight"]]], slices=2).model_ranks
-    (1, 3)
-    """
-    stages = [stage for stage, own in enumerate(groups) if any(row.name in names for names in own)]
-    place = row.model_ranks[0] % slices
-    return replace(row, model_ranks=tuple(stage * slices + place for stage in stages or (0,)), is_trained=bool(stages))
-
-
 def groups_of_partitions(
     path: Path, layout: SavedLayout, place: SavedPlace, states: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names in each group of an optimizer with partitions: a group has one vector, or at stage 3 several.
 
-    ``place`` is a rank that saved a partition, and ``states`` its file of weights. That of ``BF16_Optimizer`` without
-    ZeRO names no parameters, but its partitions do.
+    ``place`` is a rank that saved a partition, and ``states`` its file of weights.
     """
     if "param_shapes" not in states:
         raise CheckpointError(
             f"{path}: the file of weights of model rank {place.model_rank} has no 'param_shapes', so DeepSpeed did not "
             "write it: restore it, or load another checkpoint"
         )
-    saved = opened(path / name_of_partition(layout, place))["optimizer_state_dict"]
-    inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
-    vectors = states["param_shapes"]
-    if vectors is None:
-        places = [SavedPlace(place.model_rank, replica) for replica in range(layout.partitions)]
-        files = (opened(path / name_of_partition(layout, one)) for one in places)
-        vectors = names_of_vectors(file["optimizer_state_dict"] for file in files)
+
+    def partition(of: SavedPlace) -> Any:
+        return opened(path / name_of_partition(layout, of))["optimizer_state_dict"]
+
+    inner = partition(place).get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
+    vectors = names_of_vectors(layout, place.model_rank, states, partition)
     numbers = [one["params"] for one in inner["param_groups"]] if isinstance(inner, dict) else [[*range(len(vectors))]]
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
@@ -214,14 +184,9 @@ def _groups_by_position(
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Return the names in each group of optimizers without ZeRO, by stage.
 
-    The files have positions only, so the groups are those of the job that loads. A stage has as many of its layers,
-    from the end of the stage before, as fill the groups in its files. A plain engine is like one layer.
-
-    Args:
-        path: the checkpoint's own folder.
-        saved: the optimizer's state of each stage.
-        shapes: the shapes of all parameters, on one slice.
-        structure: the structure of the job that loads.
+    The files have positions only, so the groups are those of the job that loads, as ``structure`` says. A stage has as
+    many of its layers, from the end of the stage before, as fill the groups in its files, ``saved``. A plain engine is
+    like one layer. ``shapes`` are those of one slice.
     """
     tied_first = sorted(shapes, key=lambda name: not (structure.layers and name.startswith("tied_modules.")))
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}

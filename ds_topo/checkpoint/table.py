@@ -203,41 +203,36 @@ def boxes_in(
 _EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")
 
 
-class ExpertName(NamedTuple):
-    """The name of a parameter of an expert.
-
-    >>> expert_of("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight").numbered(7)
-    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
-    """
-
-    head: str
-    """Prefix that all experts of the layer share."""
-    number: int
-    tail: str
-
-    def numbered(self, number: int | str) -> str:
-        """Return the name of the same parameter of another expert of the layer."""
-        return f"{self.head}.{number}.{self.tail}"
-
-
-def expert_of(name: str) -> ExpertName | None:
-    """Parse the name of a parameter; return None if it does not belong to an expert."""
-    if "deepspeed_experts" not in name or (found := _EXPERT_NAME.fullmatch(name)) is None:
-        return None
-    number = found["number"]
-    return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
+def _expert(name: str) -> re.Match[str] | None:
+    return _EXPERT_NAME.fullmatch(name) if "deepspeed_experts" in name else None
 
 
 def head_of(name: str) -> str:
-    """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
-    expert = expert_of(name)
-    return expert.head if expert is not None else ""
+    """Return the prefix that all experts of a MoE layer share in their names; an empty string for other parameters."""
+    found = _expert(name)
+    return found["head"] if found is not None else ""
+
+
+def number_of(name: str) -> int:
+    """Return the number in the name of an expert's parameter."""
+    found = _expert(name)
+    assert found is not None
+    return int(found["number"])
+
+
+def numbered(name: str, number: int | str) -> str:
+    """Return the name of the same parameter of another expert of the layer; other names as they are.
+
+    >>> numbered("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight", 7)
+    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
+    """
+    found = _expert(name)
+    return name if found is None else f"{found['head']}.{number}.{found['tail']}"
 
 
 def starred(name: str) -> str:
     """Return a name that all experts of a layer have in common; the same one for other parameters."""
-    expert = expert_of(name)
-    return name if expert is None else expert.numbered("*")
+    return numbered(name, "*")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -281,10 +276,7 @@ class Table(Saved):
     def described(self, path: str, names: Iterable[str], partition: tuple[int, int]) -> SavedTable:
         """Return what the manifest says of the table in the file ``path``.
 
-        Args:
-            path: the file.
-            names: the names of the model rank's parameters, of which one stands for all experts of a layer.
-            partition: at ZeRO 3, the number of the rank's partition of each parameter, and of all partitions.
+        Of ``names``, those of the model rank's parameters, one stands for all experts of a layer.
         """
         names_held = {self.pieces[part.piece].name for vector in self.vectors for part in vector.parts}
         known = names_held.union(map(starred, names_held))
@@ -343,12 +335,9 @@ class Order:
     partitions: int = 1
 
     def parts(self, pieces: Sequence[Piece], numel: int, *, is_by_parameter: bool = False) -> Iterator[Part]:
-        """Yield the parts that a partition holds.
+        """Yield the parts that a partition of ``numel`` elements holds.
 
-        Args:
-            pieces: all pieces.
-            numel: the number of elements of a partition.
-            is_by_parameter: each parameter is cut into partitions, and not the vector: ZeRO 3.
+        With ``is_by_parameter``, ZeRO 3, each parameter is cut into partitions, and not the vector.
         """
         for number, begin in self.begins:
             size = pieces[number].slice.numel

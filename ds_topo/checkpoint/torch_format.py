@@ -104,9 +104,6 @@ class TorchState:
             omit names that stay. A pipeline's are ``"3.weight"``, and ``"tied_modules.<key>.weight"`` if tied.
         flatten_optimizer_state_dict: as in torch's ``StateDictOptions``.
 
-    Raises:
-        CheckpointError: see :meth:`state_dict`.
-
     Saving and loading, if both have the same parameters::
 
         dcp.save({"app": TorchState(engine)}, checkpoint_id=folder)
@@ -144,7 +141,9 @@ class TorchState:
                     optim.update((f"{_GROUPS}.{name}.{key}", group[key]) for key in group if key != PARAMS)
         else:
             optim = {_STATE: found.states, _GROUPS: _of_all_stages(self.engine, found.groups)}
-        return {_MODEL: found.weights, _OPTIM: optim, _PROGRESS: (*_progress_of(self.engine), (_ORDER, order))}
+        progress = {_LAYOUT: asdict(facts.layout_of(self.engine)), **progress_of(self.engine), _ORDER: order}
+        # torch's checkpoints keep a tuple in one piece
+        return {_MODEL: found.weights, _OPTIM: optim, _PROGRESS: tuple(progress.items())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Use the values that were loaded into the memory that :meth:`state_dict` returned. Collective."""
@@ -208,8 +207,7 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
 class EngineState:
     """The weights and optimizer states of an engine on this rank, under names that do not depend on its layout.
 
-    Optimizer states that do not exist yet are created. If a state, or the memory of this kind of optimizer, cannot be
-    described, CheckpointError is raised.
+    Optimizer states that do not exist yet are created.
     """
 
     def __init__(self, engine: DeepSpeedEngine, rename: Rename) -> None:
@@ -228,7 +226,8 @@ class EngineState:
             begin_states(inner, (one.held for one in self.parameters))
         names_in_groups = defaultdict[int | None, list[str]](list)
         for one in self.parameters:
-            if (weight := self._of(one, one.held.master)) is not None:
+            if one.held.numel:
+                weight = one.part_of(one.held.master, one.held)
                 self.weights.update(dict.fromkeys(one.names, weight))
             names_in_groups[one.held.group] += one.everywhere
             if one.held.group is not None and inner is not None:
@@ -243,23 +242,19 @@ class EngineState:
             self.groups.append({**found, PARAMS: names_in_groups[number]})
 
     def _add_states(self, one: Named, states: Mapping[str, Any]) -> None:
-        name, own = one.names[0], {}
+        name, own = one.names[0], dict[str, torch.Tensor]()
         for key, value in states.items():
             if value is None:
                 continue
             if _is_by_element(value, one.held.master):
-                if (part := self._of(one, value)) is not None:
-                    own[key] = part
+                if one.held.numel:
+                    own[key] = one.part_of(value, one.held)
             else:
                 number = value.detach().clone() if torch.is_tensor(value) else torch.tensor(float(value))
                 own[key] = number.reshape(())
                 self.numbers[name, key] = one.held.master
         if own:
             self.states[name] = own
-
-    def _of(self, one: Named, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return this rank's part of a parameter in a tensor with the layout of its values; None if it has none."""
-        return one.part_of(tensor, one.held) if one.held.numel else None
 
 
 def _is_by_element(value: Any, master: torch.Tensor) -> bool:
@@ -367,16 +362,9 @@ def _warn_of_new_scheduler(engine: DeepSpeedEngine) -> None:
 
 
 class TorchFiles(Source):
-    """A checkpoint of torch in a folder, whose parameters are whole.
+    """A checkpoint of torch in a folder, whose parameters are whole; arguments and errors are those of ``load_torch``.
 
-    Args:
-        folder: the folder.
-        named: this rank's parameters, by their names in the checkpoint.
-        buffers: its buffers.
-        inner: its optimizer, whose initial states are created; None to read weights alone.
-        model: as of :func:`load_torch`, like all following arguments and errors.
-        optimizer: see there.
-        trusted: see there.
+    The initial states of ``inner``, this rank's optimizer, are created; it is None to read weights alone.
     """
 
     in_part = ""
@@ -639,8 +627,3 @@ def _require_same_training(layout: SavedLayout, structure: SavedStructure, progr
     is_same = bool(saved) and progress.get(_ORDER) == _order_of(structure) and not why_unreachable(was, layout)
     if not is_same and (problem := why_layouts_differ(was, layout, structure)):
         raise CheckpointLayoutError(f"the checkpoint of {was if saved else 'an unknown layout'}: {problem}")
-
-
-def _progress_of(engine: DeepSpeedEngine) -> tuple[tuple[str, Any], ...]:
-    """Return steps, loss scale and learning-rate scheduler: in a tuple, which torch's checkpoints keep in one piece."""
-    return ((_LAYOUT, asdict(facts.layout_of(engine))), *progress_of(engine).items())

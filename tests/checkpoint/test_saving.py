@@ -459,7 +459,7 @@ def _reads_from_rank_0(folder: str) -> None:
         time.sleep(1)
         os._exit(0)
     with pytest.raises(CheckpointError) as caught:
-        meeting.decided("choice", lambda: None)
+        meeting.decide("choice", None, lambda _: None, posting=())
     Path(folder, "error").write_text(str(caught.value))
 
 
@@ -472,12 +472,12 @@ def test_a_lost_store_is_reported_as_lost(tmp_path: Path) -> None:
 
 
 def _decide_on_a_full_disk() -> str:
-    def fail() -> None:
+    def fail(posted: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     meeting = Meeting.begin("saving the checkpoint 'step1'", "", None)
     with pytest.raises(CheckpointError) as caught:
-        meeting.decided("room", fail)
+        meeting.decide("room", None, fail, posting=())
     return str(caught.value)
 
 
