@@ -28,7 +28,7 @@ from ds_topo.base.backends import accelerator, device_served_by
 from ds_topo.errors import LaunchError, TopologyError, fold_numbers
 from ds_topo.health import faults, probes
 from ds_topo.health.faults import Anomaly, Fault, RankReport, Summary
-from ds_topo.health.probes import Device, Hosts, PairTime, hosts_in_blocks, largest, place_of
+from ds_topo.health.probes import Device, PairTime, largest, ranks_in_blocks
 from ds_topo.launch.council import Council
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
@@ -114,7 +114,8 @@ class _Check:
     """The steps of a check on one rank, in the order in which they are called."""
 
     grid: ProcessGrid
-    hosts: Hosts
+    hosts: Sequence[Sequence[int]]
+    """The global ranks of each host, ascending; hosts in the order of their first ranks."""
     team: ProcessGroup | None
     """The ranks of this host, where there are several."""
 
@@ -130,17 +131,12 @@ class _Check:
         self.host_of: dict[int, str] = {}
         """The host of every rank, on rank 0, as soon as it is known."""
 
-    def begin(self, step: str) -> Callable[[int, int], None]:
-        """Show the step; return a function that shows how much of it is done."""
-        self.progress(step, 0, 0)
-        return lambda done, of: self.progress(step, done, of)
-
     # -- before any group exists ---------------------------------------------------------------------------------------
 
     def compare_reports(self) -> None:
         """Compare topologies, versions and hosts of all ranks; learn the ranks of every host."""
         launch, options = self.launch, self.options
-        self.begin("versions and topology")
+        self.progress("versions and topology", 0, 0)
 
         def describe() -> dict[str, Any]:
             try:
@@ -170,16 +166,17 @@ class _Check:
             self.faults += found
             hosts, blocks = list(ranks_of.values()), (len(reports) // len(ranks_of), len(ranks_of))
             # every rank reads this from one store, so it is short where ranks are numbered host by host
-            placed = {"blocks": blocks} if hosts == hosts_in_blocks(*blocks) else {"hosts": hosts}
+            placed = {"blocks": blocks} if hosts == ranks_in_blocks(*blocks) else {"hosts": hosts}
             return [fault for fault in found if fault.kind in FATAL], placed
 
         placed = self.step("describe", describe, judge)
-        self.hosts = hosts_in_blocks(*placed["blocks"]) if "blocks" in placed else placed["hosts"]
-        self.host, self.place = place_of(self.rank, self.hosts)
+        self.hosts = ranks_in_blocks(*placed["blocks"]) if "blocks" in placed else placed["hosts"]
+        self.host = next(host for host, ranks in enumerate(self.hosts) if self.rank in ranks)
+        self.place = self.hosts[self.host].index(self.rank)
 
     def compare_clocks(self) -> None:
         """Compare the clocks of all hosts."""
-        self.begin("clocks")
+        self.progress("clocks", 0, 0)
         answers = self.gather("clocks", lambda: None if self.place else self.clock_offset())
         if answers:
             offsets = {self.host_of[rank]: offset for rank, offset in answers.items() if offset is not None}
@@ -191,7 +188,7 @@ class _Check:
     def create_groups(self) -> None:
         """Create the groups of training, and one of the ranks of each host."""
         launch, options = self.launch, self.options
-        self.begin("groups")
+        self.progress("groups", 0, 0)
         topology = ProcessTopology.from_spec(options.spec, launch.world_size)
         self.summary.topology = topology.spec
 
@@ -213,7 +210,7 @@ class _Check:
         Where a wrong sum may be due to any member of a group, its members are tested again in pairs.
         """
         grid, rank, device = self.grid, self.rank, self.device.device
-        self.begin("results")
+        self.progress("results", 0, 0)
         seen: list[Anomaly] = []
 
         def test() -> list[Anomaly]:
@@ -249,7 +246,7 @@ class _Check:
         """Measure latency and bandwidth of every kind of group."""
         grid = self.grid
         for number, (name, axes) in enumerate(self.kinds):
-            self.begin(f"speed of {name} groups")(number, len(self.kinds))
+            self.progress(f"speed of {name} groups", number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
             measure = partial(probes.time_all_reduce, group, self.world, self.device)
             answers = self.gather(f"axis {name}", measure)
@@ -266,7 +263,8 @@ class _Check:
         self.team = next(iter(self.grid.create_groups("the ranks of each host", wanted)), None)
         if max(map(len, hosts)) == 1:
             return
-        progress = self.begin("links inside hosts")
+        progress = partial(self.progress, "links inside hosts")
+        progress(0, 0)
 
         def measure() -> list[PairTime]:
             times = []
@@ -293,7 +291,8 @@ class _Check:
         hosts, options = self.hosts, self.options
         if len(hosts) == 1:
             return
-        progress = self.begin("links between hosts")
+        progress = partial(self.progress, "links between hosts")
+        progress(0, 0)
         order = probes.order_of_rounds(len(hosts))
 
         def measure() -> dict[str, Any]:
