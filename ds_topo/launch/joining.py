@@ -29,7 +29,6 @@ from ds_topo.base.torch_names import (
     default_store,
     inherit_timeout,
     job_timeout,
-    served_at,
     timeout_of,
 )
 from ds_topo.errors import (
@@ -86,8 +85,8 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     """Return the interface that gloo must use on this host, or None where it finds one itself.
 
     gloo binds to the address of the host's own name. If that is a loopback address (Debian's ``127.0.1.1``) or unknown,
-    ranks of different hosts cannot connect. Then the interface towards the master is used. On the master's own host it
-    is that of the default route, or the only one.
+    ranks of other hosts cannot connect. Then it is the interface towards the master, or on the master's own host that
+    of the default route, or the only one.
     """
     is_size_unknown = launch.local_world_size is None and launch.node is None
     is_on_one_host = is_loopback(master) if is_size_unknown else launch.local_world_size == launch.world_size
@@ -151,6 +150,7 @@ def join(
     variables, waits until all ranks have come, and calls ``init_process_group``. Later groups without a timeout of
     their own, such as DeepSpeed's, get this timeout instead of torch's 30 minutes. One rank prints an error that ends
     several ranks alike. If ``torch.distributed`` is initialised already, it only returns the description of this rank.
+
     Without a launcher, this process is a job of one rank.
 
     Args:
@@ -179,7 +179,8 @@ def join(
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
-    share_tracebacks()
+    if launch.world_size > 1:
+        SharedTraceback(default_store())
     if launch.rank == 0 and (verbose or launch.launcher == ALONE):
         tell(f"ds_topo: {launch}, backend {backend}, timeout {limit}")
     return launch
@@ -191,9 +192,7 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
     >>> as_timeout(90), as_timeout(timedelta(minutes=2)).total_seconds()
     (datetime.timedelta(seconds=90), 120.0)
     """
-    if timeout is None:
-        return timedelta(minutes=minutes_of_timeout())
-    return timeout_of(timeout)
+    return timedelta(minutes=minutes_of_timeout()) if timeout is None else timeout_of(timeout)
 
 
 def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
@@ -231,7 +230,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     )
     try:
         store = within(timeout * UNANSWERED_AFTER, "the connection", connect, f" at {where}")
-    except (dist.DistError, RuntimeError) as error:
+    except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             text = (
                 f"port {launch.master_port} is in use on {host}, probably by another job: set MASTER_PORT to another "
@@ -260,8 +259,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
 def warn_of_restarts(launch: Launch) -> None:
     """Warn, on rank 0, if ranks may use different prefixes in the store after a restart.
 
-    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail restarts them, and does not count
-    this as a restart.
+    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail does not count their restart.
     """
     hosts = launch.node[1] if launch.node else 1
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -307,9 +305,9 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
 def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str) -> None:
     """Call ``init_process_group`` with the store; later groups inherit the timeout.
 
-    The world's group is not bound to a device (``device_id=``). Otherwise torch would create every later NCCL group by
-    splitting it, which is collective over all ranks. torch 2.15 binds it nevertheless, to ``LOCAL_RANK``; a grid
-    creates its groups by their members alone in both cases (:func:`~ds_topo.base.torch_names.next_group_named`).
+    The world's group is not bound to a device (``device_id=``), because torch would create every later NCCL group by
+    splitting it, which is collective over all ranks. torch 2.15 binds it to ``LOCAL_RANK`` nevertheless
+    (see :func:`~ds_topo.base.torch_names.next_group_named`).
     """
     rank, size = launch.rank, launch.world_size
     init = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -317,19 +315,16 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
         within(timeout * UNANSWERED_AFTER, f"rank {rank} connects by {backend}", init, address_of_store(store))
     except StoreTimeoutError:
         raise
-    except (dist.DistError, RuntimeError) as error:
+    except RuntimeError as error:
         raise LaunchError(
-            f"rank {launch.rank} on {socket.gethostname()}: all ranks came, but cannot connect by {backend}: {error}. "
+            f"rank {rank} on {socket.gethostname()}: all ranks came, but cannot connect by {backend}: {error}. "
             f"{GLOO_INTERFACE} is {os.environ.get(GLOO_INTERFACE, 'not set')}"
         ) from error
     inherit_timeout()
 
 
 class SharedTraceback:
-    """A ``sys.excepthook`` that prints what another rank has printed already in one line.
-
-    It calls the former hook, and that one is back once the store's job is over.
-    """
+    """A ``sys.excepthook`` that prints what another rank has printed in one line; it ends with the store's job."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._rank, self._before = weakref.ref(store), dist.get_rank(), sys.excepthook
@@ -352,15 +347,6 @@ class SharedTraceback:
             print_once(store, self._rank, self._before, kind, error, trace)
 
 
-def share_tracebacks() -> None:
-    """Set the hook for the present job, once, if it has several ranks."""
-    store = default_store()
-    if dist.get_world_size() > 1 and served_at(store) is not None:
-        present = sys.excepthook
-        if not (isinstance(present, SharedTraceback) and present._store() is store):
-            SharedTraceback(store)
-
-
 def _joined_already(timeout: timedelta | None) -> Launch:
     if timeout is not None and timeout != job_timeout():
         warn(f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect")
@@ -377,11 +363,11 @@ def _joined_already(timeout: timedelta | None) -> Launch:
     return launch
 
 
-def take_device(launch: Launch, backend: str) -> torch.device:
-    """Return the device of this rank, and make it the current one if it is an accelerator."""
+def take_device(launch: Launch, backend: str) -> None:
+    """Make the device of this rank the current one if it is an accelerator."""
     device = device_served_by(backend, launch.local_rank)
     if device.type == "cpu":
-        return device
+        return
     visible = torch.accelerator.device_count()
     if launch.local_rank >= visible:
         raise LaunchError(
@@ -390,7 +376,6 @@ def take_device(launch: Launch, backend: str) -> torch.device:
             "(srun: --gpus-per-node instead of --gpus-per-task, or --gpu-bind=none)"
         )
     torch.accelerator.set_device_index(launch.local_rank)
-    return device
 
 
 _SAME_SIZE = "start every rank with the same WORLD_SIZE, the number of all ranks"
