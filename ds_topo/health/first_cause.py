@@ -8,24 +8,18 @@ store's server answers when there is one, so nothing is polled and a step costs 
 A failure alone ends nothing. The rank may handle its error and go on, and all ranks may have raised the same one. The
 wait of another rank is ended if three things are true: a rank that takes part in the same guarded call has posted; that
 rank has not begun another guarded call since; and this rank's main thread has waited in one place of the call for
-``GRACE`` seconds after the post. Gloo's connections are then shut down (those
-to the store, if it waits for the store), and communicators that can abort are aborted. The guard turns whatever the
-call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that
-cannot be made to raise is ended, with a dump of all stacks.
+``GRACE`` seconds after the post. :class:`~ds_topo.health.blocked_calls.BlockedCall` ends it, and the guard turns
+whatever the call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause.
 
 The first rank that ends its program or destroys its grids leaves a note in the store, for ranks that then cannot reach
-it: most likely they take more steps than it did. A wait at the store is ended if it is in a call that the rank never
-began.
+it, most likely because they take more steps, or wait at the store in a call that it never began.
 
 A timeout or a lost connection is no cause. A rank that raises one waits a moment for the cause. If none comes it asks:
 the threads of all ranks report where theirs is, by one ``append`` each, and that of the rank that asked posts a
 comparison (:func:`~ds_topo.health.blocked_calls.compared`), which all ranks raise.
 
-While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
-serves the store stops: the watch does. If that process is rank 0 and has ended, its end is the cause.
-
-:data:`job_watch` starts the watch of a job if the program or the environment asks for one. Otherwise its modules are
-not imported.
+While the watch is on, it alone reports. The thread does not help if the process that serves the store stops: the watch
+does. If that process is rank 0 and has ended, its end is the cause.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -249,9 +243,8 @@ class FailureListener:
         """Post this rank's failure, unless another rank was first. No-op if the store does not answer."""
         self.reported, self._calls_at_post = id(error), self._guard.calls
         text = "".join(traceback.format_exception_only(error)).strip()
-        own = FirstCause(
-            self.rank, here(self.rank), call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left
-        )
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+        own = FirstCause(self.rank, here(self.rank), call, shown, has_left)
 
         def write(store: Store) -> None:
             written, number = json.dumps(own), self._number
@@ -311,10 +304,8 @@ class FailureListener:
 
     def _is_read(self) -> bool:
         """Return whether all others have read this rank's post, or it was withdrawn."""
-        number, withdrawn = self._own, [self._key(self._own, "withdrawn")]
-        return self._job_store.add(self._key(number, "read"), 0) >= self._world_size - 1 or bool(
-            self._job_store.check(withdrawn)
-        )
+        readers = self._job_store.add(self._key(self._own, "read"), 0)
+        return readers >= self._world_size - 1 or bool(self._job_store.check([self._key(self._own, "withdrawn")]))
 
     def place_of(self, trace: TracebackType | None) -> str:
         """Describe where an exception was raised."""
@@ -382,8 +373,7 @@ class FailureListener:
         if is_asking:
             linger(lambda: self._connection.add(count, 0) >= self._world_size, _INQUIRY_LIMIT)
             lines = map(json.loads, self._connection.get(answers).decode().splitlines())
-            text = compared(lines, self._world_size)
-            found = FirstCause(self.rank, here(self.rank), "", text, is_inferred=True)
+            found = FirstCause(self.rank, here(self.rank), "", compared(lines, self._world_size), is_inferred=True)
             self._connection.compare_set(self._key(self._number), "", json.dumps(found))
             _wake_all(self._connection, self._world_size)
 
@@ -513,15 +503,13 @@ class Guard:
             listener.post(error, str(call), call.members, has_left=False)
 
     def hold(self) -> Callable[[], None]:
-        """Keep the thread, once there is one, until the function that is returned is called."""
+        """Keep the thread, once there is one, until the function that is returned is called; call it once."""
         self._holders += 1
-        pending = [self]
 
         def release() -> None:
-            if pending:
-                pending.pop()._holders -= 1
-                if not self._holders and self.call is None:
-                    self._stop()
+            self._holders -= 1
+            if not self._holders and self.call is None:
+                self._stop()
 
         return release
 
@@ -555,11 +543,11 @@ class Guard:
         if self._listener is not None:
             self._listener.stop(is_end=True)
         elif _can_listen():
-            size, departure = dist.get_world_size(), departure_of(dist.get_rank(), self.calls, is_end=True)
+            departure = departure_of(dist.get_rank(), self.calls, is_end=True)
             if departure is not None:
-                leave_in = departure.leave_in
+                leave = partial(departure.leave_in, world_size=dist.get_world_size())
                 with suppress(RuntimeError):  # the store does not answer
-                    apart(default_store(), _STORE_LIMIT, "the end of a rank", lambda store: leave_in(store, size))
+                    apart(default_store(), _STORE_LIMIT, "the end of a rank", leave)
 
     def _heard(self) -> FailureListener | None:
         return None if watch_is_on() else self._listener
@@ -682,13 +670,7 @@ _OF_WATCH = "DS_TOPO_WATCH"
 
 
 def watch_limit(given: float | None) -> float | None:
-    """Return the limit in seconds, or None for no watch.
-
-    The environment (``DS_TOPO_WATCH=60``, or ``off``) overrides the given limit.
-
-    >>> watch_limit(20.0), watch_limit(None)
-    (20.0, None)
-    """
+    """Return the limit in seconds, or None for no watch: the environment's (``60``, ``off``) if it has one, or this."""
     text = os.environ.get(_OF_WATCH, "")
     if text.lower() in ("off", "0", "no", "false"):
         return None
