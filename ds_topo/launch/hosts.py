@@ -375,11 +375,6 @@ def slurm_map(environ: Mapping[str, str], *, of_step: bool) -> HostMap:
     if not all(counts):
         raise HostError(f"{name}={environ[name]!r}: node {nodes[counts.index(0)]!r} has no task; {_ADVICE}")
     hosts = Hosts(tuple(Host.of(node, count) for node, count in zip(nodes, counts, strict=True)))
-    return HostMap(hosts, tuple(_order(environ, hosts)))
-
-
-def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int]:
-    """Return the node of every task by ``srun --distribution``."""
     distribution = environ.get("SLURM_DISTRIBUTION", "block").split(",")[0].split(":")[0]
     slots = [(slot, index) for index, host in enumerate(hosts) for slot in host.slots]
     if distribution == "cyclic":
@@ -389,4 +384,4 @@ def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int]:
             f"SLURM_DISTRIBUTION={distribution!r} is not one of block and cyclic: pass one of them to srun "
             "--distribution, and choose the places of ranks by the order of axes"
         )
-    return [index for _, index in slots]
+    return HostMap(hosts, tuple(index for _, index in slots))
