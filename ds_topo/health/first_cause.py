@@ -250,10 +250,9 @@ class FailureListener:
             written, number = json.dumps(own), self._number
             while True:
                 first = FirstCause(*json.loads(store.compare_set(self._key(number), "", written)))
-                is_former = first != own and (first.rank == own.rank or first.is_inferred)
-                if is_former:
+                if first != own and (first.rank == own.rank or first.is_inferred):
                     self._withdraw(store, number)
-                if not is_former and not store.check([self._key(number, "withdrawn")]):
+                if not store.check([self._key(number, "withdrawn")]):
                     break
                 number += 1
             if first == own:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import weakref
 from collections.abc import Mapping
@@ -55,8 +54,6 @@ from ds_topo.launch.launchers import (
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737), which is reached over the default route."""
-_SIOCGIFADDR = 0x8915
-"""Linux's request for the address of an interface."""
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable: 1 creates a new store after each restart."""
 
@@ -97,7 +94,14 @@ def choose_interface(launch: Launch, master: str) -> str | None:
         own = address_of(name)
         if not is_loopback(own):
             return None
-    interfaces = {address: name for name, address in _interfaces() if not is_loopback(address)}
+    import psutil  # a requirement of DeepSpeed
+
+    interfaces: dict[str, str] = {
+        each.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and not is_loopback(each.address)
+    }
     towards = [address_towards(master), address_towards(_ANYWHERE), *(interfaces if len(interfaces) == 1 else ())]
     interface = next((interfaces[address] for address in towards if address in interfaces), None)
     if interface is None:
@@ -117,21 +121,6 @@ def address_towards(host: str, port: int = 9) -> str | None:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
     return None
-
-
-def _interfaces() -> list[tuple[str, str]]:
-    """Return names and IPv4 addresses of this host's interfaces; none on other systems than Linux."""
-    if sys.platform != "linux":
-        return []
-    import fcntl
-
-    found: list[tuple[str, str]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------

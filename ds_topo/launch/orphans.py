@@ -50,7 +50,7 @@ class Ancestor:
 
 
 def kind_of(argv: Sequence[str]) -> str:
-    """Return the kind of an ancestor by its command line, as in ``_KINDS``, or the kind of sshd's session or a shell."""
+    """Return the kind of an ancestor by its command line, as in ``_KINDS``, or of sshd's session or a shell."""
     if not argv or not argv[0]:
         return "other"
     names = [os.path.basename(word) for word in argv[:2]]
