@@ -146,7 +146,7 @@ class GuardedCall:
     name: str
     members: Sequence[int]
     steps: int | None
-    number: int = 0
+    number: int
     """How many guarded calls this process has begun, including this one."""
     cause: FirstCause | None = None
     """The failure for which this call was ended."""
@@ -466,14 +466,13 @@ class Guard:
         """Begin a call as in :meth:`over`, after so many ``steps``; return what :meth:`end` needs."""
         if self.call is not None or threading.current_thread() is not threading.main_thread():
             return None
-        world = dist.group.WORLD  # None without a job
-        size = 1 if world is None else world.size()
-        if size > 1 or self._listener is not None:
-            self._listen()
+        self._listen()
         if self._listener is not None:
             self._listener.where = None
         self.calls += 1
-        self.call = GuardedCall(name, range(size) if members is None else members, steps, self.calls)
+        world = dist.group.WORLD  # None without a job
+        everyone = range(1 if world is None else world.size())
+        self.call = GuardedCall(name, everyone if members is None else members, steps, self.calls)
         return self.call
 
     def end(self, call: GuardedCall | None, error: BaseException | None) -> None:

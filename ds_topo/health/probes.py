@@ -154,18 +154,11 @@ def largest(value: float, group: ProcessGroup | None, device: Device) -> float:
     return float(tensor.item())
 
 
-class GroupTimes(NamedTuple):
-    """The speed of the all_reduce of one group."""
+def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> tuple[float, float, int]:
+    """Measure an all_reduce of all groups of an axis; collective over ``world``, so that they start together.
 
-    latency: float
-    """Seconds of an all_reduce of one number."""
-    seconds: float
-    """Seconds of one of ``size`` bytes."""
-    size: int
-
-
-def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> GroupTimes:
-    """Measure an all_reduce of all groups of an axis; collective over ``world``, so that they start together."""
+    Return the seconds of one number, the seconds of ``size`` bytes, and ``size``.
+    """
     small = device.number(0.0)
 
     def seconds_of(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> float:
@@ -181,7 +174,7 @@ def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) ->
     largest(0.0, world, device)
     latencies = [seconds_of(small, dist.ReduceOp.SUM) for _ in range(SMALL_TIMES)]
     size, times = _repeated(seconds_of_bytes, device)
-    return GroupTimes(median_high(latencies), min(of_group for _, _, of_group in times), size)
+    return median_high(latencies), min(of_group for _, _, of_group in times), size
 
 
 def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None) -> PairTime | None:
@@ -253,11 +246,7 @@ def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup |
 
 
 def rounds(players: int) -> int:
-    """Return the number of rounds in which every player meets every other one once.
-
-    >>> rounds(4), rounds(5), rounds(1)
-    (3, 5, 0)
-    """
+    """Return the number of rounds in which every player meets every other one once."""
     return 0 if players < 2 else players - 1 + players % 2
 
 

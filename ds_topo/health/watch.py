@@ -7,8 +7,7 @@ for this one while it holds the interpreter.
 One rank writes a verdict, and all adopt it. The judging thread then shuts down gloo's connections, which ends a blocked
 collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that makes
 no progress (``activity.Progress``) is ended with a dump of all stacks. One that computes, saves or evaluates may
-continue: it will raise in its next collective. A call that holds the interpreter stops the judging thread, too: the
-rank can be ended only after that call.
+continue: it will raise in its next collective.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class Watch:
         self._heart.start()
         self._judge = threading.Thread(target=self._run, name="ds_topo watch: judge", daemon=True)
         self._judge.start()
-        self._hook_before, self._hook = sys.excepthook, self._on_exception
-        sys.excepthook = self._hook
+        self._hook_before, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
 
     def _prepare(self) -> None:
@@ -172,16 +170,15 @@ class Watch:
             time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
         self._judge.join(2)
         self._witness.end()
-        if sys.excepthook == self._hook:
+        if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
-        """Compare the steps that the ranks of a group have taken.
+        """Compare the steps that the ranks of a group have taken, and print a difference once; nothing waits for it.
 
         Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
-        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed on
-        standard error, once. Nothing waits for the comparison or is ended.
+        next one. The nth call for a group is compared with the nth calls on other ranks.
         """
         self._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
 
@@ -301,7 +298,7 @@ class Watch:
 
     def _await_verdict(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self.verdict is None and time.monotonic() < until and (self._heart.lost is None or self._local is None):
+        while self.verdict is None and time.monotonic() < until:
             if self._heart.lost is not None:
                 self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
             time.sleep(_TICK / 4)

@@ -235,9 +235,6 @@ def within(limit: timedelta, what: str, call: Callable[[], Result], address: str
 
     The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit, and
     :class:`~ds_topo.errors.StoreTimeoutError` names the process that serves the store, by default that of the job.
-
-    >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
-    2
     """
     result: Future[Result] = Future()
     device = device_in_use()
@@ -510,11 +507,7 @@ class Round(Council):
 
 
 def _where(hosts: Mapping[str, Sequence[int]]) -> str:
-    """Describe ranks by host, in the order of the first ones, with the first few ranks named.
-
-    >>> _where({"b": [1], "a": [2, 0]})
-    'ranks [0, 2] on a; ranks [1] on b'
-    """
+    """Describe ranks by host, in the order of the first ones, with the first few ranks named."""
     parts, left = [], _SHOWN_RANKS
     for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1])):
         if left > 0:

@@ -35,11 +35,7 @@ def check_size(ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Host:
-    """A host by name, and the numbers of its slots (devices) in use, ascending from 0 on.
-
-    >>> Host.of("worker-0", 2)
-    Host(name='worker-0', slots=(0, 1))
-    """
+    """A host by name, and the numbers of its slots (devices) in use, ascending from 0 on."""
 
     name: str
     slots: tuple[int, ...]
@@ -123,11 +119,7 @@ class Hosts:
         return Hosts(tuple(replace(host, slots=chosen[host.name]) for host in kept))
 
     def excluding(self, text: str) -> Hosts:
-        """Return all but these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --exclude`` does.
-
-        >>> Hosts.uniform(2, slots=2).excluding("host0:1@host1").hosts
-        (Host(name='host0', slots=(0,)),)
-        """
+        """Return all but these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --exclude`` does."""
         removed = self._parse_filter("exclude", text)
         left = {host: tuple(slot for slot in host.slots if slot not in removed.get(host.name, ())) for host in self}
         kept = tuple(replace(host, slots=slots) for host, slots in left.items() if slots)

@@ -176,11 +176,7 @@ def join(
 
 
 def as_timeout(timeout: float | timedelta | None) -> timedelta:
-    """Convert seconds to a ``timedelta``; None gives DeepSpeed's default.
-
-    >>> as_timeout(90), as_timeout(timedelta(minutes=2)).total_seconds()
-    (datetime.timedelta(seconds=90), 120.0)
-    """
+    """Convert seconds to a ``timedelta``; None gives DeepSpeed's default."""
     return timedelta(minutes=minutes_of_timeout()) if timeout is None else timeout_of(timeout)
 
 
