@@ -181,12 +181,11 @@ class Observer:
         if used - self._used > _IDLE_SECONDS:
             self._used = used
         still = self._lasting("instruction", (top, top.f_lasti, self._used), time.monotonic())
-        seen = activity.wait
-        if still >= STILL and seen is None:
+        if still >= STILL and activity.wait is None:
             activity = replace(activity, wait=self._unseen_wait(top))
         wait = moved = None
         if activity.wait is not None:
-            wait, bytes_moved = (waiting_frame or top, seen or activity.wait), self._count()
+            wait, bytes_moved = (waiting_frame or top, activity.wait), self._count()
             moved = wait, object() if bytes_moved is None else bytes_moved
         handled = sys._current_exceptions().get(self._thread)
         error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12 as sys.exc_info()

@@ -428,10 +428,9 @@ def _same_host(actual: str, expected: str) -> bool:
     """Return whether two names mean one host: they are equal up to the domain, or have the same address."""
     if actual.split(".")[0].lower() == expected.split(".")[0].lower():
         return True
-    try:
+    with suppress(OSError):
         return socket.gethostbyname(actual) == socket.gethostbyname(expected)
-    except OSError:
-        return False
+    return False
 
 
 def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:

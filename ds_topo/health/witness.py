@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
 
 class Witness:
-    """The witness of this process, at its host's address as others see it. It ends with the process, or by ``end()``."""
+    """The witness of this process, at its host's address as others see it. It ends with the process, or by ``end``."""
 
     def __init__(self, host: str) -> None:
         import secrets

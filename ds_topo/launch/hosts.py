@@ -169,9 +169,6 @@ class HostMap:
     >>> host_map = HostMap.block(Hosts((Host.of("a", 1), Host.of("b", 3))))
     >>> [host_map.host_of(rank).name for rank in range(4)], host_map.slot_of(3)
     (['a', 'b', 'b', 'b'], 2)
-    >>> cyclic = HostMap(Hosts.uniform(2, slots=2), (0, 1, 0, 1))
-    >>> cyclic.slot_of(2), cyclic.ranks_on_hosts
-    (1, ((0, 2), (1, 3)))
     """
 
     hosts: Hosts
@@ -222,7 +219,7 @@ def read_hostfile(path: str | Path) -> Hosts:
     """Read a hostfile of the ``deepspeed`` launcher, with ``NAME slots=N`` on each line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise HostError(f"hostfile {str(path)!r} cannot be read: {error}") from error
     return parse_hostfile(text, str(path))
 

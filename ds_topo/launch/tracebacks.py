@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeAlias
@@ -43,10 +44,8 @@ def print_once(
     if first == me:
         before(kind, error, trace)
         sys.stderr.flush()
-        try:
+        with suppress(Exception):  # the other ranks print it, too
             apart(store, _LIMIT, "an error", lambda other: other.set(f"{key}/printed", ""))
-        except Exception:  # the other ranks print it, too
-            return
     else:
         text = printable(str(error).partition("\n")[0][:_SHOWN])
         tell(
@@ -62,7 +61,7 @@ def digest_of(error: BaseException, trace: TracebackType | None) -> str:
     """
     own = str(error)
     causes: list[list[str]] = []
-    each = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    each: BaseException | None = error
     while each is not None and len(causes) < 10:
         if str(each) not in own:
             causes.append([type(each).__qualname__, str(each)])
