@@ -245,32 +245,26 @@ def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup |
 # -- all pairs, in rounds ----------------------------------------------------------------------------------------------
 
 
-def rounds(players: int) -> int:
-    """Return the number of rounds in which every player meets every other one once."""
-    return 0 if players < 2 else players - 1 + players % 2
-
-
-def opponent(player: int, number: int, players: int) -> int | None:
-    """Return the opponent of ``player`` in round ``number``; None in a round off, which odd numbers of players have.
+def opponents(player: int, players: int) -> list[int | None]:
+    """Return a player's opponent in each round, until all pairs have met once; None in a round off of an odd number.
 
     This is the circle method: the last player stays, and all others move on by one place per round. Every round is a
-    matching, so 2,048 hosts need 2,047 rounds instead of 2,096,128 tests one after the other.
+    matching, so 2,048 hosts need 2,047 rounds instead of 2,096,128 tests one after the other. The rounds are in a
+    random order, equal for every player, so that the first ones are a fair sample.
 
-    >>> [[opponent(player, number, 4) for player in range(4)] for number in range(3)]
-    [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]
+    >>> sorted(opponents(0, 4)), opponents(1, 2)
+    ([1, 2, 3], [0])
     """
     last = players + players % 2 - 1
-    if player == last:
-        other = number * (last + 1) // 2 % last  # the player that would meet itself: 2 * other = number modulo last
-    else:
-        other = (number - player) % last
-        other = last if other == player else other
-    return None if other >= players else other
-
-
-def order_of_rounds(players: int) -> list[int]:
-    """Return the rounds in a shuffled order, equal on every rank, so that the first rounds are a fair sample."""
-    return random.Random(players).sample(range(rounds(players)), rounds(players))
+    found: list[int | None] = []
+    for number in random.Random(players).sample(range(last), last):
+        if player == last:
+            other = number * (last + 1) // 2 % last  # the player that would meet itself: 2 * other = number modulo last
+        else:
+            other = (number - player) % last
+            other = last if other == player else other
+        found.append(None if other >= players else other)
+    return found
 
 
 def ranks_in_blocks(each: int, hosts: int) -> list[list[int]]:

@@ -263,16 +263,15 @@ class _Check:
         self.team = next(iter(self.grid.create_groups("the ranks of each host", wanted)), None)
         if max(map(len, hosts)) == 1:
             return
-        progress = partial(self.progress, "links inside hosts")
+        progress, others = partial(self.progress, "links inside hosts"), probes.opponents(self.place, len(ranks))
         progress(0, 0)
 
         def measure() -> list[PairTime]:
             times = []
-            for number in range(probes.rounds(len(ranks))):
-                other = probes.opponent(self.place, number, len(ranks))
+            for done, other in enumerate(others, start=1):
                 if other is not None and (measured := probes.time_pair(ranks[other], self.device)):
                     times.append(measured)
-                progress(number + 1, probes.rounds(len(ranks)))
+                progress(done, len(others))
             return times
 
         answers = self.gather("links inside", measure, timedelta(seconds=options.seconds))
@@ -291,24 +290,22 @@ class _Check:
         hosts, options = self.hosts, self.options
         if len(hosts) == 1:
             return
-        progress = partial(self.progress, "links between hosts")
+        progress, others = partial(self.progress, "links between hosts"), probes.opponents(self.host, len(hosts))
         progress(0, 0)
-        order = probes.order_of_rounds(len(hosts))
 
         def measure() -> dict[str, Any]:
             times: list[PairTime] = []
             start, done = time.monotonic(), 0
-            while done < len(order):
+            for other in others:
                 is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
                 if is_vote and largest(time.monotonic() - start, self.world, self.device) > options.seconds:
                     break
-                other = probes.opponent(self.host, order[done], len(hosts))
                 if other is not None:
                     peer = hosts[other][self.place] if self.place < len(hosts[other]) else None
                     if measured := probes.time_pair(peer, self.device, self.team):
                         times.append(measured._replace(peer=other))
                 done += 1
-                progress(done, len(order))
+                progress(done, len(others))
             best = [max((link.came for link in times), default=0.0), max((link.went for link in times), default=0.0)]
             return {"best": best, "times": [] if self.place else times, "rounds": done}
 
@@ -322,7 +319,7 @@ class _Check:
                 together = min(len(hosts[link.peer]), len(ranks))  # each of so many ranks has an equal share
                 links[names[link.peer], names[host]] = link.latency, together * link.came
         self.summary.across = faults.link_summary(links)
-        self.summary.rounds = (answers[0]["rounds"], len(order))
+        self.summary.rounds = (answers[0]["rounds"], len(others))
         rates = {pair: rate for pair, (_, rate) in links.items()}
         found = faults.slow_hosts(rates, options.slow, options.expected)
         self.faults += found
