@@ -179,10 +179,14 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
     ["c's link carries at most 10 B/s, 0.10 of the median of all hosts (100 B/s)"]
     """
-    best = {"receives": _best(rates, 1), "sends": _best(rates, 0)}
-    receives, sends = best.values()
+    receives: dict[str, float] = defaultdict(float)
+    sends: dict[str, float] = defaultdict(float)
+    for (a, b), rate in rates.items():
+        receives[b] = max(rate, receives[b])
+        sends[a] = max(rate, sends[a])
     if len(sends) == 2:
         return _slow_pair(rates, slow) + _below_expected(sends, receives, expected)
+    best = {"receives": receives, "sends": sends}
     usual = {verb: median(reached.values()) for verb, reached in best.items()}
     faults: list[Fault] = []
     bad: dict[str, list[str]] = defaultdict(list)
@@ -209,13 +213,6 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
     if len(pairs) > 16:
         faults.append(Fault("link", f"{len(pairs) - 16} more pairs of hosts are slow"))
     return faults + _below_expected(sends, receives, expected)
-
-
-def _best(rates: Mapping[tuple[str, str], float], end: int) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for pair, rate in rates.items():
-        best[pair[end]] = max(rate, best.get(pair[end], 0.0))
-    return best
 
 
 def _slow_pair(rates: Mapping[tuple[str, str], float], slow: float) -> list[Fault]:

@@ -141,7 +141,7 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self._note_exception(error, trace)
+            self._note_exception(error)
         self.stop()
 
     @property
@@ -275,15 +275,13 @@ class Watch:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook_before(kind, error, trace)
-        if os.getpid() == self._pid:
-            self._note_exception(error, trace)
-            self._limit_the_end()
+        self._end_by(error)
 
-    def _note_exception(self, error: BaseException, trace: TracebackType | None) -> None:
+    def _note_exception(self, error: BaseException) -> None:
         """Report this rank's exception to the others, or wait for the cause if it is only a consequence."""
         if self._last_doing is not None or self._stopped.is_set():
             return
-        self._last_doing = doing = self._observer.read_traceback(trace)
+        self._last_doing = doing = self._observer.read_traceback(error.__traceback__)
         is_consequence = self.verdict is not None or is_of_transport(error)
         self._heart.state = heartbeat.HAS_FAILED
         if self.verdict is None:
@@ -306,12 +304,13 @@ class Watch:
     def _at_exit(self) -> None:
         """Report an exception that was not caught, after its traceback: Python keeps it as ``sys.last_value``."""
         error = getattr(sys, "last_value", None)
-        if isinstance(error, BaseException) and os.getpid() == self._pid:
-            self._note_exception(error, error.__traceback__)
-            self._limit_the_end()
+        if isinstance(error, BaseException):
+            self._end_by(error)
         self.stop()
 
-    def _limit_the_end(self) -> None:
-        """End the process in time after a fault, since torch may wait for other ranks at the end of a process."""
-        if self.verdict is not None and not self._stopped.is_set():  # another hook may keep that of a stopped watch
-            faulthandler.dump_traceback_later(GRACE, exit=True)
+    def _end_by(self, error: BaseException) -> None:
+        """Report an exception, and end the process in time, since torch may wait for other ranks at its end."""
+        if os.getpid() == self._pid:
+            self._note_exception(error)
+            if self.verdict is not None and not self._stopped.is_set():  # another hook may keep a stopped watch's
+                faulthandler.dump_traceback_later(GRACE, exit=True)
