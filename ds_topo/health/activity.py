@@ -264,11 +264,10 @@ def _wait_of(frames: Iterable[FrameType]) -> tuple[Wait | None, FrameType | None
         role, name = _role_of(frame.f_code.co_filename, frame.f_code.co_name)
         if role == "phase" and frame.f_code.co_filename.endswith(_COLLECTIVES):  # new_group is a phase, too
             role = "collective"
-        if role in ("collective", "wait"):
-            wait, waiting_frame = _collective(frame) if role == "collective" else _known_wait(name, frame), frame
-        elif role == "communicates":
-            if wait is None:
-                wait, waiting_frame = _collective(frame), frame
+        if role == "collective" or (role == "communicates" and wait is None):
+            wait, waiting_frame = _collective(frame), frame
+        elif role == "wait":
+            wait, waiting_frame = _known_wait(name, frame), frame
         elif role == "operator" and (operator := communicating_operator(frame.f_locals.get("self"))):
             wait, waiting_frame = Wait(operator), frame
         if role not in ("collective", "between", "communicates") and not (role == "operator" and wait is not None):
@@ -335,11 +334,8 @@ def _collective(frame: FrameType) -> Wait:
 def _known_wait(call: str, frame: FrameType) -> Wait:
     """Return one of our own waits with its group, if the object has one."""
     for path in _GROUPS:
-        try:
-            group = reduce(getattr, path, frame.f_locals.get("self"))
-        except (AttributeError, RuntimeError):  # the object has no such attribute, or its group was destroyed
-            continue
-        return wait_over(call, group)
+        with suppress(AttributeError, RuntimeError):  # the object has no such attribute, or its group was destroyed
+            return wait_over(call, reduce(getattr, path, frame.f_locals.get("self")))
     return Wait(call)
 
 
