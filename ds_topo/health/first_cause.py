@@ -388,7 +388,7 @@ class FailureListener:
     def _consider(self, cause: FirstCause, *, only_at_store: bool = False) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
         call = self._guard.call
-        if call is None or cause.rank == self.rank or cause.rank not in call.members or watch_is_on():
+        if call is None or cause.rank == self.rank or cause.rank not in call.members:
             self._judged = None
             return
         blocked = self._blocked
@@ -485,7 +485,7 @@ class Guard:
         finally:
             self.call = None
             if not self._holders:
-                self._stop()
+                self.stop()
 
     def narrow(self, name: str, members: Sequence[int]) -> None:
         """Set the ranks that take part in the call of this name, once they are known."""
@@ -495,7 +495,7 @@ class Guard:
 
     def report(self, error: BaseException) -> None:
         """Report an error to the other ranks before it leaves the guarded call, which may only be when they come."""
-        call, listener = self.call, self._heard()
+        call, listener = self.call, self._listener
         if call is not None and listener is not None and not call.has_posted and not is_of_transport(error):
             call.has_posted = True
             listener.post(error, str(call), call.members, has_left=False)
@@ -507,7 +507,7 @@ class Guard:
         def release() -> None:
             self._holders -= 1
             if not self._holders and self.call is None:
-                self._stop()
+                self.stop()
 
         return release
 
@@ -518,14 +518,11 @@ class Guard:
 
     def report_end(self, error: BaseException) -> None:
         """Post an exception that ends this process, if no guarded call has; explain it if it names no cause."""
-        if not watch_is_on():
-            self._listen()
+        self._listen()
         listener = self._listener
         if listener is None:
             return
         listener.has_failed = True
-        if watch_is_on() or not listener.is_of_this_job:
-            return
         chain, ranks = chain_of(error), range(dist.get_world_size())
         if any(isinstance(one, FailedRankError) or id(one) == listener.reported for one in chain):
             return
@@ -547,9 +544,6 @@ class Guard:
                 with suppress(RuntimeError):  # the store does not answer
                     apart(default_store(), _STORE_LIMIT, "the end of a rank", leave)
 
-    def _heard(self) -> FailureListener | None:
-        return None if watch_is_on() else self._listener
-
     def _listen(self) -> None:
         """Start the thread, unless it runs already or cannot be of use."""
         if self._listener is not None:
@@ -565,8 +559,8 @@ class Guard:
             if self.ending is None:
                 self.ending = Ending(self, store, stays=False)
 
-    def _stop(self) -> None:
-        """Stop the thread, which no grid and no call needs any more."""
+    def stop(self) -> None:
+        """Stop the thread, which no grid and no call needs any more, or in place of which the watch reports."""
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
@@ -576,8 +570,8 @@ class Guard:
 
     def _raise_first_cause(self, call: GuardedCall, error: BaseException | None) -> None:
         """Post the error of a call, or raise the first cause in its place."""
-        cause, listener = call.cause, self._heard()
-        if listener is None:  # the watch reports
+        cause, listener = call.cause, self._listener
+        if listener is None:
             return
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
             return
@@ -601,11 +595,6 @@ class Guard:
         ) from error
 
 
-def watch_is_on() -> bool:
-    """Return whether the job's watch reports instead."""
-    return job_watch.watch is not None
-
-
 def _can_listen() -> bool:
     world = dist.group.WORLD  # None without a job
     return (
@@ -614,7 +603,7 @@ def _can_listen() -> bool:
         and world.size() > 1
         and communicates()
         and served_at(default_store()) is not None
-        and not watch_is_on()
+        and job_watch.watch is None
         and os.environ.get(ENVIRONMENT, "").lower() not in ("off", "0", "no", "false")
     )
 
@@ -704,6 +693,7 @@ class JobWatch:
                 former.stop()
             watch = Watch(limit)
             self._started.add(watch)
+            guard.stop()
         return watch
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
