@@ -96,14 +96,15 @@ def choose_interface(launch: Launch, master: str) -> str | None:
             return None
     import psutil  # a requirement of DeepSpeed
 
-    interfaces: dict[str, str] = {
-        each.address: name
-        for name, addresses in psutil.net_if_addrs().items()
+    interface_of: dict[str | None, str] = {
+        each.address: interface
+        for interface, addresses in psutil.net_if_addrs().items()
         for each in addresses
         if each.family == socket.AF_INET and not is_loopback(each.address)
     }
-    towards = [address_towards(master), address_towards(_ANYWHERE), *(interfaces if len(interfaces) == 1 else ())]
-    interface = next((interfaces[address] for address in towards if address in interfaces), None)
+    of_the_only_one = interface_of if len(set(interface_of.values())) == 1 else ()
+    towards = [address_towards(master), address_towards(_ANYWHERE), *of_the_only_one]
+    interface = next((interface_of[address] for address in towards if address in interface_of), None)
     if interface is None:
         raise LaunchError(
             f"gloo would bind to the address of this host's own name, {name}, which is {own}: other hosts cannot reach "
@@ -139,7 +140,6 @@ def join(
     variables, waits until all ranks have come, and calls ``init_process_group``. Later groups without a timeout of
     their own, such as DeepSpeed's, get this timeout instead of torch's 30 minutes. One rank prints an error that ends
     several ranks alike. If ``torch.distributed`` is initialised already, it only returns the description of this rank.
-
     Without a launcher, this process is a job of one rank.
 
     Args:
