@@ -115,8 +115,7 @@ class Hosts:
     def including(self, text: str) -> Hosts:
         """Return only these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --include`` does."""
         chosen = self._parse_filter("include", text)
-        kept = [host for host in self.hosts if host.name in chosen]
-        return Hosts(tuple(replace(host, slots=chosen[host.name]) for host in kept))
+        return Hosts(tuple(replace(host, slots=chosen[host.name]) for host in self if host.name in chosen))
 
     def excluding(self, text: str) -> Hosts:
         """Return all but these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --exclude`` does."""
