@@ -657,7 +657,7 @@ _OF_WATCH = "DS_TOPO_WATCH"
 
 
 def watch_limit(given: float | None) -> float | None:
-    """Return the limit in seconds, or None for no watch: the environment's (``60``, ``off``) if it has one, or this."""
+    """Return the limit in seconds, or None for no watch; ``DS_TOPO_WATCH`` (``60``, ``off``) overrides it."""
     text = os.environ.get(_OF_WATCH, "")
     if text.lower() in ("off", "0", "no", "false"):
         return None

@@ -195,7 +195,7 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
 
 
 def _repeated(step: Callable[[int], Times], device: Device) -> tuple[int, list[Times]]:
-    """Repeat a transfer of so many bytes that it takes long enough, on a slow link no more than on a fast one.
+    """Repeat a transfer of so many bytes that it takes long enough, which are fewer on a slow link.
 
     ``step`` returns seconds on several ranks, with the shortest and the longest of all. These decide, so they are equal
     on all ranks. Return the bytes, and the seconds of each repetition.
