@@ -61,11 +61,14 @@ def digest_of(error: BaseException, trace: TracebackType | None) -> str:
     """
     own = str(error)
     causes: list[list[str]] = []
-    each: BaseException | None = error
-    while each is not None and len(causes) < 10:
-        if str(each) not in own:
-            causes.append([type(each).__qualname__, str(each)])
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    each = error
+    for _ in range(10):  # causes may form a circle
+        cause = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+        if cause is None:
+            break
+        if str(cause) not in own:
+            causes.append([type(cause).__qualname__, str(cause)])
+        each = cause
     places = [[frame.filename, frame.lineno] for frame in traceback.extract_tb(trace)]
     content = json.dumps([type(error).__qualname__, own, causes, places])
     return hashlib.sha1(content.encode(errors="replace"), usedforsecurity=False).hexdigest()[:16]
