@@ -63,7 +63,7 @@ class LayoutView:
         """Return the layout of a spec, or of a DeepSpeed config (``*.json``) with a ``"topology"`` section."""
         spec = read_config(text) if text.endswith(".json") else text
         if host_map is not None:
-            topology = placements.fit(spec, host_map)
+            topology = Placement.of(spec, host_map).topology
         else:
             try:
                 topology = ProcessTopology.from_spec(spec)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
@@ -181,12 +181,11 @@ class Observer:
         if used - self._used > _IDLE_SECONDS:
             self._used = used
         still = self._lasting("instruction", (top, top.f_lasti, self._used), time.monotonic())
-        seen = activity.wait
-        if still >= STILL and seen is None:
+        if still >= STILL and activity.wait is None:
             activity = replace(activity, wait=self._unseen_wait(top))
         wait = moved = None
         if activity.wait is not None:
-            wait, bytes_moved = (waiting_frame or top, seen or activity.wait), self._count()
+            wait, bytes_moved = (waiting_frame or top, activity.wait), self._count()
             moved = wait, object() if bytes_moved is None else bytes_moved
         handled = sys._current_exceptions().get(self._thread)
         error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12 as sys.exc_info()
@@ -205,7 +204,6 @@ class Observer:
 
         It waits for another thread, which waits for other ranks; or it is in a call of torch, DeepSpeed or ds_topo, and
         a collective of gloo has not ended, as when torch's DDP waits inside of the backward pass.
-        A call of the program's own, which may as well sleep, is told by its line.
         """
         if any(_is_at(frame, _OF_THREADS) for frame, _ in traceback.walk_stack(top)) or _is_at(top, (_RUN_BACKWARD,)):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -230,20 +228,19 @@ class Observer:
 
     def read_traceback(self, trace: TracebackType | None) -> Activity:
         """Return the activity when an exception was raised."""
-        activity, _ = self._read(reversed([frame for frame, _ in traceback.walk_tb(trace)]))
+        activity, _ = self._read([frame for frame, _ in traceback.walk_tb(trace)][::-1])
         lines = [entry for entry in traceback.extract_tb(trace) if _is_own(entry.filename)]
         if lines:
             activity = replace(activity, where=_place(lines[-1].filename, lines[-1].lineno, lines[-1].name))
         return activity
 
-    def _read(self, frames: Iterable[FrameType]) -> tuple[Activity, FrameType | None]:
+    def _read(self, frames: Sequence[FrameType]) -> tuple[Activity, FrameType | None]:
         """Return the activity, without durations, and the frame that waits; ``frames`` start with the innermost."""
-        frames = list(frames)
         phase, where = "", ""
         wait, waiting_frame = _wait_of(frames)
         for frame in frames:
             code = frame.f_code
-            role, name = _role_of(code.co_filename.replace("\\", "/"), code.co_name)
+            role, name = _role_of(code.co_filename, code.co_name)
             if role in ("phase", "counts"):
                 owner = frame.f_locals.get("self", frame.f_locals.get("engine"))
                 if any(isinstance(getattr(owner, steps, None), int) for steps in _STEPS):
@@ -264,17 +261,15 @@ def _wait_of(frames: Iterable[FrameType]) -> tuple[Wait | None, FrameType | None
     """Return the wait for other ranks that a stack is in, and its frame; ``frames`` start with the innermost."""
     wait, waiting_frame = None, None
     for frame in frames:
-        file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-        role, name = _role_of(file, function)
-        if role == "phase" and file.endswith(_COLLECTIVES):  # new_group and init_process_group are phases, too
+        role, name = _role_of(frame.f_code.co_filename, frame.f_code.co_name)
+        if role == "phase" and frame.f_code.co_filename.endswith(_COLLECTIVES):  # new_group is a phase, too
             role = "collective"
-        if role in ("collective", "wait"):
-            wait, waiting_frame = _collective(frame) if role == "collective" else _known_wait(name, frame), frame
-        elif role == "communicates":
-            if wait is None:
-                wait, waiting_frame = _collective(frame), frame
-        elif role == "operator" and communicating_operator(frame.f_locals.get("self")):
-            wait, waiting_frame = Wait(communicating_operator(frame.f_locals["self"])), frame
+        if role == "collective" or (role == "communicates" and wait is None):
+            wait, waiting_frame = _collective(frame), frame
+        elif role == "wait":
+            wait, waiting_frame = _known_wait(name, frame), frame
+        elif role == "operator" and (operator := communicating_operator(frame.f_locals.get("self"))):
+            wait, waiting_frame = Wait(operator), frame
         if role not in ("collective", "between", "communicates") and not (role == "operator" and wait is not None):
             break
     return wait, waiting_frame
@@ -282,8 +277,8 @@ def _wait_of(frames: Iterable[FrameType]) -> tuple[Wait | None, FrameType | None
 
 def _is_at(frame: FrameType, places: Iterable[tuple[str, str]]) -> bool:
     """Return whether a frame is in one of these functions, given by the end of the file's name and their name."""
-    file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-    return any(name == function and file.endswith(ending) for ending, name in places)
+    code = frame.f_code
+    return any(name == code.co_name and code.co_filename.endswith(ending) for ending, name in places)
 
 
 @cache
@@ -318,7 +313,7 @@ def _is_own(file: str) -> bool:
 
 
 def _place(file: str, line: int | None, function: str) -> str:
-    short = "/".join(file.replace("\\", "/").split("/")[-2:])
+    short = "/".join(file.split("/")[-2:])
     return f"{short}:{line} in {function}"
 
 
@@ -339,11 +334,8 @@ def _collective(frame: FrameType) -> Wait:
 def _known_wait(call: str, frame: FrameType) -> Wait:
     """Return one of our own waits with its group, if the object has one."""
     for path in _GROUPS:
-        try:
-            group = reduce(getattr, path, frame.f_locals.get("self"))
-        except (AttributeError, RuntimeError):  # the object has no such attribute, or its group was destroyed
-            continue
-        return wait_over(call, group)
+        with suppress(AttributeError, RuntimeError):  # the object has no such attribute, or its group was destroyed
+            return wait_over(call, reduce(getattr, path, frame.f_locals.get("self")))
     return Wait(call)
 
 
@@ -418,17 +410,6 @@ class Progress:
     Samples of the stack cannot tell one long call from a loop of short ones. Python itself is asked instead to make a
     call in the main thread as soon as that thread has finished its current instruction (``Py_AddPendingCall``). Nothing
     is asked before a fault.
-
-    ========================================================  =========================================================
-    what the main thread does                                 seconds without progress after which it is stuck
-    ========================================================  =========================================================
-    waits for other ranks                                     ``GRACE``, whatever lines it runs meanwhile
-    waits for something else in an engine's function          ``GRACE``
-    uses the processor in one call, as ``torch.cuda`` waits   ``BUSY_GRACE``
-    saves, or waits outside of an engine's functions          ``PATIENCE``
-    compiles, or is in a debugger                             never
-    ========================================================  =========================================================
-
     Progress is a line of Python. While a GPU's backward pass runs in autograd's threads, it is also a line of one of
     these. While a checkpoint is saved, it is also a MiB written or sent, and a thread that waits for the disk, as
     ``fsync`` does.
@@ -451,22 +432,21 @@ class Progress:
 
     def is_stuck(self, doing: Activity) -> bool:
         """Return whether a rank with this activity has made no progress for too long."""
-        if doing.wait is not None:
+        if doing.wait is not None:  # whatever lines it runs meanwhile
             return self.seconds > GRACE
         if doing.phase in (COMPILES, DEBUGS) or _is_traced():
             return False
         is_still = doing.still >= STILL
         if doing.phase == SAVES or (doing.phase == OTHERWISE and is_still):
             return self.seconds > PATIENCE
-        return self.seconds > (GRACE if is_still else BUSY_GRACE)
+        return self.seconds > (GRACE if is_still else BUSY_GRACE)  # busy, as torch.cuda is while it waits for a GPU
 
     def _progress_of(self, doing: Activity) -> object:
         """Return a value that changes with progress that is not the main thread's."""
         if doing.phase == SAVES:
             return (_bytes_written() + (self._count() or 0)) // _MIB
         frames = sys._current_frames()
-        main = frames[threading.main_thread().ident or 0].f_code
-        if not main.co_filename.endswith(_RUN_BACKWARD[0]) or main.co_name != _RUN_BACKWARD[1]:
+        if not _is_at(frames[threading.main_thread().ident or 0], (_RUN_BACKWARD,)):
             return None
         # autograd's threads, which Python did not start, are dummies
         known = {thread.ident for thread in threading.enumerate() if type(thread).__name__ != "_DummyThread"}

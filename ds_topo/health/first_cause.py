@@ -8,24 +8,18 @@ store's server answers when there is one, so nothing is polled and a step costs 
 A failure alone ends nothing. The rank may handle its error and go on, and all ranks may have raised the same one. The
 wait of another rank is ended if three things are true: a rank that takes part in the same guarded call has posted; that
 rank has not begun another guarded call since; and this rank's main thread has waited in one place of the call for
-``GRACE`` seconds after the post. Gloo's connections are then shut down (those
-to the store, if it waits for the store), and communicators that can abort are aborted. The guard turns whatever the
-call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause. A main thread that
-cannot be made to raise is ended, with a dump of all stacks.
+``GRACE`` seconds after the post. :class:`~ds_topo.health.blocked_calls.BlockedCall` ends it, and the guard turns
+whatever the call raises, or returns, into a :class:`~ds_topo.errors.FailedRankError` that names the first cause.
 
 The first rank that ends its program or destroys its grids leaves a note in the store, for ranks that then cannot reach
-it: most likely they take more steps than it did. A wait at the store is ended if it is in a call that the rank never
-began.
+it, most likely because they take more steps, or wait at the store in a call that it never began.
 
 A timeout or a lost connection is no cause. A rank that raises one waits a moment for the cause. If none comes it asks:
 the threads of all ranks report where theirs is, by one ``append`` each, and that of the rank that asked posts a
 comparison (:func:`~ds_topo.health.blocked_calls.compared`), which all ranks raise.
 
-While the watch is on, it alone reports. The thread makes calls of the store, so it does not help if the process that
-serves the store stops: the watch does. If that process is rank 0 and has ended, its end is the cause.
-
-:data:`job_watch` starts the watch of a job if the program or the environment asks for one. Otherwise its modules are
-not imported.
+While the watch is on, it alone reports. The thread does not help if the process that serves the store stops: the watch
+does. If that process is rank 0 and has ended, its end is the cause.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,7 +146,7 @@ class GuardedCall:
     name: str
     members: Sequence[int]
     steps: int | None
-    number: int = 0
+    number: int
     """How many guarded calls this process has begun, including this one."""
     cause: FirstCause | None = None
     """The failure for which this call was ended."""
@@ -249,18 +243,16 @@ class FailureListener:
         """Post this rank's failure, unless another rank was first. No-op if the store does not answer."""
         self.reported, self._calls_at_post = id(error), self._guard.calls
         text = "".join(traceback.format_exception_only(error)).strip()
-        own = FirstCause(
-            self.rank, here(self.rank), call, text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...", has_left
-        )
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+        own = FirstCause(self.rank, here(self.rank), call, shown, has_left)
 
         def write(store: Store) -> None:
             written, number = json.dumps(own), self._number
             while True:
                 first = FirstCause(*json.loads(store.compare_set(self._key(number), "", written)))
-                is_former = first != own and (first.rank == own.rank or first.is_inferred)
-                if is_former:
+                if first != own and (first.rank == own.rank or first.is_inferred):
                     self._withdraw(store, number)
-                if not is_former and not store.check([self._key(number, "withdrawn")]):
+                if not store.check([self._key(number, "withdrawn")]):
                     break
                 number += 1
             if first == own:
@@ -311,10 +303,8 @@ class FailureListener:
 
     def _is_read(self) -> bool:
         """Return whether all others have read this rank's post, or it was withdrawn."""
-        number, withdrawn = self._own, [self._key(self._own, "withdrawn")]
-        return self._job_store.add(self._key(number, "read"), 0) >= self._world_size - 1 or bool(
-            self._job_store.check(withdrawn)
-        )
+        readers = self._job_store.add(self._key(self._own, "read"), 0)
+        return readers >= self._world_size - 1 or bool(self._job_store.check([self._key(self._own, "withdrawn")]))
 
     def place_of(self, trace: TracebackType | None) -> str:
         """Describe where an exception was raised."""
@@ -382,8 +372,7 @@ class FailureListener:
         if is_asking:
             linger(lambda: self._connection.add(count, 0) >= self._world_size, _INQUIRY_LIMIT)
             lines = map(json.loads, self._connection.get(answers).decode().splitlines())
-            text = compared(lines, self._world_size)
-            found = FirstCause(self.rank, here(self.rank), "", text, is_inferred=True)
+            found = FirstCause(self.rank, here(self.rank), "", compared(lines, self._world_size), is_inferred=True)
             self._connection.compare_set(self._key(self._number), "", json.dumps(found))
             _wake_all(self._connection, self._world_size)
 
@@ -399,7 +388,7 @@ class FailureListener:
     def _consider(self, cause: FirstCause, *, only_at_store: bool = False) -> None:
         """End what the main thread waits in if it cannot come back without the failed rank."""
         call = self._guard.call
-        if call is None or cause.rank == self.rank or cause.rank not in call.members or watch_is_on():
+        if call is None or cause.rank == self.rank or cause.rank not in call.members:
             self._judged = None
             return
         blocked = self._blocked
@@ -477,14 +466,13 @@ class Guard:
         """Begin a call as in :meth:`over`, after so many ``steps``; return what :meth:`end` needs."""
         if self.call is not None or threading.current_thread() is not threading.main_thread():
             return None
-        world = dist.group.WORLD  # None without a job
-        size = 1 if world is None else world.size()
-        if size > 1 or self._listener is not None:
-            self._listen()
+        self._listen()
         if self._listener is not None:
             self._listener.where = None
         self.calls += 1
-        self.call = GuardedCall(name, range(size) if members is None else members, steps, self.calls)
+        world = dist.group.WORLD  # None without a job
+        everyone = range(1 if world is None else world.size())
+        self.call = GuardedCall(name, everyone if members is None else members, steps, self.calls)
         return self.call
 
     def end(self, call: GuardedCall | None, error: BaseException | None) -> None:
@@ -497,7 +485,7 @@ class Guard:
         finally:
             self.call = None
             if not self._holders:
-                self._stop()
+                self.stop()
 
     def narrow(self, name: str, members: Sequence[int]) -> None:
         """Set the ranks that take part in the call of this name, once they are known."""
@@ -507,21 +495,19 @@ class Guard:
 
     def report(self, error: BaseException) -> None:
         """Report an error to the other ranks before it leaves the guarded call, which may only be when they come."""
-        call, listener = self.call, self._heard()
+        call, listener = self.call, self._listener
         if call is not None and listener is not None and not call.has_posted and not is_of_transport(error):
             call.has_posted = True
             listener.post(error, str(call), call.members, has_left=False)
 
     def hold(self) -> Callable[[], None]:
-        """Keep the thread, once there is one, until the function that is returned is called."""
+        """Keep the thread, once there is one, until the function that is returned is called; call it once."""
         self._holders += 1
-        pending = [self]
 
         def release() -> None:
-            if pending:
-                pending.pop()._holders -= 1
-                if not self._holders and self.call is None:
-                    self._stop()
+            self._holders -= 1
+            if not self._holders and self.call is None:
+                self.stop()
 
         return release
 
@@ -532,14 +518,11 @@ class Guard:
 
     def report_end(self, error: BaseException) -> None:
         """Post an exception that ends this process, if no guarded call has; explain it if it names no cause."""
-        if not watch_is_on():
-            self._listen()
+        self._listen()
         listener = self._listener
         if listener is None:
             return
         listener.has_failed = True
-        if watch_is_on() or not listener.is_of_this_job:
-            return
         chain, ranks = chain_of(error), range(dist.get_world_size())
         if any(isinstance(one, FailedRankError) or id(one) == listener.reported for one in chain):
             return
@@ -555,14 +538,11 @@ class Guard:
         if self._listener is not None:
             self._listener.stop(is_end=True)
         elif _can_listen():
-            size, departure = dist.get_world_size(), departure_of(dist.get_rank(), self.calls, is_end=True)
+            departure = departure_of(dist.get_rank(), self.calls, is_end=True)
             if departure is not None:
-                leave_in = departure.leave_in
+                leave = partial(departure.leave_in, world_size=dist.get_world_size())
                 with suppress(RuntimeError):  # the store does not answer
-                    apart(default_store(), _STORE_LIMIT, "the end of a rank", lambda store: leave_in(store, size))
-
-    def _heard(self) -> FailureListener | None:
-        return None if watch_is_on() else self._listener
+                    apart(default_store(), _STORE_LIMIT, "the end of a rank", leave)
 
     def _listen(self) -> None:
         """Start the thread, unless it runs already or cannot be of use."""
@@ -579,8 +559,8 @@ class Guard:
             if self.ending is None:
                 self.ending = Ending(self, store, stays=False)
 
-    def _stop(self) -> None:
-        """Stop the thread, which no grid and no call needs any more."""
+    def stop(self) -> None:
+        """Stop the thread, which no grid and no call needs any more, or in place of which the watch reports."""
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
@@ -590,8 +570,8 @@ class Guard:
 
     def _raise_first_cause(self, call: GuardedCall, error: BaseException | None) -> None:
         """Post the error of a call, or raise the first cause in its place."""
-        cause, listener = call.cause, self._heard()
-        if listener is None:  # the watch reports
+        cause, listener = call.cause, self._listener
+        if listener is None:
             return
         if isinstance(error, (FailedRankError, EndOfSamplesError, GeneratorExit)):  # all ranks raise these
             return
@@ -615,11 +595,6 @@ class Guard:
         ) from error
 
 
-def watch_is_on() -> bool:
-    """Return whether the job's watch reports instead."""
-    return job_watch.watch is not None
-
-
 def _can_listen() -> bool:
     world = dist.group.WORLD  # None without a job
     return (
@@ -628,7 +603,7 @@ def _can_listen() -> bool:
         and world.size() > 1
         and communicates()
         and served_at(default_store()) is not None
-        and not watch_is_on()
+        and job_watch.watch is None
         and os.environ.get(ENVIRONMENT, "").lower() not in ("off", "0", "no", "false")
     )
 
@@ -682,13 +657,7 @@ _OF_WATCH = "DS_TOPO_WATCH"
 
 
 def watch_limit(given: float | None) -> float | None:
-    """Return the limit in seconds, or None for no watch.
-
-    The environment (``DS_TOPO_WATCH=60``, or ``off``) overrides the given limit.
-
-    >>> watch_limit(20.0), watch_limit(None)
-    (20.0, None)
-    """
+    """Return the limit in seconds, or None for no watch; ``DS_TOPO_WATCH`` (``60``, ``off``) overrides it."""
     text = os.environ.get(_OF_WATCH, "")
     if text.lower() in ("off", "0", "no", "false"):
         return None
@@ -724,6 +693,7 @@ class JobWatch:
                 former.stop()
             watch = Watch(limit)
             self._started.add(watch)
+            guard.stop()
         return watch
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:

@@ -111,7 +111,7 @@ class Beat:
     doing: Activity
 
     def to_text(self) -> str:
-        """Return the beat as JSON."""
+        """Return the beat as JSON, for ``read_beat``."""
         return json.dumps(asdict(self))
 
     def named(self, rank: int) -> str:
@@ -120,7 +120,6 @@ class Beat:
 
 
 read_beat = TypeAdapter(Beat).validate_json
-"""Inverts ``Beat.to_text``."""
 
 
 class Verdict(NamedTuple):
@@ -418,9 +417,8 @@ class Heartbeat:
         if not self._has_reported and self._alarmed < ring.limit + 2:
             return
         findings = [RankFault(*json.loads(line)) for line in self._store.get(ring.key("found")).splitlines()]
-        is_conclusive = any(finding.kind <= CONCLUSIVE for finding in findings)
-        if self._alarmed >= (ring.interval if is_conclusive else ring.limit):
-            blamed = {finding.rank for finding in findings if finding.kind <= CONCLUSIVE}
+        blamed = {finding.rank for finding in findings if finding.kind <= CONCLUSIVE}
+        if self._alarmed >= (ring.interval if blamed else ring.limit):
             speaker = next((rank for rank in range(ring.world_size) if rank not in blamed), -1)
             absent = len({finding.rank for finding in findings if finding.kind in _ABSENT})
             text = json.dumps(Verdict(message(findings, ring.world_size), speaker, absent))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,9 +89,7 @@ def check_group(
 
 
 def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """Return the pairs in which a rank is tested again, where any member may have caused a group's wrong sum.
-
-    Each suspect is paired with its neighbors in a ring: both pairs of a faulty rank give wrong results.
+    """Return the pairs in which a rank is tested again: each suspect of a wrong sum and its neighbors in a ring.
 
     >>> pairs_of((0, 2, 4, 6), 2), pairs_of((0, 2, 4, 6), 0), pairs_of((0, 2, 4, 6), 1)
     ([(0, 2), (2, 4)], [(0, 2), (0, 6)], [])
@@ -108,7 +106,9 @@ def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
 SMALL_TIMES, REPEATS = 10, 3
 FIRST_BYTES, GROWTH = 2**16, 4
 ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
-"""Transfers grow until one takes ``ENOUGH_SECONDS`` on the fastest link, or ``TOO_MANY_SECONDS`` on the slowest."""
+"""Transfers grow until one takes ``ENOUGH_SECONDS`` on the fastest link, or ``TOO_MANY_SECONDS`` on the slowest:
+traffic shapers and switches pass a short burst at full speed."""
+Times = TypeVar("Times", bound=tuple[float, ...])
 
 
 @dataclass
@@ -154,18 +154,11 @@ def largest(value: float, group: ProcessGroup | None, device: Device) -> float:
     return float(tensor.item())
 
 
-class GroupTimes(NamedTuple):
-    """The speed of the all_reduce of one group."""
+def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> tuple[float, float, int]:
+    """Measure an all_reduce of all groups of an axis; collective over ``world``, so that they start together.
 
-    latency: float
-    """Seconds of an all_reduce of one number."""
-    seconds: float
-    """Seconds of one of ``size`` bytes."""
-    size: int
-
-
-def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> GroupTimes:
-    """Measure an all_reduce of all groups of an axis; collective over ``world``, so that they start together."""
+    Return the seconds of one number, the seconds of ``size`` bytes, and ``size``.
+    """
     small = device.number(0.0)
 
     def seconds_of(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> float:
@@ -173,47 +166,45 @@ def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) ->
         dist.all_reduce(tensor, op, group=group)
         return device.now() - start
 
-    def seconds_of_bytes(size: int) -> float:
+    def seconds_of_bytes(size: int) -> tuple[float, float, float]:
         largest(0.0, world, device)  # start together
-        return seconds_of(device.outgoing[: size // 4], dist.ReduceOp.MAX)
+        took = seconds_of(device.outgoing[: size // 4], dist.ReduceOp.MAX)
+        return -largest(-took, world, device), largest(took, world, device), largest(took, group, device)
 
     largest(0.0, world, device)
     latencies = [seconds_of(small, dist.ReduceOp.SUM) for _ in range(SMALL_TIMES)]
-    size = FIRST_BYTES
-    while size < device.most_bytes:
-        took = seconds_of_bytes(size)
-        if _is_long_enough(-largest(-took, world, device), largest(took, world, device)):
-            break
-        size = min(size * GROWTH, device.most_bytes)
-    times = [largest(seconds_of_bytes(size), group, device) for _ in range(REPEATS)]
-    return GroupTimes(median_high(latencies), min(times), size)
+    size, times = _repeated(seconds_of_bytes, device)
+    return median_high(latencies), min(of_group for _, _, of_group in times), size
 
 
 def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None) -> PairTime | None:
     """Measure latency and bandwidth between this rank and a peer, one direction after the other.
 
-    Sizes grow until a transfer takes long enough, so that a slow link costs no more time than a fast one. With a
-    ``team``, all ranks of this host start each transfer together and take the slowest rank's time. Every rank then
-    gets its share of what the two hosts carry together. A rank without a peer takes part in the team's steps alone.
+    With a ``team``, all ranks of this host start each transfer together and take the slowest rank's time. Every rank
+    then gets its share of what the two hosts carry together. Without a peer it takes part in the team's steps alone.
     """
     latency = 0.0
     if peer is not None:
         mine, theirs = device.number(1.0), device.number(0.0)
         _exchange(peer, mine, theirs, device)  # the first exchange opens the connection
         latency = median_high([_exchange(peer, mine, theirs, device) for _ in range(SMALL_TIMES)])
-    size, times = FIRST_BYTES, [_time_step(peer, FIRST_BYTES, device, team)]
-    while size < device.most_bytes and not _is_long_enough(min(times[0]), max(times[0])):
-        size = min(size * GROWTH, device.most_bytes)
-        times = [_time_step(peer, size, device, team)]
-    times += [_time_step(peer, size, device, team) for _ in range(REPEATS - 1)]
+    size, times = _repeated(lambda size: _time_step(peer, size, device, team), device)
     if peer is None:
         return None
     return PairTime(peer, latency, size / min(came for came, _ in times), size / min(went for _, went in times))
 
 
-def _is_long_enough(fastest: float, slowest: float) -> bool:
-    """Return whether a transfer took long enough: traffic shapers and switches pass a short burst at full speed."""
-    return fastest >= ENOUGH_SECONDS or slowest >= TOO_MANY_SECONDS
+def _repeated(step: Callable[[int], Times], device: Device) -> tuple[int, list[Times]]:
+    """Repeat a transfer of so many bytes that it takes long enough, which are fewer on a slow link.
+
+    ``step`` returns seconds on several ranks, with the shortest and the longest of all. These decide, so they are equal
+    on all ranks. Return the bytes, and the seconds of each repetition.
+    """
+    size, first = FIRST_BYTES, step(FIRST_BYTES)
+    while size < device.most_bytes and min(first) < ENOUGH_SECONDS and max(first) < TOO_MANY_SECONDS:
+        size = min(size * GROWTH, device.most_bytes)
+        first = step(size)
+    return size, [first, *(step(size) for _ in range(REPEATS - 1))]
 
 
 def _exchange(peer: int, outgoing: Tensor, incoming: Tensor, device: Device) -> float:
@@ -254,61 +245,32 @@ def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup |
 # -- all pairs, in rounds ----------------------------------------------------------------------------------------------
 
 
-def rounds(players: int) -> int:
-    """Return the number of rounds in which every player meets every other one once.
-
-    >>> rounds(4), rounds(5), rounds(1)
-    (3, 5, 0)
-    """
-    return 0 if players < 2 else players - 1 + players % 2
-
-
-def opponent(player: int, number: int, players: int) -> int | None:
-    """Return the opponent of ``player`` in round ``number``; None in a round off, which odd numbers of players have.
+def opponents(player: int, players: int) -> list[int | None]:
+    """Return a player's opponent in each round, until all pairs have met once; None in a round off of an odd number.
 
     This is the circle method: the last player stays, and all others move on by one place per round. Every round is a
-    matching, so 2,048 hosts need 2,047 rounds instead of 2,096,128 tests one after the other.
+    matching, so 2,048 hosts need 2,047 rounds instead of 2,096,128 tests one after the other. The rounds are in a
+    random order, equal for every player, so that the first ones are a fair sample.
 
-    >>> [[opponent(player, number, 4) for player in range(4)] for number in range(3)]
-    [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]
+    >>> sorted(opponents(0, 4)), opponents(1, 2)
+    ([1, 2, 3], [0])
     """
     last = players + players % 2 - 1
-    if player == last:
-        other = number * (last + 1) // 2 % last  # the player that would meet itself: 2 * other = number modulo last
-    else:
-        other = (number - player) % last
-        other = last if other == player else other
-    return None if other >= players else other
+    found: list[int | None] = []
+    for number in random.Random(players).sample(range(last), last):
+        if player == last:
+            other = number * (last + 1) // 2 % last  # the player that would meet itself: 2 * other = number modulo last
+        else:
+            other = (number - player) % last
+            other = last if other == player else other
+        found.append(None if other >= players else other)
+    return found
 
 
-def order_of_rounds(players: int) -> list[int]:
-    """Return the rounds in a shuffled order, equal on every rank, so that the first rounds are a fair sample.
+def ranks_in_blocks(each: int, hosts: int) -> list[list[int]]:
+    """Return the ranks of hosts with ``each`` ranks, numbered host by host.
 
-    >>> sorted(order_of_rounds(6))
-    [0, 1, 2, 3, 4]
-    """
-    numbers = list(range(rounds(players)))
-    random.Random(players).shuffle(numbers)
-    return numbers
-
-
-Hosts: TypeAlias = Sequence[Sequence[int]]
-"""The global ranks of each host, ascending; hosts in the order of their first ranks."""
-
-
-def hosts_in_blocks(each: int, hosts: int) -> Hosts:
-    """Return hosts with ``each`` ranks, numbered host by host.
-
-    >>> hosts_in_blocks(2, 2)
+    >>> ranks_in_blocks(2, 2)
     [[0, 1], [2, 3]]
     """
     return [list(range(first, first + each)) for first in range(0, each * hosts, each)]
-
-
-def place_of(rank: int, hosts: Hosts) -> tuple[int, int]:
-    """Return the number of the host of a rank, and the rank's place on it.
-
-    >>> place_of(2, [[0, 1], [2, 3]])
-    (1, 0)
-    """
-    return next((host, ranks.index(rank)) for host, ranks in enumerate(hosts) if rank in ranks)

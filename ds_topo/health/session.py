@@ -28,7 +28,7 @@ from ds_topo.base.backends import accelerator, device_served_by
 from ds_topo.errors import LaunchError, TopologyError, fold_numbers
 from ds_topo.health import faults, probes
 from ds_topo.health.faults import Anomaly, Fault, RankReport, Summary
-from ds_topo.health.probes import Device, Hosts, PairTime, hosts_in_blocks, largest, place_of
+from ds_topo.health.probes import Device, PairTime, largest, ranks_in_blocks
 from ds_topo.launch.council import Council
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
@@ -114,7 +114,8 @@ class _Check:
     """The steps of a check on one rank, in the order in which they are called."""
 
     grid: ProcessGrid
-    hosts: Hosts
+    hosts: Sequence[Sequence[int]]
+    """The global ranks of each host, ascending; hosts in the order of their first ranks."""
     team: ProcessGroup | None
     """The ranks of this host, where there are several."""
 
@@ -130,17 +131,12 @@ class _Check:
         self.host_of: dict[int, str] = {}
         """The host of every rank, on rank 0, as soon as it is known."""
 
-    def begin(self, step: str) -> Callable[[int, int], None]:
-        """Show the step; return a function that shows how much of it is done."""
-        self.progress(step, 0, 0)
-        return lambda done, of: self.progress(step, done, of)
-
     # -- before any group exists ---------------------------------------------------------------------------------------
 
     def compare_reports(self) -> None:
         """Compare topologies, versions and hosts of all ranks; learn the ranks of every host."""
         launch, options = self.launch, self.options
-        self.begin("versions and topology")
+        self.progress("versions and topology", 0, 0)
 
         def describe() -> dict[str, Any]:
             try:
@@ -170,16 +166,17 @@ class _Check:
             self.faults += found
             hosts, blocks = list(ranks_of.values()), (len(reports) // len(ranks_of), len(ranks_of))
             # every rank reads this from one store, so it is short where ranks are numbered host by host
-            placed = {"blocks": blocks} if hosts == hosts_in_blocks(*blocks) else {"hosts": hosts}
+            placed = {"blocks": blocks} if hosts == ranks_in_blocks(*blocks) else {"hosts": hosts}
             return [fault for fault in found if fault.kind in FATAL], placed
 
         placed = self.step("describe", describe, judge)
-        self.hosts = hosts_in_blocks(*placed["blocks"]) if "blocks" in placed else placed["hosts"]
-        self.host, self.place = place_of(self.rank, self.hosts)
+        self.hosts = ranks_in_blocks(*placed["blocks"]) if "blocks" in placed else placed["hosts"]
+        self.host = next(host for host, ranks in enumerate(self.hosts) if self.rank in ranks)
+        self.place = self.hosts[self.host].index(self.rank)
 
     def compare_clocks(self) -> None:
         """Compare the clocks of all hosts."""
-        self.begin("clocks")
+        self.progress("clocks", 0, 0)
         answers = self.gather("clocks", lambda: None if self.place else self.clock_offset())
         if answers:
             offsets = {self.host_of[rank]: offset for rank, offset in answers.items() if offset is not None}
@@ -191,7 +188,7 @@ class _Check:
     def create_groups(self) -> None:
         """Create the groups of training, and one of the ranks of each host."""
         launch, options = self.launch, self.options
-        self.begin("groups")
+        self.progress("groups", 0, 0)
         topology = ProcessTopology.from_spec(options.spec, launch.world_size)
         self.summary.topology = topology.spec
 
@@ -213,7 +210,7 @@ class _Check:
         Where a wrong sum may be due to any member of a group, its members are tested again in pairs.
         """
         grid, rank, device = self.grid, self.rank, self.device.device
-        self.begin("results")
+        self.progress("results", 0, 0)
         seen: list[Anomaly] = []
 
         def test() -> list[Anomaly]:
@@ -249,7 +246,7 @@ class _Check:
         """Measure latency and bandwidth of every kind of group."""
         grid = self.grid
         for number, (name, axes) in enumerate(self.kinds):
-            self.begin(f"speed of {name} groups")(number, len(self.kinds))
+            self.progress(f"speed of {name} groups", number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
             measure = partial(probes.time_all_reduce, group, self.world, self.device)
             answers = self.gather(f"axis {name}", measure)
@@ -266,15 +263,15 @@ class _Check:
         self.team = next(iter(self.grid.create_groups("the ranks of each host", wanted)), None)
         if max(map(len, hosts)) == 1:
             return
-        progress = self.begin("links inside hosts")
+        progress, others = partial(self.progress, "links inside hosts"), probes.opponents(self.place, len(ranks))
+        progress(0, 0)
 
         def measure() -> list[PairTime]:
             times = []
-            for number in range(probes.rounds(len(ranks))):
-                other = probes.opponent(self.place, number, len(ranks))
+            for done, other in enumerate(others, start=1):
                 if other is not None and (measured := probes.time_pair(ranks[other], self.device)):
                     times.append(measured)
-                progress(number + 1, probes.rounds(len(ranks)))
+                progress(done, len(others))
             return times
 
         answers = self.gather("links inside", measure, timedelta(seconds=options.seconds))
@@ -293,23 +290,22 @@ class _Check:
         hosts, options = self.hosts, self.options
         if len(hosts) == 1:
             return
-        progress = self.begin("links between hosts")
-        order = probes.order_of_rounds(len(hosts))
+        progress, others = partial(self.progress, "links between hosts"), probes.opponents(self.host, len(hosts))
+        progress(0, 0)
 
         def measure() -> dict[str, Any]:
             times: list[PairTime] = []
             start, done = time.monotonic(), 0
-            while done < len(order):
+            for other in others:
                 is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
                 if is_vote and largest(time.monotonic() - start, self.world, self.device) > options.seconds:
                     break
-                other = probes.opponent(self.host, order[done], len(hosts))
                 if other is not None:
                     peer = hosts[other][self.place] if self.place < len(hosts[other]) else None
                     if measured := probes.time_pair(peer, self.device, self.team):
                         times.append(measured._replace(peer=other))
                 done += 1
-                progress(done, len(order))
+                progress(done, len(others))
             best = [max((link.came for link in times), default=0.0), max((link.went for link in times), default=0.0)]
             return {"best": best, "times": [] if self.place else times, "rounds": done}
 
@@ -323,7 +319,7 @@ class _Check:
                 together = min(len(hosts[link.peer]), len(ranks))  # each of so many ranks has an equal share
                 links[names[link.peer], names[host]] = link.latency, together * link.came
         self.summary.across = faults.link_summary(links)
-        self.summary.rounds = (answers[0]["rounds"], len(order))
+        self.summary.rounds = (answers[0]["rounds"], len(others))
         rates = {pair: rate for pair, (_, rate) in links.items()}
         found = faults.slow_hosts(rates, options.slow, options.expected)
         self.faults += found
@@ -429,10 +425,9 @@ def _same_host(actual: str, expected: str) -> bool:
     """Return whether two names mean one host: they are equal up to the domain, or have the same address."""
     if actual.split(".")[0].lower() == expected.split(".")[0].lower():
         return True
-    try:
+    with suppress(OSError):
         return socket.gethostbyname(actual) == socket.gethostbyname(expected)
-    except OSError:
-        return False
+    return False
 
 
 def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:

@@ -7,8 +7,7 @@ for this one while it holds the interpreter.
 One rank writes a verdict, and all adopt it. The judging thread then shuts down gloo's connections, which ends a blocked
 collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that makes
 no progress (``activity.Progress``) is ended with a dump of all stacks. One that computes, saves or evaluates may
-continue: it will raise in its next collective. A call that holds the interpreter stops the judging thread, too: the
-rank can be ended only after that call.
+continue: it will raise in its next collective.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class Watch:
         self._heart.start()
         self._judge = threading.Thread(target=self._run, name="ds_topo watch: judge", daemon=True)
         self._judge.start()
-        self._hook_before, self._hook = sys.excepthook, self._on_exception
-        sys.excepthook = self._hook
+        self._hook_before, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._at_exit)
 
     def _prepare(self) -> None:
@@ -143,7 +141,7 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self._note_exception(error, trace)
+            self._note_exception(error)
         self.stop()
 
     @property
@@ -172,16 +170,15 @@ class Watch:
             time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
         self._judge.join(2)
         self._witness.end()
-        if sys.excepthook == self._hook:
+        if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
 
     def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
-        """Compare the steps that the ranks of a group have taken.
+        """Compare the steps that the ranks of a group have taken, and print a difference once; nothing waits for it.
 
         Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
-        next one. The nth call for a group is compared with the nth calls on other ranks. A difference is printed on
-        standard error, once. Nothing waits for the comparison or is ended.
+        next one. The nth call for a group is compared with the nth calls on other ranks.
         """
         self._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
 
@@ -278,15 +275,13 @@ class Watch:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook_before(kind, error, trace)
-        if os.getpid() == self._pid:
-            self._note_exception(error, trace)
-            self._limit_the_end()
+        self._end_by(error)
 
-    def _note_exception(self, error: BaseException, trace: TracebackType | None) -> None:
+    def _note_exception(self, error: BaseException) -> None:
         """Report this rank's exception to the others, or wait for the cause if it is only a consequence."""
         if self._last_doing is not None or self._stopped.is_set():
             return
-        self._last_doing = doing = self._observer.read_traceback(trace)
+        self._last_doing = doing = self._observer.read_traceback(error.__traceback__)
         is_consequence = self.verdict is not None or is_of_transport(error)
         self._heart.state = heartbeat.HAS_FAILED
         if self.verdict is None:
@@ -301,7 +296,7 @@ class Watch:
 
     def _await_verdict(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self.verdict is None and time.monotonic() < until and (self._heart.lost is None or self._local is None):
+        while self.verdict is None and time.monotonic() < until:
             if self._heart.lost is not None:
                 self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
             time.sleep(_TICK / 4)
@@ -309,12 +304,13 @@ class Watch:
     def _at_exit(self) -> None:
         """Report an exception that was not caught, after its traceback: Python keeps it as ``sys.last_value``."""
         error = getattr(sys, "last_value", None)
-        if isinstance(error, BaseException) and os.getpid() == self._pid:
-            self._note_exception(error, error.__traceback__)
-            self._limit_the_end()
+        if isinstance(error, BaseException):
+            self._end_by(error)
         self.stop()
 
-    def _limit_the_end(self) -> None:
-        """End the process in time after a fault, since torch may wait for other ranks at the end of a process."""
-        if self.verdict is not None and not self._stopped.is_set():  # another hook may keep that of a stopped watch
-            faulthandler.dump_traceback_later(GRACE, exit=True)
+    def _end_by(self, error: BaseException) -> None:
+        """Report an exception, and end the process in time, since torch may wait for other ranks at its end."""
+        if os.getpid() == self._pid:
+            self._note_exception(error)
+            if self.verdict is not None and not self._stopped.is_set():  # another hook may keep a stopped watch's
+                faulthandler.dump_traceback_later(GRACE, exit=True)

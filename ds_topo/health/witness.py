@@ -49,10 +49,7 @@ class Address(NamedTuple):
 
 
 class Witness:
-    """The witness of this process. It ends with this process, or by :meth:`end`.
-
-    It listens at this host's address, as others see it; at all addresses of the host if that is impossible.
-    """
+    """The witness of this process, at its host's address as others see it. It ends with the process, or by ``end``."""
 
     def __init__(self, host: str) -> None:
         import secrets
@@ -87,12 +84,7 @@ class Witness:
 
 
 def ask(address: Address, seconds: float) -> State:
-    """Ask the witness at an address for the state of its rank.
-
-    >>> witness = Witness("127.0.0.1")
-    >>> ask(witness.address, 5), witness.end(), ask(witness.address, 5)
-    (<State.ALIVE: 'is alive'>, None, <State.GONE: 'is gone: its process was killed, or crashed'>)
-    """
+    """Ask the witness at an address for the state of its rank."""
     answer = b""
     try:
         with socket.create_connection(address[:2], seconds) as connection:

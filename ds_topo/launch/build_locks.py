@@ -33,15 +33,10 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
     open, in any container, so on a local file system the answer is exact. On a network file system it is unknown: the
     lock stays, with a warning if it is older than any build takes. By default, torch's extensions folder is searched,
     if the installed torch waits for such files.
-
-    >>> remove_abandoned_locks([])
-    []
     """
     removed: list[Path] = []
-    if folders is None:
-        folders = _build_folders()
-    for folder in map(Path, folders):
-        lock = folder / LOCK
+    for folder in _build_folders() if folders is None else folders:
+        lock = Path(folder, LOCK)
         held = _remove_unless_held(lock)
         if held is False:
             removed.append(lock)

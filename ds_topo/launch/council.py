@@ -8,25 +8,18 @@ failed, and they would pad every rank's value to the longest one.
 **Patience.** The rank that decides waits for posts during the fraction ``GATHERING`` of the timeout. The others wait
 the whole timeout for the answer, so they read which ranks did not come instead of giving up themselves. Where ranks
 work before they post, one may come ``spread`` later than another. Then the rank that decides waits ``spread`` longer,
-and the others twice as much, because it may itself come last. A store request can block without limit, because
-torch's own timeout does not expire when the store's server process is stopped or its host is cut off. :func:`within`
-abandons it after ``UNANSWERED_AFTER`` of the time that it may take. Rank 0 may serve the store and exit: at the end it
-waits at most ``MOMENT`` until the others have read (:meth:`Council.end`).
+and the others twice as much, because it may itself come last. torch's own timeout does not expire when the store's
+server process is stopped or its host is cut off: :func:`within` abandons a request after ``UNANSWERED_AFTER`` of the
+time that it may take.
 
 **Costs.** A rank sends three requests, for any number of ranks. The one that decides sends one that waits for all
-posts, one for each ``_AT_ONCE`` of them and one with the answer. If a few of 16,384 ranks are missing, it sends some 30
-more for each of these. Keys are deleted when no rank needs them any more, see :func:`leave`.
-
-**Failures.** The rank that decides learns which ranks did not post. An error that it raises is raised on all ranks. A
-rank raises an error of its own if no answer comes, or if the store is lost or does not answer.
+posts, one for each ``_AT_ONCE`` of them and one with the answer. Keys are deleted by :func:`leave`.
 
 **Agreements.** ``torch.distributed.new_group`` hangs when ranks pass different lists. In :func:`agree` every rank first
-appends one line to a key of the store: its rank, its host and its plan. The last rank to come reads all lines and
-writes a verdict, which the others wait for: four small requests per rank. If some ranks do not come, the first rank
-whose patience ends writes the verdict. All ranks then continue, or raise the same error, which names the ranks and
-hosts that differ. :class:`Round` is a council in which no certain rank decides: the others learn who did not come
-whichever rank that is, and by one request however many that are. If plans differ, the council of the ranks that have
-them compares their lines. A verdict has at most ``MAX_MESSAGE`` characters, for any number of ranks.
+appends one line to a key of the store: its rank, its host and its plan. The last rank to come, or the first whose
+patience ends, reads all lines and writes a verdict, which the others wait for: four small requests per rank. All ranks
+then continue, or raise the same error. :class:`Round` is a council in which no certain rank decides, so whichever rank
+does not come is named. If plans differ, the council of the ranks that have them compares their lines.
 """
 
 from __future__ import annotations
@@ -152,14 +145,13 @@ class Council:
             outcome = self.request(reading, read, f"rank {decider} did not report its result, ")
         else:
             posted = self.request(gathering, gather)
-            readers = len(self.members) - 1 - (len(posts) - len(posted))
             try:
                 outcome = {"value": judge(posted)}
             except Exception as error:  # of any class: the other ranks must receive it
                 said = "" if isinstance(error, self.error) else f"{self.subject}: rank {decider}: "
                 outcome = {"error": type(error).__name__, "text": f"{said}{one_line(error, self.error)}"}
                 cause = None if isinstance(error, self.error) else error  # of our own, the text is enough
-            outcome["readers"] = readers
+            outcome["readers"] = len(self.members) - 1 - (len(posts) - len(posted))
             self.request(self.timeout, lambda: self._write(f"{name} decided", outcome))
         self._readers = outcome["readers"]
         if "error" not in outcome:
@@ -220,10 +212,9 @@ class Council:
 
 
 def leave(store: Store, rank: int, readers: Sequence[int], keys: Iterable[str]) -> None:
-    """Delete these keys later, once all ``readers`` have come to an agreement that starts after this call.
+    """Delete these keys once all ``readers`` have come to a later agreement, and so have finished their earlier reads.
 
-    torch deletes nothing from the job's store. A rank that has come to a later agreement has finished all its earlier
-    reads, so the rank that wrote a key can then delete it without asking. NCCL's own communicator ids stay.
+    torch deletes nothing from the job's store. NCCL's own communicator ids stay.
     """
     _left.setdefault(store, {}).setdefault(rank, []).extend((readers, key) for key in keys)
 
@@ -244,9 +235,6 @@ def within(limit: timedelta, what: str, call: Callable[[], Result], address: str
 
     The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit, and
     :class:`~ds_topo.errors.StoreTimeoutError` names the process that serves the store, by default that of the job.
-
-    >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
-    2
     """
     result: Future[Result] = Future()
     device = device_in_use()
@@ -278,7 +266,7 @@ def within(limit: timedelta, what: str, call: Callable[[], Result], address: str
 def apart(store: Store, limit: timedelta, what: str, call: Callable[[Store], Result]) -> Result:
     """Return the result of a call on a connection of its own, for a rank that fails, ends, or begins to listen.
 
-    The server may be gone. torch would then try to connect until the job's timeout, so this asks first whether anybody
+    torch would try to connect to a server that is gone until the job's timeout, so this asks first whether anybody
     listens. Calls of the minute after one without an answer raise at once, so several cost one ``limit``.
 
     Raises:
@@ -313,7 +301,7 @@ def ranks_that_came(store: Store, keys: Sequence[str], patience: timedelta) -> l
         half = len(ranks) // 2
         return [*came(ranks[:half]), *came(ranks[half:])] if half else []
 
-    with suppress(dist.DistError, RuntimeError):
+    with suppress(RuntimeError):
         store.wait(list(keys), patience)
         return list(range(len(keys)))
     return came(range(len(keys)))
@@ -365,21 +353,17 @@ def agree(
 ) -> str:
     """Check that all ``members`` (global ranks) pass the same ``description``; return a token unique to this round.
 
-    A rank that has already failed passes its ``failure``. The other ranks then raise at once instead of waiting for it,
-    and the rank itself re-raises it.
-
     Args:
         description: the text that must be equal on all ranks, or a digest of it.
         members: the ranks that take part, ascending; the same on all of them.
         timeout: the time limit for the whole round.
-        failure: the reason why this rank cannot take part.
+        failure: the reason why this rank cannot take part. The others then raise at once; this rank re-raises it.
         subject: the thing to agree on, for the message.
-        lines: further text that must be equal on all ranks, of which they compare a digest. Where it differs, the
-            message names the lines that differ.
+        lines: further text that must be equal, of which ranks compare a digest. The message names lines that differ.
 
     Raises:
         DisagreementError: descriptions differ, a rank failed, or ranks did not come within ``timeout``. The message
-            names ranks and hosts and is the same on every rank.
+            names ranks and hosts and is the same on every rank, of at most ``MAX_MESSAGE`` characters.
     """
     first, last = members[0], members[-1]
     is_run = last - first + 1 == len(members)  # as the largest sets are: O(1) for them
@@ -469,13 +453,15 @@ class Round(Council):
     def _say_who_is_missing(self, left: timedelta) -> None:
         if self.store.add(self._key("notice"), 1) > 1:
             return
-        here = {rank for rank, *_ in self._came()}
-        missing = [rank for rank in self.members if rank not in here]
+        missing = listed(self._missing(self._came()), 4 * _SHOWN_RANKS)
         tell(
             f"ds_topo: rank {self.rank} on {socket.gethostname()} has waited {NOTICE_AFTER.seconds} s for ranks "
-            f"{listed(missing, 4 * _SHOWN_RANKS)} to agree on {self.subject}. Call it on every rank: without them it "
-            f"fails in {left}"
+            f"{missing} to agree on {self.subject}. Call it on every rank: without them it fails in {left}"
         )
+
+    def _missing(self, reports: Sequence[tuple[int, str, str, str]]) -> list[int]:
+        here = {rank for rank, *_ in reports}
+        return [rank for rank in self.members if rank not in here]
 
     def _came(self) -> list[tuple[int, str, str, str]]:
         """Return the rank, host, digest and outcome of each member that has come."""
@@ -486,8 +472,7 @@ class Round(Council):
     def _judge(self) -> None:
         """Write the verdict on what the members brought, unless another rank has written one."""
         reports = self._came()
-        here = {rank for rank, *_ in reports}
-        missing = [rank for rank in self.members if rank not in here]
+        missing = self._missing(reports)
         agreed = not missing and len({digest for _, _, digest, _ in reports}) == 1
         agreed = agreed and not reports[0][3].startswith(FAILED)
         verdict = {"text": "", "all_came": True} if agreed else self._problems(reports, missing)
@@ -522,11 +507,7 @@ class Round(Council):
 
 
 def _where(hosts: Mapping[str, Sequence[int]]) -> str:
-    """Describe ranks by host, in the order of the first ones, with the first few ranks named.
-
-    >>> _where({"b": [1], "a": [2, 0]})
-    'ranks [0, 2] on a; ranks [1] on b'
-    """
+    """Describe ranks by host, in the order of the first ones, with the first few ranks named."""
     parts, left = [], _SHOWN_RANKS
     for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1])):
         if left > 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import weakref
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from ds_topo.base.torch_names import (
     default_store,
     inherit_timeout,
     job_timeout,
-    served_at,
     timeout_of,
 )
 from ds_topo.errors import (
@@ -56,8 +54,6 @@ from ds_topo.launch.launchers import (
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737), which is reached over the default route."""
-_SIOCGIFADDR = 0x8915
-"""Linux's request for the address of an interface."""
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable: 1 creates a new store after each restart."""
 
@@ -86,8 +82,8 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     """Return the interface that gloo must use on this host, or None where it finds one itself.
 
     gloo binds to the address of the host's own name. If that is a loopback address (Debian's ``127.0.1.1``) or unknown,
-    ranks of different hosts cannot connect. Then the interface towards the master is used. On the master's own host it
-    is that of the default route, or the only one.
+    ranks of other hosts cannot connect. Then it is the interface towards the master, or on the master's own host that
+    of the default route, or the only one.
     """
     is_size_unknown = launch.local_world_size is None and launch.node is None
     is_on_one_host = is_loopback(master) if is_size_unknown else launch.local_world_size == launch.world_size
@@ -98,9 +94,17 @@ def choose_interface(launch: Launch, master: str) -> str | None:
         own = address_of(name)
         if not is_loopback(own):
             return None
-    interfaces = {address: name for name, address in _interfaces() if not is_loopback(address)}
-    towards = [address_towards(master), address_towards(_ANYWHERE), *(interfaces if len(interfaces) == 1 else ())]
-    interface = next((interfaces[address] for address in towards if address in interfaces), None)
+    import psutil  # a requirement of DeepSpeed
+
+    interface_of: dict[str | None, str] = {
+        each.address: interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and not is_loopback(each.address)
+    }
+    of_the_only_one = interface_of if len(set(interface_of.values())) == 1 else ()
+    towards = [address_towards(master), address_towards(_ANYWHERE), *of_the_only_one]
+    interface = next((interface_of[address] for address in towards if address in interface_of), None)
     if interface is None:
         raise LaunchError(
             f"gloo would bind to the address of this host's own name, {name}, which is {own}: other hosts cannot reach "
@@ -118,21 +122,6 @@ def address_towards(host: str, port: int = 9) -> str | None:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
     return None
-
-
-def _interfaces() -> list[tuple[str, str]]:
-    """Return names and IPv4 addresses of this host's interfaces; none on other systems than Linux."""
-    if sys.platform != "linux":
-        return []
-    import fcntl
-
-    found: list[tuple[str, str]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------
@@ -179,21 +168,16 @@ def join(
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
-    share_tracebacks()
+    if launch.world_size > 1:
+        SharedTraceback(default_store())
     if launch.rank == 0 and (verbose or launch.launcher == ALONE):
         tell(f"ds_topo: {launch}, backend {backend}, timeout {limit}")
     return launch
 
 
 def as_timeout(timeout: float | timedelta | None) -> timedelta:
-    """Convert seconds to a ``timedelta``; None gives DeepSpeed's default.
-
-    >>> as_timeout(90), as_timeout(timedelta(minutes=2)).total_seconds()
-    (datetime.timedelta(seconds=90), 120.0)
-    """
-    if timeout is None:
-        return timedelta(minutes=minutes_of_timeout())
-    return timeout_of(timeout)
+    """Convert seconds to a ``timedelta``; None gives DeepSpeed's default."""
+    return timedelta(minutes=minutes_of_timeout()) if timeout is None else timeout_of(timeout)
 
 
 def prepare(*, end_with_launcher: bool = True, alone: bool = False) -> Launch:
@@ -231,7 +215,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
     )
     try:
         store = within(timeout * UNANSWERED_AFTER, "the connection", connect, f" at {where}")
-    except (dist.DistError, RuntimeError) as error:
+    except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             text = (
                 f"port {launch.master_port} is in use on {host}, probably by another job: set MASTER_PORT to another "
@@ -260,8 +244,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
 def warn_of_restarts(launch: Launch) -> None:
     """Warn, on rank 0, if ranks may use different prefixes in the store after a restart.
 
-    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail restarts them, and does not count
-    this as a restart.
+    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail does not count their restart.
     """
     hosts = launch.node[1] if launch.node else 1
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -307,9 +290,9 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
 def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str) -> None:
     """Call ``init_process_group`` with the store; later groups inherit the timeout.
 
-    The world's group is not bound to a device (``device_id=``). Otherwise torch would create every later NCCL group by
-    splitting it, which is collective over all ranks. torch 2.15 binds it nevertheless, to ``LOCAL_RANK``; a grid
-    creates its groups by their members alone in both cases (:func:`~ds_topo.base.torch_names.next_group_named`).
+    The world's group is not bound to a device (``device_id=``), because torch would create every later NCCL group by
+    splitting it, which is collective over all ranks. torch 2.15 binds it to ``LOCAL_RANK`` nevertheless
+    (see :func:`~ds_topo.base.torch_names.next_group_named`).
     """
     rank, size = launch.rank, launch.world_size
     init = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -317,19 +300,16 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
         within(timeout * UNANSWERED_AFTER, f"rank {rank} connects by {backend}", init, address_of_store(store))
     except StoreTimeoutError:
         raise
-    except (dist.DistError, RuntimeError) as error:
+    except RuntimeError as error:
         raise LaunchError(
-            f"rank {launch.rank} on {socket.gethostname()}: all ranks came, but cannot connect by {backend}: {error}. "
+            f"rank {rank} on {socket.gethostname()}: all ranks came, but cannot connect by {backend}: {error}. "
             f"{GLOO_INTERFACE} is {os.environ.get(GLOO_INTERFACE, 'not set')}"
         ) from error
     inherit_timeout()
 
 
 class SharedTraceback:
-    """A ``sys.excepthook`` that prints what another rank has printed already in one line.
-
-    It calls the former hook, and that one is back once the store's job is over.
-    """
+    """A ``sys.excepthook`` that prints what another rank has printed in one line; it ends with the store's job."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._rank, self._before = weakref.ref(store), dist.get_rank(), sys.excepthook
@@ -352,15 +332,6 @@ class SharedTraceback:
             print_once(store, self._rank, self._before, kind, error, trace)
 
 
-def share_tracebacks() -> None:
-    """Set the hook for the present job, once, if it has several ranks."""
-    store = default_store()
-    if dist.get_world_size() > 1 and served_at(store) is not None:
-        present = sys.excepthook
-        if not (isinstance(present, SharedTraceback) and present._store() is store):
-            SharedTraceback(store)
-
-
 def _joined_already(timeout: timedelta | None) -> Launch:
     if timeout is not None and timeout != job_timeout():
         warn(f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect")
@@ -377,11 +348,11 @@ def _joined_already(timeout: timedelta | None) -> Launch:
     return launch
 
 
-def take_device(launch: Launch, backend: str) -> torch.device:
-    """Return the device of this rank, and make it the current one if it is an accelerator."""
+def take_device(launch: Launch, backend: str) -> None:
+    """Make the device of this rank the current one if it is an accelerator."""
     device = device_served_by(backend, launch.local_rank)
     if device.type == "cpu":
-        return device
+        return
     visible = torch.accelerator.device_count()
     if launch.local_rank >= visible:
         raise LaunchError(
@@ -390,7 +361,6 @@ def take_device(launch: Launch, backend: str) -> torch.device:
             "(srun: --gpus-per-node instead of --gpus-per-task, or --gpu-bind=none)"
         )
     torch.accelerator.set_device_index(launch.local_rank)
-    return device
 
 
 _SAME_SIZE = "start every rank with the same WORLD_SIZE, the number of all ranks"

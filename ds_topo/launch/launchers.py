@@ -137,8 +137,7 @@ def detect_launch(
             several tasks, so it raises there.
 
     Raises:
-        LaunchError: there is no launcher, or its variables are incomplete or contradict each other. The message names
-            them, and tells how to start the program.
+        LaunchError: there is no launcher, or its variables are incomplete or contradict each other.
 
     >>> detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
     Launch(launcher='environment', rank=0, world_size=2, local_rank=0, master_addr='a', master_port=29500, ...)
@@ -148,13 +147,15 @@ def detect_launch(
         return _from_torch_variables(environ)
     mpi = next((name for name, (rank, _, local, _) in _MPI_VARIABLES.items() if {rank, local} <= environ.keys()), None)
     if mpi is None and not in_step(environ):
+        words = sys.argv if arguments is None else arguments
+        program = shlex.join([word for word in words[:3] if word and word != "-c"]) or "train.py"
+        ranks = _ranks_wanted(words)
         if alone and not any(environ.get(name) for name in (*_REQUIRED[:3], "SLURM_JOB_ID")):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = int(free.getsockname()[1])
-            ranks = _ranks_wanted(arguments)
-            more = f"torchrun --nproc-per-node {ranks} {_program(arguments)} starts {ranks} ranks"
+            more = f"torchrun --nproc-per-node {ranks} {program} starts {ranks} ranks"
             return Launch(ALONE, 0, 1, 0, "127.0.0.1", port, local_world_size=1, node=(0, 1), job=more)
-        raise LaunchError(_what_is_missing(environ, _program(arguments), _ranks_wanted(arguments)))
+        raise LaunchError(_what_is_missing(environ, program, ranks))
     launch = _from_slurm(environ) if mpi is None else _from_mpi(mpi, environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if environ.get(name, launch.variables[name]) != launch.variables[name]:
@@ -242,14 +243,9 @@ def _reader(environ: Mapping[str, str], launcher: str) -> Callable[[str], int]:
     return number
 
 
-def _program(arguments: Sequence[str] | None) -> str:
-    words = sys.argv if arguments is None else arguments
-    return shlex.join([word for word in words[:3] if word and word != "-c"]) or "train.py"
-
-
-def _ranks_wanted(arguments: Sequence[str] | None) -> int:
+def _ranks_wanted(words: Sequence[str]) -> int:
     """Return the ranks of the topology among a program's arguments, the fewest where a degree is -1, or 4."""
-    for word in sys.argv if arguments is None else arguments:
+    for word in words:
         spec = word.partition("=")[2] if word.startswith("--") else word
         with suppress(TopologyError):
             axes, degrees, extra_axes, _ = parse_spec(spec.replace("=-1", "=2"))
@@ -281,8 +277,8 @@ def _what_is_missing(environ: Mapping[str, str], script: str, ranks: int) -> str
 def mpi_master(environ: Mapping[str, str], rank: int, world_size: int, local_world_size: int) -> str:
     """Return the address of rank 0, which MPI's variables do not contain.
 
-    On one host it is this host. On several, rank 0 sends it through MPI where mpi4py is installed, as in DeepSpeed.
-    Otherwise it is the host on which Open MPI's ``mpirun`` runs, and rank 0 checks that.
+    On several hosts, rank 0 sends it through MPI where mpi4py is installed, as in DeepSpeed. Otherwise it is the host
+    on which Open MPI's ``mpirun`` runs, and rank 0 checks that.
     """
     if world_size == local_world_size:
         return "127.0.0.1"
@@ -349,8 +345,8 @@ def is_own_address(address: str) -> bool:
 def export_coordinates(topology: ProcessTopology, rank: int) -> Callable[[], None]:
     """Put the coordinate of this rank into its environment, for logs, profiles and child processes.
 
-    ``model`` is exported as ``tensor``, too. Every grid of the whole job does this until its ``destroy()``. Return a
-    function that restores the variables, unless other ones have been exported since.
+    ``model`` is exported as ``tensor``, too. Return a function that restores the variables, unless other ones have been
+    exported since.
 
     >>> from ds_topo import ProcessTopology
     >>> restore = export_coordinates(ProcessTopology.from_spec("pipe=2,tensor=2"), 3)

@@ -43,24 +43,14 @@ _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
 
 @dataclass(frozen=True)
 class Ancestor:
-    """An ancestor of this process.
-
-    Its kind is ``launch`` (DeepSpeed's process on each host), ``runner`` (the ``deepspeed`` command), ``torchrun``,
-    ``mpi``, ``slurm``, ``session`` (of sshd), ``shell`` (``sh -c``), ``init`` or ``other``.
-    """
+    """An ancestor of this process, and its kind as :func:`kind_of` returns it."""
 
     pid: int
     kind: str
 
 
 def kind_of(argv: Sequence[str]) -> str:
-    """Return the kind of an ancestor by its command line.
-
-    >>> kind_of(["python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30="])
-    'launch'
-    >>> kind_of(["python", "/bin/deepspeed", "train.py"]), kind_of(["sshd: root@notty"]), kind_of(["vi", "deepspeed"])
-    ('runner', 'session', 'other')
-    """
+    """Return the kind of an ancestor by its command line, as in ``_KINDS``, or of sshd's session or a shell."""
     if not argv or not argv[0]:
         return "other"
     names = [os.path.basename(word) for word in argv[:2]]
@@ -81,11 +71,6 @@ def launcher_above(ancestors: Sequence[Ancestor]) -> list[int]:
 
     They follow each other, perhaps after wrappers of the rank. A ``launch`` that a remote command started has sshd's
     session above its shell.
-
-    >>> launcher_above([Ancestor(9, "other"), Ancestor(8, "launch"), Ancestor(7, "shell"), Ancestor(6, "session")])
-    [8, 6]
-    >>> launcher_above([Ancestor(8, "launch"), Ancestor(7, "runner"), Ancestor(6, "other"), Ancestor(5, "session")])
-    [8, 7]
     """
     from_first = list(dropwhile(lambda ancestor: ancestor.kind not in _LAUNCHERS, ancestors))
     found = list(takewhile(lambda ancestor: ancestor.kind in _LAUNCHERS, from_first))

@@ -53,9 +53,26 @@ class Placement:
 
     @classmethod
     def of(cls, spec: Spec, hosts: Hosts | HostMap) -> Placement:
-        """Place a spec on hosts, with one rank in each slot; one of its degrees may be -1."""
+        """Place a spec on hosts, with one rank in each slot; an error gives the nearest spec that fits."""
         host_map = HostMap.block(hosts) if isinstance(hosts, Hosts) else hosts
-        return cls(fit(spec, host_map), host_map)
+        try:
+            return cls(ProcessTopology.from_spec(spec, host_map.size), host_map)
+        except WorldSizeError as error:
+            try:
+                needed = ProcessTopology.from_spec(spec).world_size()
+            except TopologyError:  # one degree is -1
+                needed = 0
+            if needed > host_map.size:
+                problem = "more ranks than slots"
+            elif needed:
+                problem = (
+                    "slots would be left over, but launchers use each of them: use all, or leave out hosts or slots"
+                )
+            else:
+                problem = "the slots cannot be divided"
+            there = f"{len(host_map.hosts)} hosts" if len(host_map.hosts) > 1 else "1 host"
+            slots = f"{host_map.size} slots" if host_map.size > 1 else "1 slot"
+            raise WorldSizeError(f"{problem}: {there} with {slots} in all; {error}") from None
 
     def span(self, axes: str | tuple[str, ...]) -> AxisSpan:
         """Count the hosts of all groups over one axis or several, and what crosses hosts in them."""
@@ -120,26 +137,6 @@ def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:
     return [span for span in spans if len(span) == 1 or sum(topology.get_dim(axis) > 1 for axis in span) > 1]
 
 
-def fit(spec: Spec, host_map: HostMap) -> ProcessTopology:
-    """Return the topology of a spec for the slots of hosts; an error gives the nearest one that fits."""
-    try:
-        return ProcessTopology.from_spec(spec, host_map.size)
-    except WorldSizeError as error:
-        try:
-            needed = ProcessTopology.from_spec(spec).world_size()
-        except TopologyError:  # one degree is -1
-            needed = 0
-        if needed > host_map.size:
-            problem = "more ranks than slots"
-        elif needed:
-            problem = "slots would be left over, but launchers use each of them: use all, or leave out hosts or slots"
-        else:
-            problem = "the slots cannot be divided"
-        hosts = f"{len(host_map.hosts)} hosts" if len(host_map.hosts) > 1 else "1 host"
-        slots = f"{host_map.size} slots" if host_map.size > 1 else "1 slot"
-        raise WorldSizeError(f"{problem}: {hosts} with {slots} in all; {error}") from None
-
-
 # -- summaries of large layouts ----------------------------------------------------------------------------------------
 
 
@@ -172,15 +169,11 @@ def host_runs(
     runs = []
     for _, members in groupby(range(len(held)), key=lambda host: held[host][outermost]):
         hosts = list(members)
-        indices = (sorted(set().union(*(held[host][axis] for host in hosts))) for axis in range(len(held[0])))
-        runs.append(
-            HostRun(
-                fold_node_list([names[host] for host in hosts]),
-                len(hosts),
-                (min(ranks_on_hosts[host][0] for host in hosts), max(ranks_on_hosts[host][-1] for host in hosts)),
-                tuple(fold_numbers(numbers) for numbers in indices),
-            )
-        )
+        name = fold_node_list([names[host] for host in hosts])
+        ranks = min(ranks_on_hosts[host][0] for host in hosts), max(ranks_on_hosts[host][-1] for host in hosts)
+        by_axis = zip(*(held[host] for host in hosts), strict=True)
+        indices = tuple(fold_numbers(sorted(set().union(*of_axis))) for of_axis in by_axis)
+        runs.append(HostRun(name, len(hosts), ranks, indices))
     return runs
 
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeAlias
@@ -43,10 +44,8 @@ def print_once(
     if first == me:
         before(kind, error, trace)
         sys.stderr.flush()
-        try:
+        with suppress(Exception):  # the other ranks print it, too
             apart(store, _LIMIT, "an error", lambda other: other.set(f"{key}/printed", ""))
-        except Exception:  # the other ranks print it, too
-            return
     else:
         text = printable(str(error).partition("\n")[0][:_SHOWN])
         tell(
@@ -62,11 +61,14 @@ def digest_of(error: BaseException, trace: TracebackType | None) -> str:
     """
     own = str(error)
     causes: list[list[str]] = []
-    each = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while each is not None and len(causes) < 10:
-        if str(each) not in own:
-            causes.append([type(each).__qualname__, str(each)])
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    each = error
+    for _ in range(10):  # causes may form a circle
+        cause = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+        if cause is None:
+            break
+        if str(cause) not in own:
+            causes.append([type(cause).__qualname__, str(cause)])
+        each = cause
     places = [[frame.filename, frame.lineno] for frame in traceback.extract_tb(trace)]
     content = json.dumps([type(error).__qualname__, own, causes, places])
     return hashlib.sha1(content.encode(errors="replace"), usedforsecurity=False).hexdigest()[:16]

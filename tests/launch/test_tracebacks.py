@@ -63,3 +63,9 @@ def test_causes_that_the_message_contains_do_not_count() -> None:
             return digest_of(error, error.__traceback__)
 
     assert raised(None) == raised(OSError("disk full")) != raised(OSError("another cause"))
+
+
+def test_causes_in_a_circle_end() -> None:
+    first, second = ValueError("no"), ValueError("no")
+    first.__cause__, second.__cause__ = second, first
+    assert digest_of(first, None) == digest_of(second, None)
