@@ -103,10 +103,10 @@ def plan_parameters(
 ) -> list[tuple[int, ...]]:
     """Return indices by bucket, for gradients that are expected in this order.
 
-    Parameters of a bucket have one data type, device and route. Each place is one bucket. Buckets of experts are
-    ordered by the index of their parameters, the highest first, and not by arrival: replicas of an expert may be in
-    several data-parallel groups, each of which learns an order of its own. Only other buckets have a small first and
-    last one.
+    Parameters of a bucket have one data type, device and route. A region of a partition is one bucket. Buckets of
+    experts are ordered by the index of their parameters, the highest first, and not by arrival: replicas of an expert
+    may be in several data-parallel groups, each of which learns an order of its own. Only other buckets have a small
+    first and last one.
     """
     if not states:
         return []
@@ -114,9 +114,10 @@ def plan_parameters(
     capacities: dict[Hashable, int] = {}
     without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
     for state in states:
-        kind = (state.dtype, state.parameter.device, id(state.route), state.place)
+        region = None if state.partition is None else state.partition.regions[state.parameter].index
+        kind = (state.dtype, state.parameter.device, id(state.route), state.partition, region)
         kinds.append(kind)
-        if state.place is not None:
+        if state.partition is not None:
             capacities[kind] = capacities.get(kind, 0) + state.nbytes
         elif expert_group_name(state.parameter) is not None:
             without_order[kind].append(state)
@@ -184,7 +185,7 @@ class GradientBucket:
         for member, offset in zip(self.members, self.offsets, strict=True):
             parameter = member.parameter
             # Strides are those of autograd's gradients, except where memory is somebody else's, and plain.
-            if member.place is not None:
+            if member.partition is not None:
                 stride = torch.empty(parameter.shape, device="meta").stride()
             elif parameter.is_contiguous():
                 stride = parameter.stride()
@@ -390,8 +391,8 @@ class BucketLayout:
         self.buckets = []
         for index, members in enumerate(self._plan):
             states = [self._states[member] for member in members]
-            place = states[0].place
-            bucket = GradientBucket(index, states) if place is None else place.bucket(index, states)
+            partition = states[0].partition
+            bucket = GradientBucket(index, states) if partition is None else partition.bucket(index, states)
             bucket.install()  # frees the old memory of its members before the next bucket gets memory
             self.buckets.append(bucket)
 

@@ -121,8 +121,8 @@ class ParameterState:
     """The type in which its gradient accumulates."""
     repeats: bool = False
     """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
-    place: Any = None
-    """The :class:`~ds_topo.reduction.partitions.RegionOfGradients` of a partitioned gradient, or None."""
+    partition: Any = None
+    """The :class:`~ds_topo.reduction.partitions.PartitionedGradients` that have its gradient, or None."""
     home: GradientHome = field(init=False)
     """Where its gradient accumulates; only a cast of the parameter changes it, from GRAD to WIDER or back."""
 
@@ -146,7 +146,7 @@ class ParameterState:
     """What the bucket has of its gradient; written by the copies, and by :meth:`discard_sum`."""
 
     def __post_init__(self) -> None:
-        self.home = GRAD if self.place is None else PARTITION
+        self.home = GRAD if self.partition is None else PARTITION
         self.note_type()
 
     def note_type(self) -> None:
@@ -167,18 +167,18 @@ class ParameterState:
         would be lost. Where gradients have lasting memory, as in ``BF16_Optimizer``, the gradient of every micro-batch
         leaves ``parameter.grad``, with or without a reducer.
         """
-        is_lent = self.place is not None and self.place.is_lent
+        is_lent = self.partition is not None and self.partition.is_lent
         return is_lent and self.repeats and self.dtype == self.parameter.dtype
 
     @property
     def waits_for_bucket(self) -> bool:
         """True if its gradient stays in ``parameter.grad`` until its bucket is full."""
-        return self.place is not None and self.place.waits_for_bucket
+        return self.partition is not None and self.partition.waits_for_buckets
 
     @property
     def address(self) -> int:
         """The sort key of its gradient among those of its bucket."""
-        return 0 if self.place is None else self.place.address_of(self.parameter)
+        return 0 if self.partition is None else self.partition.offsets[self.parameter]
 
     @property
     def holds_live_view(self) -> bool:
@@ -248,7 +248,7 @@ def find_parameters(
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
             repeats=options.allow_late_gradients,
-            place=options.place_of(parameter),
+            partition=options.partition_of(parameter),
         )
         # Counting the gradients of others first would need memory for all of them.
         if options.static_graph and not state.waits_for_bucket:

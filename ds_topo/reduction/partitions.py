@@ -274,11 +274,11 @@ class PartitionedGradients:
         self._memory = memory if isinstance(memory, torch.Tensor) else None
         """Lasting memory for whole gradients."""
         self.lifetime = memory if isinstance(memory, GradientMemory) else LASTING
-        self.regions = {
-            parameters[member]: owned
-            for owned in (RegionOfGradients(self, region) for region in layout.regions)
-            for member in owned.region.members
-        }
+        self.is_lent = self.lifetime is not LASTING
+        """True if a bucket has memory only from a first gradient on until its sum is collected."""
+        self.waits_for_buckets = self.lifetime is MICRO_BATCH
+        """True if a gradient stays in ``parameter.grad`` until its bucket is full, in every micro-batch."""
+        self.regions = {parameters[member]: region for region in layout.regions for member in region.members}
         """The region of every parameter."""
         self.offsets = dict(zip(parameters, layout.offsets, strict=True))
         """The offset of every parameter's gradient in the flat tensor."""
@@ -349,6 +349,10 @@ class PartitionedGradients:
                 memory[region.address : end].copy_(own.clone() if position < end else own)
         return self.partition
 
+    def bucket(self, index: int, members: Sequence[ParameterState]) -> RegionBucket:
+        """Return the bucket of a region, whose gradients are reduced together."""
+        return RegionBucket(index, members, self)
+
     def place(self, region: Region) -> torch.Tensor:
         """Return memory for a region's gradients, padding included: lasting, or lent until their sum is collected."""
         if self._memory is not None:
@@ -360,7 +364,7 @@ class PartitionedGradients:
 
     def place_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the sum of a parameter that every rank needs whole, ``[numel]``; valid until :meth:`take`."""
-        region, offset = self.regions[parameter].region, self.offsets[parameter]
+        region, offset = self.regions[parameter], self.offsets[parameter]
         if self._memory is not None:
             return self._memory[offset : offset + parameter.numel()]
         return self._whole[region.index][offset - region.start :][: parameter.numel()]
@@ -383,7 +387,7 @@ class PartitionedGradients:
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a late sum of a whole parameter to the sums that have been collected."""
-        region, offset = self.regions[parameter].region, self.offsets[parameter]
+        region, offset = self.regions[parameter], self.offsets[parameter]
         if self.copies is not None and self.lifetime is MICRO_BATCH and not self._ends_step():
             gradient = gradient / self.copies.number  # the last exchange of the step sums it over the copies
         if self._memory is not None or region.index in self.whole:
@@ -394,11 +398,6 @@ class PartitionedGradients:
         if first < last:
             own = self._place_in_partition(region)[first - start : last - start]
             own.add_(gradient.reshape(-1)[first - offset : last - offset])
-
-    @property
-    def waits_for_buckets(self) -> bool:
-        """True if the gradients of every micro-batch are reduced, as soon as a bucket is full."""
-        return self.lifetime is MICRO_BATCH
 
     @property
     def holds_sums(self) -> bool:
@@ -429,33 +428,12 @@ class PartitionedGradients:
         return torch.empty(numel, dtype=self.dtype, device=self._device)
 
 
-class RegionOfGradients:
-    """One region of partitioned gradients, which are reduced together."""
-
-    def __init__(self, gradients: PartitionedGradients, region: Region) -> None:
-        self.gradients, self.region = gradients, region
-        self.waits_for_bucket = gradients.waits_for_buckets
-        """True if a gradient stays in ``parameter.grad`` until its bucket is full."""
-        self.is_lent = gradients.lifetime is not LASTING
-        """True if the bucket has memory only from a first gradient on until its sum is collected."""
-        self.is_whole = region.index in gradients.whole
-        """True if every rank needs all of it."""
-
-    def address_of(self, parameter: nn.Parameter) -> int:
-        """Return the sort key of a gradient among those of its bucket."""
-        return self.gradients.offsets[parameter]
-
-    def bucket(self, index: int, members: Sequence[ParameterState]) -> RegionBucket:
-        """Return the bucket of the region."""
-        return RegionBucket(index, members, self)
-
-
 class RegionBucket(GradientBucket):
     """The bucket of a region; lent memory is there from :meth:`open` to :meth:`give_back`."""
 
-    def __init__(self, index: int, members: Sequence[ParameterState], place: RegionOfGradients) -> None:
-        self.place, self.region, self.gradients = place, place.region, place.gradients
-        self.is_scattered = not place.is_whole
+    def __init__(self, index: int, members: Sequence[ParameterState], gradients: PartitionedGradients) -> None:
+        self.gradients, self.region = gradients, gradients.regions[members[0].parameter]
+        self.is_scattered = self.region.index not in gradients.whole
         super().__init__(index, members)
         numels = [member.parameter.numel() for member in self.members]
         ends = [start + numel for start, numel in zip(self.offsets, numels, strict=True)]
@@ -468,7 +446,7 @@ class RegionBucket(GradientBucket):
 
     def _first_memory(self) -> torch.Tensor:
         """Return lasting memory; nothing if memory will be lent."""
-        return torch.empty(0) if self.place.is_lent else self.gradients.place(self.region)
+        return torch.empty(0) if self.gradients.is_lent else self.gradients.place(self.region)
 
     def set_views(self) -> None:
         if len(self.flat):
@@ -486,7 +464,7 @@ class RegionBucket(GradientBucket):
 
     def give_back(self) -> None:
         """Return borrowed memory."""
-        if self.place.is_lent:
+        if self.gradients.is_lent:
             self.flat = self.flat.new_empty(0)
             for member in self.members:
                 member.view = self.flat
@@ -504,7 +482,7 @@ class RegionBucket(GradientBucket):
 
     def complete(self) -> list[ParameterState]:
         """Copy in what is missing, unless gradients wait for memory until the launch."""
-        return [] if self.place.waits_for_bucket else super().complete()
+        return [] if self.gradients.waits_for_buckets else super().complete()
 
     def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
         self.gradients.add(state.parameter, gradient)
@@ -513,7 +491,7 @@ class RegionBucket(GradientBucket):
 
     def prepare(self) -> None:
         """Copy in gradients that had to wait for memory, and clear the gaps."""
-        if self.place.waits_for_bucket:
+        if self.gradients.waits_for_buckets:
             self.copy_in(self.members)
         for gap in self._gaps:
             self.flat[gap].zero_()

@@ -150,8 +150,8 @@ def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
     route = _route(exchange=SimpleNamespace(slices=multiple))
     for state in states:
         state.route = route
-    place = states[0].place
-    bucket: GradientBucket = GradientBucket(7, states) if place is None else place.bucket(7, states)
+    partition = states[0].partition
+    bucket: GradientBucket = GradientBucket(7, states) if partition is None else partition.bucket(7, states)
     bucket.install()
     return bucket
 
@@ -204,7 +204,7 @@ def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory:
 
 
 def _region_state(index: int, parameter: nn.Parameter, gradients: PartitionedGradients) -> ParameterState:
-    return ParameterState(index, "p", parameter, torch.float32, place=gradients.regions[parameter])
+    return ParameterState(index, "p", parameter, torch.float32, partition=gradients)
 
 
 def test_live_gradients_move_to_the_new_bucket() -> None:

@@ -165,7 +165,7 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
                     if region.index in reduced:
                         gradients.collect(region, place)
             for member in late:
-                region = gradients.regions[parameters[member]].region
+                region = gradients.regions[parameters[member]]
                 if region.index in reduced:
                     gradient = _random(layout.numels[member], 1000 + member)
                     gradients.add(parameters[member], gradient)

@@ -555,10 +555,9 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
         parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
         whole = [0] if is_whole else []
         gradients = PartitionedGradients([parameter], layout, world, torch.float32, memory=STEP, whole=whole)
-        place = gradients.regions[parameter]
-        state = ParameterState(0, "p0", parameter, torch.float32, place=place)
+        state = ParameterState(0, "p0", parameter, torch.float32, partition=gradients)
         state.route, parameter.grad = _route(), VALUES.clone()
-        bucket = place.bucket(0, [state])
+        bucket = gradients.bucket(0, [state])
         bucket.install()
         bucket.complete()
         with mock.patch.object(gradients, "start_sum") as start_sum:
