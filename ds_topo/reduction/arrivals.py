@@ -109,13 +109,10 @@ def show(seats: Iterable[Seat]) -> None:
 
 
 class Arrival:
-    """The arrival of one region of parameters.
+    """The arrival of one region of parameters, by the exchange ``pending``.
 
-    Args:
-        pending: the exchange that receives the region.
-        device: the device of its tensors.
-        seats: the parameters in the region, which are hidden. Parameters of a class of the program's own cannot wait,
-            so regions with them may not be in flight (:func:`unaware_of_arrivals`).
+    ``seats`` are the parameters in the region, which are hidden. Parameters of a class of the program's own cannot
+    wait, so regions with them may not be in flight (:func:`unaware_of_arrivals`).
     """
 
     def __init__(self, pending: Pending, device: torch.device, seats: Sequence[Seat] = ()) -> None:
@@ -325,11 +322,7 @@ os.register_at_fork(before=_wait_before_fork)
 
 
 class SharedMemory:
-    """Notices tensors that came to share the memory of parameters, such as ``parameter.data`` that a program keeps.
-
-    Args:
-        flats: the flat tensors whose views the parameters are.
-    """
+    """Notices tensors that share the memory of flat tensors, such as ``parameter.data`` that a program keeps."""
 
     def __init__(self, flats: Iterable[torch.Tensor]) -> None:
         self._flats = list(flats)

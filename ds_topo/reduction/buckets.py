@@ -1,7 +1,7 @@
 """Plan buckets of gradients, give them memory, and copy gradients into and out of them.
 
-A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds
-the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
+A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds the buckets of a
+plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
 :meth:`GradientBucket.accumulate` and :meth:`GradientBucket.copy_in` move them there, and :func:`hand_out` leaves the
 results to parameters. The buckets of partitioned gradients are a subclass, in ``partitions.py``.
 """
@@ -226,11 +226,9 @@ class GradientBucket:
         state.contribution, state.parameter.grad = SUMMED, None
 
     def copy_in(self, members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
-        """Write this rank's scaled contributions to the views.
+        """Write this rank's scaled contributions to the views, except those of members that were copied in already.
 
-        Args:
-            members: some of the members; those that were copied in already are skipped.
-            in_one_pass: copy and scale each gradient by one operation, for large ones, not all of them by two.
+        ``in_one_pass`` copies and scales each gradient by one operation, for large ones, not all of them by two.
 
         Returns:
             The members without a gradient, whose views are now zero.
@@ -291,13 +289,7 @@ class GradientBucket:
         return torch.empty_like(state.parameter, dtype=state.dtype).copy_(_dense(gradient, state))
 
     def add_late(self, state: ParameterState, before: float, after: float) -> None:
-        """Reduce such a gradient, and add it to the sum; collective over the route's group.
-
-        Args:
-            state: the parameter.
-            before: the factor before the sum.
-            after: the factor after it.
-        """
+        """Reduce such a gradient, scaled before and after, and add it to the sum; collective over the route's group."""
         gradient = self.late_gradient(state) * before
         dist.all_reduce(gradient, group=self.route.group)
         self.add(state, gradient.mul_(after))
@@ -330,10 +322,6 @@ class BucketLayout:
 
     In the first step they follow the parameters of the module in reverse. From the second step on they follow the order
     in which the first rank's gradients became ready.
-
-    Args:
-        states: the parameters.
-        sizes: the capacities of buckets.
     """
 
     def __init__(self, states: Sequence[ParameterState], sizes: BucketSizes) -> None:
@@ -349,12 +337,7 @@ class BucketLayout:
         self._lay_out()
 
     def learn(self, group: ProcessGroup, *, keeps_order: bool) -> None:
-        """Plan the buckets of all later steps after the first one; collective over ``group``.
-
-        Args:
-            group: the ranks whose buckets must be equal.
-            keeps_order: keep the order of the first step.
-        """
+        """Plan the buckets of all later steps after the first, equal on the ranks of ``group``; collective over it."""
         if self.arrivals is None or not self._states:
             return
         last_arrivals = list(dict.fromkeys(reversed(self.arrivals)))[::-1]
@@ -431,11 +414,7 @@ def hand_out(
 ) -> None:
     """Set ``parameter.grad`` where it is not yet the reduced gradient.
 
-    Args:
-        states: all parameters.
-        options: the options of the reducer.
-        without: the parameters without a gradient on this rank.
-        unused: the parameters that no rank used; they keep their ``grad``.
+    Parameters ``without`` a gradient on this rank get it, too; those ``unused`` on all ranks keep their ``grad``.
     """
     keep = {state.index for state in unused}
     for state in states if options.allow_late_gradients else without:

@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 
 
 class ReplicaSums:
-    """Averages over the replicas of a manager, in flight one after the other.
+    """Averages over the replicas of a ``torchft.Manager``, in flight one after the other.
 
     On a CPU a thread waits for the sum inside the replica and starts the one over replicas, so that neither holds up
     backward. On an accelerator a stream of its own does.
-
-    Args:
-        manager: the ``torchft.Manager`` of this rank.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -48,10 +45,7 @@ class ReplicaSums:
     def start(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp = dist.ReduceOp.AVG) -> Pending:
         """Start to reduce ``tensor`` over the replicas, in place, when ``after()`` has returned.
 
-        Args:
-            after: waits for the sum inside the replica.
-            tensor: what all ranks of this number average, of one size in every replica.
-            op: the average, or what torch reduces with.
+        ``after`` waits for the sum inside the replica. The tensors of all ranks of this number have one size.
         """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.device.type == "cpu":
@@ -110,10 +104,7 @@ class _ManagedSum:
 class ManagedExchange(Exchange):
     """An exchange whose sums go on over the replicas of a manager.
 
-    Args:
-        sums: the averages over replicas.
-        group: the ranks of this replica that share the gradients.
-        inside: the exchange inside the replica; None for torch's own all-reduce.
+    Inside a replica, ``group`` shares the gradients by the exchange ``inside``, or by torch's all-reduce if it is None.
     """
 
     def __init__(self, sums: ReplicaSums, group: ProcessGroup, inside: Exchange | None) -> None:

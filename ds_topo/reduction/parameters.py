@@ -215,14 +215,9 @@ def find_parameters(
 ) -> list[ParameterState]:
     """Return the state of each trainable parameter of a module, once each, without the ignored ones.
 
-    Args:
-        module: the module.
-        options: the options of the reducer.
-        may_be_empty: accept a module without trainable parameters.
-
     Raises:
-        ValueError: nothing to train, an unknown ignored name, a DTensor, a sparse gradient, or an expert without a
-            group.
+        ValueError: nothing to train, unless it ``may_be_empty``; an unknown ignored name, a DTensor, a sparse gradient,
+            or an expert without a group.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
@@ -548,8 +543,7 @@ class Changes:
     def problem(self, absent: Sequence[ParameterState]) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none.
 
-        Args:
-            absent: the parameters without a gradient in the last micro-batch.
+        ``absent`` are the parameters without a gradient in the last micro-batch.
         """
         if (changed := self._changed_parameters(absent)) is not None:
             return changed

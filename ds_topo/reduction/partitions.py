@@ -96,9 +96,7 @@ class PartitionLayout:
         >>> layout = PartitionLayout.balanced([3, 2, 4], [(0, 1), (2,)], size=2)
         >>> layout.offsets, layout.numel, layout.partition_numel
         ((0, 3, 8), 12, 6)
-        >>> for fragment in layout.fragments(1):
-        ...     print(fragment)
-        Fragment(parameter=1, start=1, rank=1, address=0, numel=1)
+        >>> list(layout.fragments(1))[-1]
         Fragment(parameter=2, start=2, rank=1, address=4, numel=2)
         """
         offsets = [0] * len(numels)
@@ -174,16 +172,8 @@ def moved(
 ) -> torch.Tensor:
     """Return this rank's partition in another layout of the same parameters; collective over ``group``.
 
-    Each rank sends the others what they own in the new layout. Padding is zero.
-
-    Args:
-        partition: this rank's partition in ``source``, ``[source.partition_numel]``.
-        source: the present layout.
-        target: the new layout.
-        group: the ranks that share the flat tensor.
-
-    Returns:
-        New memory, ``[target.partition_numel]``.
+    ``[source.partition_numel] -> [target.partition_numel]``, in new memory, whose padding is zero. Each rank sends the
+    others what they own in the new layout.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     leaving, arriving = _places(source, target, rank), _places(target, source, rank)
@@ -200,7 +190,7 @@ def moved(
 def _places(source: PartitionLayout, target: PartitionLayout, rank: int) -> list[tuple[Fragment, Fragment]]:
     """Return the parts that ``rank`` owns in ``source``, each with its place in ``target``.
 
-    They go by peer, parameter and offset: the same order at the sender and the receiver.
+    Their order, by peer, parameter and offset, is the same at the sender and the receiver.
     """
     places = [
         (Fragment(own.parameter, owner.start, rank, own.address + owner.start - own.start, owner.numel), owner)
@@ -300,15 +290,10 @@ class PartitionedGradients:
         return inside if self._wider is None else self._wider.exchange(self.group, inside)
 
     def start_sum(self, region: Region, flat: torch.Tensor, op: ReduceOp, unit: float) -> Pending:
-        """Start to sum this rank's slice of a region, over all ranks that hold the parameters.
+        """Start to sum this rank's slice of a region's gradients, over all ranks that hold the parameters.
 
-        If the slice has copies and earlier micro-batches were not summed over these, their sums are added first.
-
-        Args:
-            region: the region.
-            flat: its gradients, ``[region.numel]``.
-            op: the operation.
-            unit: the sum that has been collected for 1.0 in ``flat``.
+        If the slice has copies and earlier micro-batches were not summed over these, their sums are added first;
+        ``unit`` is what has been collected for 1.0 in ``flat``.
         """
         if (self.copies is None and self._wider is None) or self.lifetime is not MICRO_BATCH:
             return self.exchange.reduce_scatter(flat, op)
@@ -338,10 +323,7 @@ class PartitionedGradients:
         return taken
 
     def _compact(self, memory: torch.Tensor) -> torch.Tensor:
-        """Move the slices next to each other, to the front.
-
-        Each slice moves to or before the start of its region, so nothing that is still needed is overwritten.
-        """
+        """Move the slices to the front, each to or before the start of its region, so that none is overwritten."""
         for region in self.layout.regions:
             end, position = region.address + region.slice_numel, region.start + self.rank * region.slice_numel
             if position != region.address:

@@ -157,11 +157,8 @@ class StepDriver:
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Return True if the next step's reductions should be launched after its backward.
 
-        It happens only if all ranks of the group prefer it. Ranks must not differ in this, because their backward may
-        have collectives of the same group.
-
-        Args:
-            timings: those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.
+        It happens only if all ranks of the group prefer it: their backward may have collectives of the same group.
+        ``timings`` are those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.
         """
         return False
 
@@ -490,10 +487,7 @@ class StandaloneReducer:
         return on_gradient
 
     def _take_further(self, state: ParameterState) -> None:
-        """Handle a gradient that is not the last expected one.
-
-        Further gradients are expected, or may follow (in the first step of a static graph), or this is one too many.
-        """
+        """Handle a gradient that is not the last one: more are expected, or may follow, or it is one too many."""
         if state.expected is None or state.arrived < state.expected:
             state.bucket.accumulate(state)
         elif not state.repeats:
@@ -621,8 +615,7 @@ class StandaloneReducer:
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[StepNotes]]:
         """Launch the remaining buckets, with zeros for unused parameters, so that no rank waits forever.
 
-        Returns:
-            The parameters without a gradient, and the notes for the other ranks, in flight.
+        Return the parameters without a gradient, and the notes for the other ranks, in flight.
         """
         step, options = self._step, self.options
         unused = [] if options.zero_unused_parameters else step.absent
@@ -656,8 +649,7 @@ class StandaloneReducer:
         On a GPU, read those of the step before, so that nothing waits for the device. Exceptions are the first step,
         the search for unused parameters, and unusual notes of this rank.
 
-        Returns:
-            The parameters that no rank used, if those are searched for, and those that got late gradients.
+        Return the parameters that no rank used, if those are searched for, and those that got late gradients.
         """
         all_read = not self._reads_later or self.options.find_unused_parameters or self._layout.arrivals is not None
         due, self._unread = self._unread, notes

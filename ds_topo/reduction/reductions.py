@@ -43,14 +43,8 @@ def assign_routes(
     """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
 
     Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
-    group measures its own link, because an expert-data group may span several data-parallel groups.
-
-    Args:
-        states: the parameters.
-        options: the options of the reducer.
-        group: the data-parallel group.
-        device: the device of the parameters.
-        wider: continues the sums of every route; None if they end in its group.
+    group measures its own link, because an expert-data group may span several data-parallel groups. ``wider`` continues
+    the sums of every route; None if they end in its group.
 
     Raises:
         ValueError: two levels are wanted and the placement of ranks has none.
@@ -179,11 +173,7 @@ def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, dev
 
 
 class Reduction:
-    """One bucket in flight. All ranks of its route start the same buckets in the same order.
-
-    Args:
-        bucket: the bucket, which is full.
-    """
+    """One full bucket in flight. All ranks of its route start the same buckets in the same order."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         bucket.prepare()
@@ -324,11 +314,7 @@ class StepNotes:
             self._event = torch.accelerator.current_stream().record_event()
 
     def read(self, *, all_read: bool) -> None:
-        """Read the sums; collective if they are unusual.
-
-        Args:
-            all_read: True if all ranks of the group read the notes of this step now.
-        """
+        """Read the sums, collective if they are unusual; ``all_read`` if all ranks of the group read these now."""
         if self._event is not None:
             self._event.synchronize()
         self.unusual, self.failed, self.prefer_to_defer, steps, squares = self._sums.tolist()
