@@ -258,7 +258,7 @@ class StandaloneReducer:
         """See :class:`ReducerState`."""
         self._step = ReductionStep(StepTiming(0, 0))
         """Valid from REDUCING to the end of FINISHING; empty otherwise."""
-        self._is_unreduced = False
+        self.is_unreduced = False
         """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
         """The preference that the ranks agreed on in the last step."""
@@ -358,7 +358,7 @@ class StandaloneReducer:
             state.discard_sum()
         for partition in self.options.partitions:
             partition.discard()
-        self._is_unreduced = False
+        self.is_unreduced = False
 
     def complete(self) -> None:
         """Call ``finish()``, even if no gradient arrived in the last micro-batch; for engines."""
@@ -373,15 +373,10 @@ class StandaloneReducer:
 
     def forget_unreduced(self) -> None:
         """Discard gradients of earlier micro-batches, because an engine has cleared them."""
-        if self._is_unreduced and self._state is IDLE:
+        if self.is_unreduced and self._state is IDLE:
             for state in self._states:
                 state.discard_sum()
-            self._is_unreduced = False
-
-    @property
-    def is_unreduced(self) -> bool:
-        """True if gradients of earlier micro-batches wait for the last one."""
-        return self._is_unreduced
+            self.is_unreduced = False
 
     @property
     def is_in_step(self) -> bool:
@@ -409,7 +404,7 @@ class StandaloneReducer:
         if self._state is ReducerState.DETACHED:
             return
         partitions = self.options.partitions
-        if partitions and (self._is_unreduced or any(partition.holds_sums for partition in partitions)):
+        if partitions and (self.is_unreduced or any(partition.holds_sums for partition in partitions)):
             warn("detach() between the micro-batches of a step: the gradients of its earlier micro-batches are lost")
         self._state = ReducerState.DETACHED
         for handle in self._handles:
@@ -464,7 +459,7 @@ class StandaloneReducer:
             if reducer._state is not REDUCING and not reducer._start():
                 if not stays or state.waits_for_bucket:
                     state.bucket.accumulate(state)
-                reducer._is_unreduced = True
+                reducer.is_unreduced = True
                 return
             state.arrived += 1
             if layout.arrivals is not None:
@@ -538,7 +533,7 @@ class StandaloneReducer:
         """
         options = self.options
         leaves_sums = options.accumulation_dtype is not None or options.partitions
-        if self._state is not REDUCING and not self._is_unreduced and not leaves_sums:
+        if self._state is not REDUCING and not self.is_unreduced and not leaves_sums:
             return
         zeroed = [self._by_parameter[parameter] for parameter in parameters if parameter in self._by_parameter]
         if self._state is REDUCING:
@@ -549,7 +544,7 @@ class StandaloneReducer:
         for state in zeroed:
             state.discard_sum()
         if len(zeroed) == len(self._states):
-            self._is_unreduced = False
+            self.is_unreduced = False
 
     def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse an optimizer step on gradients that are not reduced, except inside ``no_sync()``."""
@@ -562,7 +557,7 @@ class StandaloneReducer:
         Raises:
             RuntimeError: one of the parameters has such a gradient.
         """
-        if self._state is REDUCING or (self._is_unreduced and self._state in (IDLE, ACCUMULATING)):
+        if self._state is REDUCING or (self.is_unreduced and self._state in (IDLE, ACCUMULATING)):
             for parameter in parameters:
                 if parameter in self._by_parameter:
                     raise RuntimeError(
@@ -587,7 +582,7 @@ class StandaloneReducer:
             for bucket in self._layout.buckets:
                 bucket.reset()
             self._step = ReductionStep(timing)
-            self._is_unreduced = False
+            self.is_unreduced = False
             self._state = IDLE
 
     def _overwritten(self) -> str | None:
