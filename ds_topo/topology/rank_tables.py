@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError, require_switches
+from ds_topo.errors import ExpertSizeError, UnknownAxisError, require_switches
 from ds_topo.topology.axes import (
     DATA,
     DEEPSPEED_AXES,
@@ -199,21 +199,13 @@ def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -
 
     >>> two_level_ranks([5, 1, 4, 0], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
     ([4, 5], [0, 4])
-
-    Raises:
-        TopologyError: hosts have different numbers of the group's ranks.
     """
     by_host: dict[str, list[int]] = {}
     for member in sorted(ranks):
         by_host.setdefault(hosts[member], []).append(member)
-    counts = {host: len(members) for host, members in by_host.items()}
-    if len(set(counts.values())) > 1:
-        raise TopologyError(
-            f"ranks {list(ranks)} cannot be a two-level group: hosts hold unequal numbers of them, {counts}; "
-            "choose an order of axes or a degree that puts the same number on every host"
-        )
     local = by_host[hosts[rank]]
-    return local, sorted(members[local.index(rank)] for members in by_host.values())
+    counterparts = list(zip(*by_host.values(), strict=True))  # every host has as many ranks: has_two_levels()
+    return local, sorted(counterparts[local.index(rank)])
 
 
 def factorized_topology(world_size: int) -> ProcessTopology:
