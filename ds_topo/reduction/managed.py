@@ -12,10 +12,8 @@ Source: torchft, ``Manager.allreduce`` and ``ddp.DistributedDataParallel``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -49,7 +47,8 @@ class ReplicaSums:
         """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.device.type == "cpu":
-            return _ManagedSum(self._thread.submit(_sum, self.manager, after, tensor, op))
+            started = self._thread.submit(_sum, self.manager, after, tensor, op)
+            return Started(lambda: False, lambda: started.result().wait())  # torchft completes its sums in wait()
         stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
         with stream.after_current(tensor):
             after()
@@ -83,22 +82,6 @@ def _sum(manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op
     """Wait for the sum inside the replica, and start the one over replicas."""
     after()
     return manager.allreduce(tensor, reduce_op=op)
-
-
-@dataclass(frozen=True)
-class _ManagedSum:
-    """One tensor in flight over the replicas."""
-
-    started: Future[Any]
-
-    def is_done(self) -> bool:
-        """Return False: torchft completes its sums in ``wait()``."""
-        return False
-
-    def wait(self) -> int:
-        """Wait until the result is in the tensor, or undefined after an error that torchft has noted."""
-        self.started.result().wait()
-        return time.perf_counter_ns()
 
 
 class ManagedExchange(Exchange):
