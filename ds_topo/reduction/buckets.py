@@ -147,12 +147,11 @@ class GradientBucket:
 
     def __init__(self, index: int, members: Sequence[ParameterState]) -> None:
         self.index = index
-        self.members = sorted(members, key=operator.attrgetter("address"))
+        self.members = list(members)
         first = self.members[0]
         self.route = first.route
         numels = [member.parameter.numel() for member in self.members]
         self.offsets = self._offsets(numels)
-        """The offset of each member."""
         self.numel = self.offsets[-1] + numels[-1]
         self.nbytes = self.numel * first.dtype.itemsize
 
@@ -194,7 +193,7 @@ class GradientBucket:
             view = self.flat.as_strided(parameter.shape, stride, self.flat.storage_offset() + offset)
             if member.holds_live_view:
                 view.copy_(member.view)
-                parameter.grad = parameter.grad if member.is_apart else view
+                parameter.grad = view if member.home is GRAD else parameter.grad
             member.view = view
 
     def release(self) -> None:

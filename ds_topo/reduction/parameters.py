@@ -155,11 +155,6 @@ class ParameterState:
             self.home = GRAD if self.dtype == self.parameter.dtype else WIDER
 
     @property
-    def is_apart(self) -> bool:
-        """True if the view in the bucket is never ``parameter.grad``."""
-        return self.home is not GRAD
-
-    @property
     def stays_in_grad(self) -> bool:
         """True if a hook of the program must find the sum of all gradients in ``parameter.grad``.
 
@@ -174,11 +169,6 @@ class ParameterState:
     def waits_for_bucket(self) -> bool:
         """True if its gradient stays in ``parameter.grad`` until its bucket is full."""
         return self.partition is not None and self.partition.waits_for_buckets
-
-    @property
-    def address(self) -> int:
-        """The sort key of its gradient among those of its bucket."""
-        return 0 if self.partition is None else self.partition.offsets[self.parameter]
 
     @property
     def holds_live_view(self) -> bool:
@@ -199,12 +189,12 @@ class ParameterState:
             return gradient is not None and self.expected is not None and self.arrived <= self.expected
         if gradient is self.view:
             return False
-        return gradient is not None or not self.is_apart
+        return gradient is not None or self.home is GRAD
 
     def discard_sum(self) -> None:
         """Discard gradients that are not in ``parameter.grad``."""
         self.contribution = NOT_YET
-        if self.is_apart and hasattr(self.parameter, "main_grad"):
+        if self.home is not GRAD and hasattr(self.parameter, "main_grad"):
             del self.parameter.main_grad
 
 

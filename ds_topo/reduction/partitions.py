@@ -42,7 +42,6 @@ class Fragment:
     start: int
     """The offset of the part in the parameter."""
     rank: int
-    """The owner."""
     address: int
     """The offset of the part in the owner's partition."""
     numel: int
@@ -77,11 +76,10 @@ class PartitionLayout:
     """The layout of a flat tensor of parameters that the ranks of a group share."""
 
     numels: tuple[int, ...]
-    """The number of elements of each parameter."""
     offsets: tuple[int, ...]
     """The offset of each parameter in the flat tensor."""
     regions: tuple[Region, ...]
-    """The regions, in the order of the flat tensor."""
+    """In the order of the flat tensor."""
 
     @classmethod
     def balanced(cls, numels: Sequence[int], groups: Sequence[Sequence[int]], size: int, copies: int = 1) -> Self:
@@ -416,7 +414,7 @@ class RegionBucket(GradientBucket):
     def __init__(self, index: int, members: Sequence[ParameterState], gradients: PartitionedGradients) -> None:
         self.gradients, self.region = gradients, gradients.regions[members[0].parameter]
         self.is_scattered = self.region.index not in gradients.whole
-        super().__init__(index, members)
+        super().__init__(index, sorted(members, key=lambda member: gradients.offsets[member.parameter]))
         numels = [member.parameter.numel() for member in self.members]
         ends = [start + numel for start, numel in zip(self.offsets, numels, strict=True)]
         self._gaps = [slice(end, start) for end, start in zip([0, *ends], self.offsets, strict=False) if end < start]
@@ -424,7 +422,7 @@ class RegionBucket(GradientBucket):
         self._gaps.append(slice(ends[-1], None))
 
     def _offsets(self, numels: Sequence[int]) -> list[int]:
-        return [member.address - self.region.start for member in self.members]
+        return [self.gradients.offsets[member.parameter] - self.region.start for member in self.members]
 
     def _first_memory(self) -> torch.Tensor:
         """Return lasting memory; nothing if memory will be lent."""

@@ -24,7 +24,7 @@ from ds_topo.reduction.buckets import (
     plan_parameters,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.parameters import COPIED, NOT_YET, SUMMED, ParameterState
+from ds_topo.reduction.parameters import COPIED, GRAD, NOT_YET, SUMMED, ParameterState
 from ds_topo.reduction.partitions import MICRO_BATCH, STEP, GradientMemory, PartitionedGradients, PartitionLayout
 from tests.support.fake_world import fake_world
 
@@ -378,8 +378,8 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
         state.parameter.grad = VALUES.clone() if state.parameter.grad is None else state.parameter.grad.add_(VALUES)
         state.bucket.accumulate(state)
         assert torch.equal(state.view, VALUES.to(state.dtype) * count)
-        assert state.contribution is (SUMMED if state.is_apart else NOT_YET)
-        assert state.parameter.grad is (None if state.is_apart else state.view)
+        assert state.contribution is (SUMMED if state.home is not GRAD else NOT_YET)
+        assert state.parameter.grad is (None if state.home is not GRAD else state.view)
     assert state.bucket.copy_in([state]) == []
     assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
 
