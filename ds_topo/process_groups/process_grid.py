@@ -127,11 +127,7 @@ class FollowedSampler(DistributedSampler[Any]):
 
 
 def _single(value: float | torch.Tensor) -> float:
-    """Return the number in a value.
-
-    Raises:
-        TypeError: it is not one number.
-    """
+    """Return the number in a value; raise ``TypeError`` if it is not one number."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
@@ -725,8 +721,7 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
 def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
     """Convert a topology of any class, or a spec, to a topology; None gives DeepSpeed's default for the world size.
 
-    Where ``ds-topo verify`` runs a program, it sets the topology of the whole job by an environment variable, which
-    takes precedence.
+    The topology of a job that ``ds-topo verify`` runs, an environment variable, takes precedence.
 
     Raises:
         TopologyError: the topology or spec is malformed.

@@ -99,11 +99,7 @@ def checked_name(name: object) -> str:
 
 
 def check_declared(axes: Collection[str], extra_axes: Iterable[str]) -> None:
-    """Refuse extra axes that are absent from the topology or already have a meaning.
-
-    Raises:
-        TopologyError: an axis is declared that is absent or has a meaning.
-    """
+    """Raise ``TopologyError`` if an extra axis is absent from the topology or already has a meaning."""
     for axis in sorted(extra_axes):
         if axis in MEANINGS:
             raise TopologyError(f"extra axis {axis!r}: it means {MEANINGS[axis]} and needs no declaration")
@@ -121,11 +117,6 @@ def check_meanings(axes: Iterable[str], extra_axes: Collection[str]) -> None:
     stages), data (replicas with other samples), model (slices of every layer (tensor parallel)), seq (parts of every
     sequence), expert (replicas that hold different experts), shard (replicas that share ZeRO's partitions). Ranks along
     any other axis are replicas, which must be declared: extra_axes=['pip'], or '+pip=...' in a spec
-    >>> check_meanings(["tp_size", "data"], extra_axes=[])
-    Traceback (most recent call last):
-    ds_topo.errors.UnknownAxisError: axis 'tp_size' has no meaning here: did you mean 'model'? It means slices of every
-    layer (tensor parallel). Ranks along any other axis are replicas, which must be declared: extra_axes=['tp_size'], or
-    '+tp_size=...' in a spec
 
     Raises:
         UnknownAxisError: an axis has no meaning and is not declared.

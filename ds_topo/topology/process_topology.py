@@ -80,11 +80,7 @@ class Layout:
 
     @classmethod
     def row_major(cls, sizes: Sequence[int]) -> Layout:
-        """Return the layout of a C array of shape ``sizes``, in which ranks along the last axis are adjacent.
-
-        >>> Layout.row_major((2, 4, 2)).axes
-        (((2, 8),), ((4, 2),), ((2, 1),))
-        """
+        """Return the layout of a C array of shape ``sizes``, in which ranks along the last axis are adjacent."""
         return cls(tuple(((size, prod(sizes[axis + 1 :])),) for axis, size in enumerate(sizes)))
 
     @cached_property
@@ -149,11 +145,7 @@ def index_along(rank: int, factors: Factors) -> int:
 
 
 def offset_at(index: int, factors: Factors) -> int:
-    """Return the distance from index 0 to ``index`` along an axis with these factors; invert ``index_along``.
-
-    >>> [offset_at(index, ((2, 12), (4, 1))) for index in (0, 3, 4, 7)]
-    [0, 3, 12, 15]
-    """
+    """Return the distance from index 0 to ``index`` along an axis with these factors; invert ``index_along``."""
     if len(factors) == 1:
         return index * factors[0][1]
     offset = 0
@@ -172,11 +164,7 @@ def offsets_of(factors: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _merged(factors: Iterable[tuple[int, int]]) -> Factors:
-    """Return the fewest factors that give the same coordinates.
-
-    >>> _merged([(2, 8), (4, 2), (1, 1), (2, 1)])
-    ((16, 1),)
-    """
+    """Return the fewest factors that give the same coordinates."""
     merged: list[tuple[int, int]] = []
     for size, stride in factors:
         if size == 1:

@@ -34,11 +34,7 @@ class RankGroup:
 
     @property
     def name(self) -> str:
-        """The axes joined by ``+``.
-
-        >>> RankGroup(("pipe", "model"), (0, 1)).name
-        'pipe+model'
-        """
+        """The axes joined by ``+``."""
         return "+".join(self.axes)
 
 
@@ -219,11 +215,7 @@ def factorized_topology(world_size: int) -> ProcessTopology:
 
 
 def _prime_factors(number: int) -> list[int]:
-    """Return prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``).
-
-    >>> _prime_factors(60)
-    [2, 2, 3, 5]
-    """
+    """Return prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``)."""
     if number <= 0:
         raise ValueError(f"prime factors of {number}: give a number >= 1")
     factors, divisor = [], 2
@@ -357,11 +349,7 @@ class ExpertPlan:
 
 
 def name_of_size(expert_parallel_size: int) -> str:
-    """Return the name under which ``deepspeed.moe.layer.MoE`` looks for groups of a size.
-
-    >>> name_of_size(2)
-    'ep_size_2'
-    """
+    """Return the name, ``ep_size_2``, under which ``deepspeed.moe.layer.MoE`` looks for groups of a size."""
     return f"ep_size_{expert_parallel_size}"
 
 
