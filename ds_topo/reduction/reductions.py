@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from ds_topo.base.backends import synchronize, traits_of
 from ds_topo.base.marks import expert_group_name
 from ds_topo.base.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.errors import DisagreementError
-from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.process_groups.creation import ProcessGroup, gathered, gathered_by_value
 from ds_topo.reduction import EXCHANGE
 from ds_topo.reduction.buckets import BucketTiming, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
@@ -244,7 +243,6 @@ class Reduction:
         self.timing.done_ns = time.perf_counter_ns()
 
 
-_RANKS_SHOWN = 8
 _LATE = 1 << 16
 """A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
 _STEPS = 256
@@ -339,12 +337,9 @@ class StepNotes:
 
 def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
     """Return the error for ranks at different steps; collective over the group, so that every rank names them."""
-    everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
-    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
-    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
-    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    said = gathered_by_value(f"taken {steps}", group)
     return DisagreementError(
-        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
-        f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
-        "let every rank call step() equally often, and resume from a checkpoint"
+        f"ranks that share gradients are at different steps:{said}\nA rank has skipped or repeated step(), so its "
+        "parameters are no longer those of the others: let every rank call step() equally often, and resume from a "
+        "checkpoint"
     )

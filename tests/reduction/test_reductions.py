@@ -566,13 +566,3 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
         assert len(sums) == is_whole
         if is_whole:
             assert torch.equal(gradients.place_of(parameter), VALUES * 2)
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_ranks_at_other_steps_are_named_up_to_a_number(more: int) -> None:
-    others = reductions._RANKS_SHOWN + more
-    everyone = [(3 if rank < others else 7, rank, "a") for rank in range(2 * others + 1)]
-    with fake_world(0, 1), mock.patch.object(reductions, "gathered", return_value=everyone):
-        message = str(reductions.different_steps(7, None))  # type: ignore[arg-type]
-    named = [f"rank {rank} on a has taken 3" for rank in range(reductions._RANKS_SHOWN)]
-    assert f": {'; '.join(named)}{'; and 1 more' if more else ''}; the others have taken 7. " in message
