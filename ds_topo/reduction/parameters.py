@@ -168,7 +168,7 @@ class ParameterState:
     @property
     def waits_for_bucket(self) -> bool:
         """True if its gradient stays in ``parameter.grad`` until its bucket is full."""
-        return self.partition is not None and self.partition.waits_for_buckets
+        return self.partition is not None and self.partition.reduces_always
 
     @property
     def holds_live_view(self) -> bool:

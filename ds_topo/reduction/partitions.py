@@ -8,7 +8,6 @@ arrive first.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -207,22 +206,7 @@ def _counts(pairs: list[tuple[Fragment, Fragment]], size: int) -> list[int]:
 
 
 _LENT = 3
-"""The number of regions in flight at a time, where memory is lent for a micro-batch."""
-
-
-class GradientMemory(enum.Enum):
-    """Tell how long a bucket keeps its memory for whole gradients. This decides where micro-batches accumulate."""
-
-    LASTING = enum.auto()
-    """From step to step; micro-batches accumulate in it."""
-    STEP = enum.auto()
-    """Lent from a step's first gradient until the sum is collected; micro-batches accumulate in it (ZeRO 1)."""
-    MICRO_BATCH = enum.auto()
-    """Lent from when the bucket is full until the sum is collected. The gradients of every micro-batch are exchanged,
-    and only this rank's partition accumulates (ZeRO 2)."""
-
-
-LASTING, STEP, MICRO_BATCH = GradientMemory
+"""The number of regions in flight at a time, where every micro-batch is exchanged."""
 
 
 class PartitionedGradients:
@@ -233,13 +217,16 @@ class PartitionedGradients:
         layout: their places and those of this rank's slices.
         group: the ranks that share the flat tensor.
         dtype: the type that gradients accumulate in.
-        memory: lasting memory of all whole gradients; or how long memory is lent, region by region.
+        memory: lasting memory of all whole gradients, in which micro-batches accumulate. Without it, memory is lent to
+            each region from a step's first gradient until the sum is collected.
+        reduces_always: exchange the gradients of every micro-batch, and accumulate this rank's partition alone, as at
+            ZeRO 2. Gradients wait in ``parameter.grad`` until a bucket is full, and memory is lent only then.
         whole: indices of regions that every rank needs whole, such as those of tied layers.
         copies: the ranks that hold copies of the partitions, if there are any; sums include them.
         wider: continues the sums, such as over replicas of this job; None if they end here.
         ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch.
-            If memory is lent for a micro-batch, sums of earlier ones do not include the copies, nor go on, and the
-            last exchange makes up for it.
+            If all are exchanged, sums of earlier ones do not include the copies, nor go on, and the last exchange
+            makes up for it.
     """
 
     def __init__(
@@ -249,7 +236,8 @@ class PartitionedGradients:
         group: ProcessGroup,
         dtype: torch.dtype,
         *,
-        memory: torch.Tensor | GradientMemory,
+        memory: torch.Tensor | None = None,
+        reduces_always: bool = False,
         whole: Collection[int] = (),
         copies: PartitionHolders | None = None,
         wider: ReplicaSums | None = None,
@@ -259,13 +247,7 @@ class PartitionedGradients:
         self.copies, self._wider, self._ends_step = copies, wider, ends_step
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
-        self._memory = memory if isinstance(memory, torch.Tensor) else None
-        """Lasting memory for whole gradients."""
-        self.lifetime = memory if isinstance(memory, GradientMemory) else LASTING
-        self.is_lent = self.lifetime is not LASTING
-        """True if a bucket has memory only from a first gradient on until its sum is collected."""
-        self.waits_for_buckets = self.lifetime is MICRO_BATCH
-        """True if a gradient stays in ``parameter.grad`` until its bucket is full, in every micro-batch."""
+        self._memory, self.is_lent, self.reduces_always = memory, memory is None, reduces_always
         self.regions = {parameters[member]: region for region in layout.regions for member in region.members}
         """The region of every parameter."""
         self.offsets = dict(zip(parameters, layout.offsets, strict=True))
@@ -293,7 +275,7 @@ class PartitionedGradients:
         If the slice has copies and earlier micro-batches were not summed over these, their sums are added first;
         ``unit`` is what has been collected for 1.0 in ``flat``.
         """
-        if (self.copies is None and self._wider is None) or self.lifetime is not MICRO_BATCH:
+        if (self.copies is None and self._wider is None) or not self.reduces_always:
             return self.exchange.reduce_scatter(flat, op)
         over_copies = self._ends_step()
         if over_copies and region.index in self._collected:
@@ -337,7 +319,7 @@ class PartitionedGradients:
         """Return memory for a region's gradients, padding included: lasting, or lent until their sum is collected."""
         if self._memory is not None:
             return self._memory[region.start : region.start + region.numel]
-        while self.lifetime is MICRO_BATCH and len(self._lent) >= _LENT:
+        while self.reduces_always and len(self._lent) >= _LENT:
             self._lent[0].wait()
             self._lent.popleft()
         return self._empty(region.numel)
@@ -368,7 +350,7 @@ class PartitionedGradients:
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a late sum of a whole parameter to the sums that have been collected."""
         region, offset = self.regions[parameter], self.offsets[parameter]
-        if self.copies is not None and self.lifetime is MICRO_BATCH and not self._ends_step():
+        if self.copies is not None and self.reduces_always and not self._ends_step():
             gradient = gradient / self.copies.number  # the last exchange of the step sums it over the copies
         if self._memory is not None or region.index in self.whole:
             self.place_of(parameter).add_(gradient.reshape(-1))
@@ -462,7 +444,7 @@ class RegionBucket(GradientBucket):
 
     def complete(self) -> list[ParameterState]:
         """Copy in what is missing, unless gradients wait for memory until the launch."""
-        return [] if self.gradients.waits_for_buckets else super().complete()
+        return [] if self.gradients.reduces_always else super().complete()
 
     def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
         self.gradients.add(state.parameter, gradient)
@@ -471,7 +453,7 @@ class RegionBucket(GradientBucket):
 
     def prepare(self) -> None:
         """Copy in gradients that had to wait for memory, and clear the gaps."""
-        if self.gradients.waits_for_buckets:
+        if self.gradients.reduces_always:
             self.copy_in(self.members)
         for gap in self._gaps:
             self.flat[gap].zero_()

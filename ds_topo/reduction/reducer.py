@@ -604,7 +604,7 @@ class StandaloneReducer:
             _, notes = self._launch_the_rest(failed)
             self._wait(notes)
             for partition in self.options.partitions:
-                if not partition.waits_for_buckets:  # it also has the sums of earlier micro-batches
+                if not partition.reduces_always:  # it also has the sums of earlier micro-batches
                     partition.discard()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[StepNotes]]:

@@ -25,7 +25,7 @@ from ds_topo.reduction.buckets import (
 )
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.parameters import COPIED, GRAD, NOT_YET, SUMMED, ParameterState
-from ds_topo.reduction.partitions import MICRO_BATCH, STEP, GradientMemory, PartitionedGradients, PartitionLayout
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 from tests.support.fake_world import fake_world
 
 KINDS = ("float32", "bfloat16", "expert")
@@ -181,12 +181,12 @@ def test_padding_is_zero(multiple: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
-@pytest.mark.parametrize("memory", [STEP, MICRO_BATCH])
-def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory: GradientMemory, frozen: int) -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(always: bool, frozen: int) -> None:
     layout = PartitionLayout.balanced([3, 2, 4], [(0, 1, 2)], 2)
     with fake_world(0, 2):
         parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
-        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, memory=memory)
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, reduces_always=always)
         served = [one for number, one in enumerate(parameters) if number != frozen]
         bucket = _bucket(*(_region_state(number, each, gradients) for number, each in enumerate(served)))
         assert len(bucket.flat) == 0
@@ -194,7 +194,7 @@ def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory:
             parameter.grad = torch.ones_like(parameter)
         with mock.patch.object(gradients, "place", lambda region: torch.full((region.numel,), torch.nan)):
             assert bucket.complete() == []
-            assert len(bucket.flat) == (layout.numel if memory is STEP else 0)
+            assert len(bucket.flat) == (0 if always else layout.numel)
             bucket.prepare()
         values = [float(number != frozen) for number, numel in enumerate(layout.numels) for _ in range(numel)]
         assert bucket.flat.tolist() == values + [0.0] * (layout.numel - 9)

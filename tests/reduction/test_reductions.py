@@ -23,7 +23,7 @@ from ds_topo.reduction import exchange, reductions
 from ds_topo.reduction.buckets import GradientBucket
 from ds_topo.reduction.options import ReductionOptions
 from ds_topo.reduction.parameters import ParameterState, Route
-from ds_topo.reduction.partitions import STEP, PartitionedGradients, PartitionLayout
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, scaling
 from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
@@ -554,7 +554,7 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
     with fake_world(0, 2), _recorded_sums(2.0) as sums:
         parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
         whole = [0] if is_whole else []
-        gradients = PartitionedGradients([parameter], layout, world, torch.float32, memory=STEP, whole=whole)
+        gradients = PartitionedGradients([parameter], layout, world, torch.float32, whole=whole)
         state = ParameterState(0, "p0", parameter, torch.float32, partition=gradients)
         state.route, parameter.grad = _route(), VALUES.clone()
         bucket = gradients.bucket(0, [state])
