@@ -232,6 +232,7 @@ class GradientBucket:
         Returns:
             The members without a gradient, whose views are now zero.
         """
+        scale = self.route.before
         views: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         in_place: list[torch.Tensor] = []
@@ -247,7 +248,7 @@ class GradientBucket:
                 if gradient is None:
                     in_place.append(state.view if before is SUMMED else state.view.zero_())
                 elif in_one_pass and before is NOT_YET and gradient.dtype == state.dtype:
-                    torch.mul(_dense(gradient, state), state.scale, out=state.view)
+                    torch.mul(_dense(gradient, state), scale, out=state.view)
                 else:
                     _sum(gradient, state, before)
                     in_place.append(state.view)
@@ -258,7 +259,7 @@ class GradientBucket:
             elif gradient is (view := state.view):
                 in_place.append(gradient)
             elif in_one_pass:
-                torch.mul(_dense(gradient, state), state.scale, out=view)
+                torch.mul(_dense(gradient, state), scale, out=view)
                 parameter.grad = view
             else:
                 if gradient.requires_grad or gradient.layout is not _STRIDED:
@@ -270,8 +271,8 @@ class GradientBucket:
                 parameter.grad = None  # a further gradient must not be added to a bucket in flight
         if views:
             torch._foreach_copy_(views, gradients)
-        if members[0].scale != 1.0 and (views or in_place):
-            torch._foreach_mul_(views + in_place, members[0].scale)
+        if scale != 1.0 and (views or in_place):
+            torch._foreach_mul_(views + in_place, scale)
         return without
 
     def complete(self) -> list[ParameterState]:

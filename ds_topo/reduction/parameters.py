@@ -128,8 +128,6 @@ class ParameterState:
 
     # -- set when routes are assigned, and by the first step
     route: Route = field(init=False)
-    scale: float = 1.0
-    """The factor for its gradient before the reduction."""
     expected: int | None = 1
     """The number of gradients that it gets in the last micro-batch; None while that is unknown."""
 

@@ -39,7 +39,7 @@ def assign_routes(
     device: torch.device,
     wider: ReplicaSums | None = None,
 ) -> Route:
-    """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
+    """Set the route of every parameter and return the dense route, over the data-parallel group; collective.
 
     Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
     group measures its own link, because an expert-data group may span several data-parallel groups. ``wider`` continues
@@ -75,7 +75,6 @@ def assign_routes(
     for state in states:
         name = expert_group_name(state.parameter)
         state.route = dense if name is None else experts[name]
-        state.scale = state.route.before
     return dense
 
 

@@ -107,7 +107,7 @@ def _state(
 
 
 def _route(bucket_bytes: int = 10**9, exchange: Any = None) -> Any:
-    return SimpleNamespace(bucket_bytes=bucket_bytes, exchange=exchange)
+    return SimpleNamespace(bucket_bytes=bucket_bytes, exchange=exchange, before=1.0)
 
 
 ROUTE = _route()
@@ -333,8 +333,8 @@ def _installed(place: str = "in the bucket", gradient: object = None, **more: An
     """Return a parameter whose view holds nan, with its own gradient, one in place, or none."""
     given = PLACES[place] | more
     state = _state(0, **given)
-    state.scale = 0.5
     _bucket(state)
+    state.route.before = 0.5
     state.view.fill_(torch.nan)
     if gradient == "in place":
         state.view.copy_(VALUES)
@@ -358,7 +358,7 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
     in_one_pass: bool, repeats: bool, scale: float, gradient: object
 ) -> None:
     state = _installed(gradient=gradient, repeats=repeats)
-    state.scale = scale
+    state.route.before = scale
     without = state.bucket.copy_in([state], in_one_pass)
     assert without == ([state] if gradient is None else [])
     assert state.contribution is COPIED
@@ -387,7 +387,7 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_copy_in_moves_a_gradient_to_a_view_of_another_type(in_one_pass: bool) -> None:
     state = _installed("of another type", gradient=VALUES)
-    state.scale = 1 / 3
+    state.route.before = 1 / 3
     state.bucket.copy_in([state], in_one_pass)
     assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
     assert state.contribution is COPIED
@@ -404,8 +404,7 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     own, in_place, none, done = (_state(index) for index in range(4))
     bucket = _bucket(own, in_place, none, done)
     bucket.flat.fill_(torch.nan)
-    for state in (own, in_place, none, done):
-        state.scale = 0.5
+    bucket.route.before = 0.5
     own.parameter.grad, done.contribution = VALUES.clone().requires_grad_(), COPIED
     in_place.view.copy_(VALUES)
     in_place.parameter.grad = in_place.view
