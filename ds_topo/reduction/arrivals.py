@@ -14,7 +14,7 @@ arrived. No reader has to be known in advance:
 - Scripted modules read parameters without ``__torch_function__``, and compiled ones would run eagerly. With either,
   no parameter may be in flight (:func:`unaware_of_arrivals`).
 - A tensor that shares memory with parameters, such as ``parameter.data`` of an earlier step, does not wait.
-  :class:`SharedMemory` notices that such tensors exist; then nothing may be in flight.
+  :func:`users_of` tells whether such tensors exist; then nothing may be in flight.
 - A forked process has no thread that receives. The fork waits; if that fails, readers in the child get an error.
 
 After its arrival the parameter has its own memory again, at the same address. On an accelerator a wait orders the
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 import os
 import threading
 import time
@@ -321,19 +320,9 @@ def _wait_before_fork() -> None:
 os.register_at_fork(before=_wait_before_fork)
 
 
-class SharedMemory:
-    """Notices tensors that share the memory of flat tensors, such as ``parameter.data`` that a program keeps."""
-
-    def __init__(self, flats: Iterable[torch.Tensor]) -> None:
-        self._flats = list(flats)
-        self._known = self._users()
-
-    def has_new_users(self) -> bool:
-        """Return True if more tensors share the memory than at construction."""
-        return any(map(operator.gt, self._users(), self._known))
-
-    def _users(self) -> list[int]:
-        return [_storage_Use_Count(flat.untyped_storage()._cdata) for flat in self._flats]
+def users_of(flats: Iterable[torch.Tensor]) -> list[int]:
+    """Return how many tensors share the memory of each flat tensor, such as ``parameter.data`` that a program keeps."""
+    return [_storage_Use_Count(flat.untyped_storage()._cdata) for flat in flats]
 
 
 def unaware_of_arrivals(module: nn.Module) -> str | None:
