@@ -45,14 +45,18 @@ class ReplicaSums:
 
         ``after`` waits for the sum inside the replica. The tensors of all ranks of this number have one size.
         """
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        tensor, manager = torch.view_as_real(tensor) if tensor.is_complex() else tensor, self.manager
+
+        def reduce() -> Any:
+            after()
+            return manager.allreduce(tensor, reduce_op=op)
+
         if tensor.device.type == "cpu":
-            started = self._thread.submit(_sum, self.manager, after, tensor, op)
+            started = self._thread.submit(reduce)
             return Started(lambda: False, lambda: started.result().wait())  # torchft completes its sums in wait()
         stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
         with stream.after_current(tensor):
-            after()
-            self.manager.allreduce(tensor, reduce_op=op).wait()
+            reduce().wait()
         end = stream.mark()
         return Started(lambda: end is None or end.query(), lambda: order_after(end, tensor.device))
 
@@ -76,12 +80,6 @@ class ReplicaSums:
 def _new_thread() -> ThreadPoolExecutor:
     """Return a thread that starts with the first sum."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_topo sums over replicas")
-
-
-def _sum(manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> Any:
-    """Wait for the sum inside the replica, and start the one over replicas."""
-    after()
-    return manager.allreduce(tensor, reduce_op=op)
 
 
 class ManagedExchange(Exchange):
