@@ -106,10 +106,6 @@ class Layout:
         """Return the coordinate of ``rank``, one index per axis; ``rank`` must be in range."""
         return tuple(index_along(rank, factors) for factors in self.axes)
 
-    def index_of(self, rank: int, axis: int) -> int:
-        """Return the index of ``rank`` along one axis."""
-        return index_along(rank, self.axes[axis])
-
     def offsets(self, axes: Iterable[int]) -> list[int]:
         """Return the distances from coordinate 0 to every coordinate of these axes, the last axis fastest.
 
