@@ -45,7 +45,8 @@ class ReplicaSums:
 
         ``after`` waits for the sum inside the replica. The tensors of all ranks of this number have one size.
         """
-        tensor, manager = torch.view_as_real(tensor) if tensor.is_complex() else tensor, self.manager
+        manager = self.manager
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
         def reduce() -> Any:
             after()
