@@ -119,7 +119,10 @@ def _chosen_two_level(
         return two_level
     dtype = states[0].dtype
     numel = max(1, bucket_bytes // dtype.itemsize // two_level.slices) * two_level.slices
-    if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
+    probe = torch.zeros(numel, dtype=dtype, device=device)
+    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.all_reduce(probe).wait()]
+    flat, levels = _best_seconds(ways, group, device)
+    if levels < flat:
         return two_level
     two_level.rest()
     return None
@@ -145,17 +148,8 @@ def suitable_bucket_bytes(group: ProcessGroup, device: torch.device) -> int:
     return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else LARGE_BUCKET_BYTES
 
 
-def is_two_level_faster(two_level: Exchange, group: ProcessGroup, probe: torch.Tensor) -> bool:
-    """Reduce ``probe`` in two levels and flat, alternating, and compare; collective over ``group``."""
-
-    probe.zero_()
-    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.all_reduce(probe).wait()]
-    flat, levels = _best_seconds(ways, group, probe.device)
-    return levels < flat
-
-
 def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, device: torch.device) -> list[float]:
-    """Return the slowest rank's best time of each way, after one warm-up round."""
+    """Return the slowest rank's best time of each way, alternating, after one warm-up round; collective."""
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(_ROUNDS):
         for way, taken in zip(ways, times, strict=True):

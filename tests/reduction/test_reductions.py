@@ -345,20 +345,24 @@ def test_two_levels_are_used_if_wanted_or_faster(
     wish: bool | None, is_faster: bool, uses: bool, measures: bool
 ) -> None:
     made = mock.Mock(slices=3)
-    probed = mock.Mock(return_value=is_faster)
+
+    def measure(ways: Sequence[Callable[[], object]], *_: object) -> list[float]:
+        ways[1]()
+        return [1.0, 0.5 if is_faster else 2.0]
+
     hosts = ["a", "a", "a", "b", "b", "b"]
     with (
         fake_world(0, 6),
         mock.patch.object(reductions, "gathered", return_value=hosts) as asked,
         mock.patch.object(exchange, "two_level_exchange", return_value=made),
-        mock.patch.object(reductions, "is_two_level_faster", probed),
+        mock.patch.object(reductions, "_best_seconds", measure),
     ):
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
             options = ReductionOptions(two_level=wish, bucket_bytes=bucket_bytes)
             dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
             assert (dense.exchange is made) is uses
-            assert probed.called is measures
-            assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
+            assert made.all_reduce.called is measures
+            assert not measures or len(made.all_reduce.call_args.args[0]) == numel, "what fits a bucket, split evenly"
     assert asked.called is (wish is not False)
     assert made.rest.called is (measures and not is_faster)
 
