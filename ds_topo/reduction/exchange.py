@@ -245,7 +245,6 @@ class ExchangeMember:
 
     host: str
     partition: int
-    """The index of its partition."""
     copy: int = 0
     """Its index among the ranks that hold this partition."""
 
