@@ -133,9 +133,8 @@ def plan_parameters(
 class GradientBucket:
     """Contiguous memory for the gradients of some parameters, which are reduced together.
 
-    It is full when no member is pending (:meth:`complete`), and is launched in its turn
-    (``ReductionStep.next_bucket``). After the wait the sum is in it (:meth:`take_sum`). At the end of the step all
-    members are pending again (:meth:`reset`).
+    It is full when no member is pending (:meth:`complete`), and is launched after those of a lower index. After the
+    wait the sum is in it (:meth:`take_sum`). At the end of the step all members are pending again (:meth:`reset`).
 
     Args:
         index: its position in the order of reduction.

@@ -74,23 +74,17 @@ if TYPE_CHECKING:
 
 
 class ReducerState(enum.Enum):
-    """The state of a reducer; the diagram is in the docstring of this module."""
+    """The state of a reducer; the diagram in the docstring of this module says what happens in each."""
 
     IDLE = enum.auto()
-    """No gradient of this step has arrived."""
     ACCUMULATING = enum.auto()
-    """Inside ``no_sync()``: gradients stay on this rank."""
     REDUCING = enum.auto()
-    """Gradients of the step's last backward arrive, and full buckets are in flight."""
     FINISHING = enum.auto()
-    """Inside ``finish()``."""
     DETACHED = enum.auto()
-    """After ``detach()``."""
 
 
 IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, ReducerState.REDUCING
 REPORTED_STEPS = 16
-"""The number of steps that the report remembers."""
 _REMEDIES = {
     ReducerState.IDLE: "no gradient arrived since the last finish(), or since the reducer was built; build it before "
     "the forward pass, and call finish() once per step, after a backward outside no_sync()",
@@ -128,8 +122,6 @@ class ReductionStep:
     timing: StepTiming
     defers: bool = False
     """True while full buckets wait for the end of backward."""
-    next_bucket: int = 0
-    """The first bucket that has not been launched."""
     in_flight: list[Reduction] = field(default_factory=list)
     """The launched buckets, in their order."""
     absent: list[ParameterState] = field(default_factory=list)
@@ -241,7 +233,6 @@ class StandaloneReducer:
         """What continues the sums beyond the group; None if they end there."""
         self._dense = assign_routes(self._states, self.options, self.group, self._device, self._wider)
         self._members: dict[Route, list[ParameterState]] = {}
-        """The parameters of each route."""
         for state in self._states:
             self._members.setdefault(state.route, []).append(state)
         if self.options.overlap_parameters and not self.options.partitions:
@@ -255,7 +246,6 @@ class StandaloneReducer:
 
         # -- the step
         self._state = IDLE
-        """See :class:`ReducerState`."""
         self._step = ReductionStep(StepTiming(0, 0))
         """Valid from REDUCING to the end of FINISHING; empty otherwise."""
         self.is_unreduced = False
@@ -476,7 +466,7 @@ class StandaloneReducer:
             pending.discard(state)
             if not pending:
                 bucket.complete()
-                if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
+                if bucket.index == len(reducer._step.in_flight) and not reducer._step.defers:
                     reducer._launch_full_buckets()
 
         return on_gradient
@@ -517,11 +507,12 @@ class StandaloneReducer:
 
     def _launch_full_buckets(self) -> None:
         """Launch full buckets in the layout's order, the same on all ranks, whichever became full first."""
-        step, buckets = self._step, self._layout.buckets
-        while step.next_bucket < len(buckets) and not buckets[step.next_bucket].pending:
-            step.in_flight.append(Reduction(buckets[step.next_bucket]))
+        in_flight = self._step.in_flight
+        for bucket in self._layout.buckets[len(in_flight) :]:
+            if bucket.pending:
+                return
+            in_flight.append(Reduction(bucket))
             self.reduction_count += 1
-            step.next_bucket += 1
 
     # -- optimizers and zero_grad() ------------------------------------------------------------------------------------
 
