@@ -260,12 +260,9 @@ def scatter(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
 
 
 def own_part(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
-    """Keep this rank's part of a tensor, as ``scatter`` does, without a gradient and on any device.
+    """Keep this rank's part of a tensor, as ``scatter`` does, without a gradient and on any device. Errors as there.
 
     Use it for weights of a layer that is built on the CPU while the group serves GPUs.
-
-    Raises:
-        ValueError: as for ``scatter``.
     """
     return _own_part(x.detach(), _checked_dim("own_part", x, dim, group.size()), group)
 

@@ -46,6 +46,8 @@ def plan_buckets(
 ) -> list[tuple[int, ...]]:
     """Distribute parameters over buckets, as torch's ``compute_bucket_assignment_by_size`` does.
 
+    Return their indices by bucket, the buckets in the order in which they are expected to be full.
+
     Args:
         nbytes: the size of every parameter's gradient.
         kinds: only parameters of the same kind share a bucket.
@@ -53,12 +55,7 @@ def plan_buckets(
         sizes: the capacities.
         capacities: capacities in bytes of certain kinds, for all their buckets, the first and the last included.
 
-    Returns:
-        Indices by bucket; the buckets in the order in which they are expected to be full.
-
     >>> sizes = BucketSizes(bucket_bytes=100, first_bytes=10, last_bytes=30)
-    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32"] * 6, range(6), sizes)
-    [(0,), (1, 2), (3,), (4, 5)]
     >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
     [(0,), (1, 3), (2, 4), (5,)]
     """
@@ -131,14 +128,10 @@ def plan_parameters(
 
 
 class GradientBucket:
-    """Contiguous memory for the gradients of some parameters, which are reduced together.
+    """Contiguous memory for the gradients of parameters of one data type, device and route, which are reduced together.
 
     It is full when no member is pending (:meth:`complete`), and is launched after those of a lower index. After the
     wait the sum is in it (:meth:`take_sum`). At the end of the step all members are pending again (:meth:`reset`).
-
-    Args:
-        index: its position in the order of reduction.
-        members: parameters of one data type, device and route.
     """
 
     is_scattered = False
@@ -226,10 +219,8 @@ class GradientBucket:
     def copy_in(self, members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
         """Write this rank's scaled contributions to the views, except those of members that were copied in already.
 
-        ``in_one_pass`` copies and scales each gradient by one operation, for large ones, not all of them by two.
-
-        Returns:
-            The members without a gradient, whose views are now zero.
+        ``in_one_pass`` copies and scales each gradient by one operation, for large ones, not all of them by two. Return
+        the members without a gradient, whose views are now zero.
         """
         scale = self.route.before
         views: list[torch.Tensor] = []

@@ -266,17 +266,14 @@ Rounds: TypeAlias = list[list[Peer]]
 
 
 def rounds_of(rank: int, hosts: Sequence[str], slices: Mapping[int, tuple[int, ...]] | None = None) -> Rounds:
-    """Return the rounds of a reduce-scatter for one rank of a group.
+    """Return the rounds of a reduce-scatter for one rank of a group, whose ranks are on these hosts.
 
     There are two rounds if the group spans several hosts with equally many ranks, several each; otherwise there is one.
     A reduce-scatter goes through them in order. A gather goes through them backwards, with sending and receiving
     exchanged. With ``n`` ranks on each of ``h`` hosts and ``B`` bytes, a direct exchange sends ``B n (h - 1) / h`` over
     each host's link; two rounds (inside hosts, then across them) send ``B (h - 1) / h``.
 
-    Args:
-        rank: the rank within the group.
-        hosts: the host of every rank of the group.
-        slices: the slices of each rank that takes part; by default all ranks take part, with one slice each.
+    ``slices`` has those of each rank that takes part; by default all ranks take part, with one slice each.
 
     >>> for peers in rounds_of(0, ["a", "a", "b", "b"]):
     ...     print(peers)
@@ -391,10 +388,8 @@ def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Job | None]) -> None
 class _Job:
     """One tensor to exchange.
 
-    Args:
-        flat: the tensor.
-        sums: the rounds in which those who are responsible for slices sum them.
-        back: the rounds that then go backwards, in which these ranks send the sums.
+    In the rounds ``sums``, those who are responsible for slices sum them. In the rounds ``back``, which then go
+    backwards, they send the sums.
     """
 
     def __init__(self, flat: torch.Tensor, sums: Rounds, back: Rounds) -> None:

@@ -269,11 +269,7 @@ def sparse_gradient(name: str) -> ValueError:
 
 
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
-    """Return the identities of the ignored parameters.
-
-    Raises:
-        ValueError: no parameter has a given name.
-    """
+    """Return the identities of the ignored parameters; raise ``ValueError`` for a name that none has."""
     if not options.ignored_parameters:
         return set()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -329,11 +325,8 @@ def agreed_inputs(
 ) -> tuple[ReductionOptions, list[ParameterState]]:
     """Return options and parameters, after all ranks have compared them; collective over the group.
 
-    A rank on which this fails tells the others, so that no rank waits. See :func:`find_parameters`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: invalid options, or parameters that cannot be served.
-        DisagreementError: parameters or options differ, or another rank failed; raised on every rank.
+    A rank on which this fails tells the others, so that no rank waits. Errors are those of the options and of
+    :func:`find_parameters`, and ``DisagreementError`` on every rank if ranks differ or another one has failed.
     """
     failure: Exception | None = None
     options, states = ReductionOptions(), []
@@ -475,12 +468,8 @@ _GRADIENT, _VIEW = operator.attrgetter("grad"), operator.attrgetter("view")
 class Changes:
     """Detects changes of a module since construction that cannot be reduced.
 
-    Args:
-        module: the module.
-        states: the served parameters.
-        nodes: the autograd nodes that have their hooks, by index.
-        options: the options of the reducer.
-        remedy: what to do about parameters that were unfrozen.
+    ``nodes`` are the autograd nodes that have the hooks of ``states``, by index. ``remedy`` says what to do about
+    parameters that were unfrozen.
     """
 
     def __init__(

@@ -93,8 +93,6 @@ class PartitionLayout:
         >>> layout = PartitionLayout.balanced([3, 2, 4], [(0, 1), (2,)], size=2)
         >>> layout.offsets, layout.numel, layout.partition_numel
         ((0, 3, 8), 12, 6)
-        >>> list(layout.fragments(1))[-1]
-        Fragment(parameter=2, start=2, rank=1, address=4, numel=2)
         """
         offsets = [0] * len(numels)
         regions: list[Region] = []

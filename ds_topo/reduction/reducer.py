@@ -543,11 +543,7 @@ class StandaloneReducer:
             self.require_reduced(parameters, "optimizer.step()")
 
     def require_reduced(self, parameters: Iterable[torch.Tensor], call: str) -> None:
-        """Refuse a call that would use gradients which are not reduced.
-
-        Raises:
-            RuntimeError: one of the parameters has such a gradient.
-        """
+        """Raise ``RuntimeError`` for a call that would use gradients which are not reduced."""
         if self._state is REDUCING or (self.is_unreduced and self._state in (IDLE, ACCUMULATING)):
             for parameter in parameters:
                 if parameter in self._by_parameter:

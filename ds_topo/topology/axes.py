@@ -117,9 +117,6 @@ def check_meanings(axes: Iterable[str], extra_axes: Collection[str]) -> None:
     stages), data (replicas with other samples), model (slices of every layer (tensor parallel)), seq (parts of every
     sequence), expert (replicas that hold different experts), shard (replicas that share ZeRO's partitions). Ranks along
     any other axis are replicas, which must be declared: extra_axes=['pip'], or '+pip=...' in a spec
-
-    Raises:
-        UnknownAxisError: an axis has no meaning and is not declared.
     """
     for axis in axes:
         if axis in MEANINGS or axis in extra_axes:
