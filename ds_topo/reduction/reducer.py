@@ -252,10 +252,8 @@ class StandaloneReducer:
         """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
         """The preference that the ranks agreed on in the last step."""
-        self._reads_later = self._dense.traits.ordered_by_stream
-        """True if the notes of a step are read in the next one, so that nothing waits for the device."""
         self._unread: list[StepNotes] = []
-        """The notes of the last step, if they are read later."""
+        """The notes of the last step, if they are read in the next one, so that nothing waits for the device."""
 
         # -- the record
         self._timings: deque[StepTiming] = deque(maxlen=REPORTED_STEPS)
@@ -633,7 +631,8 @@ class StandaloneReducer:
 
         Return the parameters that no rank used, if those are searched for, and those that got late gradients.
         """
-        all_read = not self._reads_later or self.options.find_unused_parameters or self._layout.arrivals is not None
+        is_first_step, reads_later = self._layout.arrivals is not None, self._dense.traits.ordered_by_stream
+        all_read = not reads_later or self.options.find_unused_parameters or is_first_step
         due, self._unread = self._unread, notes
         if all_read or any(note.are_unusual for note in notes):
             due, self._unread = due + notes, []
