@@ -109,7 +109,8 @@ class MpuGrid(ProcessGrid):
     @cached_property
     def p2p_groups(self) -> list[list[int]]:
         """The pairs ``[rank, rank of its next stage]`` of the job; the first stage follows the last."""
-        return self._all_to_global(rank_tables.p2p_pairs(self._topo))
+        ranks = range(self._topo.world_size())
+        return self._all_to_global([[rank, rank_tables.neighbor(self._topo, PIPE, rank, step=1)] for rank in ranks])
 
     # -- queries ---------------------------------------------------------------------------------------------------
 

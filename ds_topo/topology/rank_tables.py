@@ -171,15 +171,6 @@ def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
     return topology.get_axis_peer(axis, rank, topology.get_axis_index(axis, rank) + step)
 
 
-def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
-    """Return ``[rank, rank of the next stage]`` for every rank; the last stage wraps around to the first.
-
-    >>> p2p_pairs(ProcessTopology.from_spec("pipe=3,data=2"))
-    [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
-    """
-    return [[rank, neighbor(topology, PIPE, rank, step=1)] for rank in range(topology.world_size())]
-
-
 def has_two_levels(hosts: Mapping[int, str]) -> bool:
     """Tell whether ranks are on several hosts, with the same number, above one, on each host.
 
@@ -216,8 +207,6 @@ def factorized_topology(world_size: int) -> ProcessTopology:
 
 def _prime_factors(number: int) -> list[int]:
     """Return prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``)."""
-    if number <= 0:
-        raise ValueError(f"prime factors of {number}: give a number >= 1")
     factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
