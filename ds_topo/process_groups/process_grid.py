@@ -708,8 +708,6 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
             "member; axes and degrees are one argument, 'pipe=2,data=2'"
         )
     members = dist.get_process_group_ranks(process_group)
-    if dist.get_rank() not in members:
-        raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
     if members != sorted(members):
         raise ValueError(
             f"process_group: its ranks {members} do not ascend, so indices along an axis would differ from ranks in "

@@ -295,7 +295,7 @@ def data_parallel_group(grid: HasDataParallelGroup | None, process_group: Proces
     """Return a grid's data-parallel group, the given group, or by default the group of all ranks.
 
     Raises:
-        ValueError: both are given, or the group does not contain this rank.
+        ValueError: both are given.
         TypeError: either is something else.
     """
     if grid is not None and process_group is not None:
@@ -309,11 +309,6 @@ def data_parallel_group(grid: HasDataParallelGroup | None, process_group: Proces
         raise TypeError(f"process_group={abridged(process_group)}: give a torch.distributed process group, or a grid")
     group = grid.get_data_parallel_group() if grid is not None else process_group or dist.group.WORLD
     assert group is not None
-    ranks = dist.get_process_group_ranks(group)
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in its ranks {listed(ranks)}; build the reducer only there"
-        )
     return group
 
 
