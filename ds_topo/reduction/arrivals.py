@@ -165,34 +165,25 @@ class Arrival:
                 parameter.__class__ = nn.Parameter
             self._seats = ()
 
-    def land_now(self) -> None:
-        """Wait until the values are in memory, for every stream."""
-        self.wait()
-        synchronize(self._device)
-        self.land()
-
     @property
     def is_over(self) -> bool:
         """True if no parameter is in flight any more."""
         return not self._seats
 
 
-def _arrival_of(parameter: nn.Parameter) -> Arrival | None:
-    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
-    return arrival
-
-
 def _wait_for(parameter: nn.Parameter) -> None:
-    arrival = _arrival_of(parameter)
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
     if arrival is not None:
         arrival.wait()
 
 
 def _land_now(parameter: nn.Parameter) -> None:
     """Wait for a parameter until it has its own class, which copies of it get."""
-    arrival = _arrival_of(parameter)
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
     if arrival is not None:
-        arrival.land_now()
+        arrival.wait()
+        synchronize(parameter.device)  # so that the values are in memory for every stream
+        arrival.land()
 
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "is_sparse")
