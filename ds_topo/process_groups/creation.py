@@ -71,16 +71,12 @@ class ProcessGroups:
     """The process groups that one rank belongs to.
 
     Construction is collective over ``members``, global ranks of the job, ascending: all of them must pass the same
-    ``description``, or all raise. :meth:`get` never communicates.
+    ``description``, or all raise ``DisagreementError``. :meth:`get` never communicates.
 
     Args:
         description: the groups that the members create, as the same text on all of them.
         groups: the groups of this rank, in the one order that all ranks follow.
-        members: the ranks that take part.
         timeout: the timeout of the agreement and of every group; the job's own by default.
-
-    Raises:
-        DisagreementError: members passed different descriptions, or did not come.
     """
 
     def __init__(

@@ -303,11 +303,7 @@ class ProcessGrid:
         return self.get_group(self._core.replica_axes) if group is None else group
 
     def get_data_parallel_world_size(self) -> int:
-        """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.
-
-        Raises:
-            TypeError: always, except from grids that are complete mpus.
-        """
+        """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first."""
         raise TypeError(
             f"mpu={self!r}: this grid lacks DeepSpeed's methods; build PipelineParallelGrid({self.topology().spec!r})"
         )

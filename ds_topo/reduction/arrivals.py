@@ -133,9 +133,6 @@ class Arrival:
         """Wait for the region: the calling thread, or on an accelerator its current stream.
 
         If the exchange fails, the region stays in flight, so that later readers get the error, too.
-
-        Raises:
-            RuntimeError: this process was forked while the region was in flight.
         """
         if os.getpid() != self._process:
             raise RuntimeError(

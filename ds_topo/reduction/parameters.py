@@ -202,10 +202,7 @@ def find_parameters(
 ) -> list[ParameterState]:
     """Return the state of each trainable parameter of a module, once each, without the ignored ones.
 
-    Raises:
-        ValueError: nothing to train, unless it ``may_be_empty``; an unknown ignored name, a DTensor, a sparse gradient,
-            or an expert without a group.
-        RuntimeError: a parameter already has a reducer.
+    Raise ``ValueError`` for parameters that no reducer can serve, and ``RuntimeError`` for those that have one already.
     """
     ignored = ignored_identities(module, options)
     embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
@@ -292,12 +289,7 @@ class HasDataParallelGroup(Protocol):
 
 
 def data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
-    """Return a grid's data-parallel group, the given group, or by default the group of all ranks.
-
-    Raises:
-        ValueError: both are given.
-        TypeError: either is something else.
-    """
+    """Return a grid's data-parallel group, the given group, or by default the group of all ranks."""
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group are both given, and each names a group: give one of them")
     if grid is not None and not hasattr(grid, "get_data_parallel_group"):

@@ -44,9 +44,6 @@ def assign_routes(
     Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
     group measures its own link, because an expert-data group may span several data-parallel groups. ``wider`` continues
     the sums of every route; None if they end in its group.
-
-    Raises:
-        ValueError: two levels are wanted and the placement of ranks has none.
     """
     size = dist.get_world_size(group)
 

@@ -184,11 +184,9 @@ def whole_number(value: object) -> int | None:
 def check_axes(
     axes: Sequence[str], degrees: Sequence[int], written: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Validate axis names with their degrees; return both in canonical form.
+    """Validate axis names with their degrees; return both in canonical form, or raise ``TopologyError``.
 
-    Raises:
-        TopologyError: names and degrees differ in number, a name is not an identifier or is given twice, or a degree
-            is not a positive integer.
+    Errors show axes as they were ``written``, which may be with synonyms and marks.
     """
     axes, degrees = list(axes), list(degrees)
     if len(axes) != len(degrees):

@@ -524,11 +524,7 @@ class ProcessTopology:
         check_world_size(self._axes, self._layout.sizes, world_size, self._extra_axes)
 
     def get_data_parallel_world_size(self) -> int:
-        """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first.
-
-        Raises:
-            TypeError: always, because a topology has no process groups.
-        """
+        """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first, by a ``TypeError``."""
         raise TypeError(f"mpu={self!r}: DeepSpeed needs a live grid, such as PipelineParallelGrid({self.spec!r})")
 
     def _coordinate_at(self, rank: int) -> Any:
