@@ -23,7 +23,7 @@ Communication involves the ranks of the group only; in a group of one rank there
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from torch.autograd import Function
 
 from ds_topo.base.backends import traits_of
 from ds_topo.base.torch_names import describe, devices_of
-from ds_topo.errors import DisagreementError
+from ds_topo.errors import DisagreementError, by_value
 from ds_topo.process_groups.creation import destroyed, gathered
 
 __all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "own_part", "reduce", "reduce_scatter", "scatter"]
@@ -97,14 +97,10 @@ def _check_call(operation: str, x: Tensor, group: Any, *dims: int) -> None:
 def _compare(operation: str, x: Tensor, group: dist.ProcessGroup, dims: tuple[int, ...]) -> None:
     """Raise on every rank of the group unless all of them are about to do the same."""
     mine = f"{operation}(tensor {list(x.shape)} of {x.dtype}" + "".join(f", dim {dim}" for dim in dims) + ")"
-    calls = gathered(mine, group)
-    if len(set(calls)) > 1:
-        ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, call in zip(dist.get_process_group_ranks(group), calls, strict=True):
-            ranks_of[call].append(rank)
-        listing = "\n  ".join(f"ranks {ranks}: {call}" for call, ranks in ranks_of.items())
+    calls = gathered((dist.get_rank(), socket.gethostname(), mine), group)
+    if len({call for _, _, call in calls}) > 1:
         raise DisagreementError(
-            f"{operation}: the ranks of this group do not call the same collective; make them:\n  {listing}"
+            f"{operation}: the ranks of this group do not call the same collective; make them:{by_value(calls)}"
         )
 
 
@@ -264,12 +260,9 @@ def scatter(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
 
 
 def own_part(x: Tensor, group: dist.ProcessGroup, dim: int = -1) -> Tensor:
-    """Keep this rank's part of a tensor, as ``scatter`` does, without a gradient and on any device.
+    """Keep this rank's part of a tensor, as ``scatter`` does, without a gradient and on any device. Errors as there.
 
     Use it for weights of a layer that is built on the CPU while the group serves GPUs.
-
-    Raises:
-        ValueError: as for ``scatter``.
     """
     return _own_part(x.detach(), _checked_dim("own_part", x, dim, group.size()), group)
 

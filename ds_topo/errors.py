@@ -156,11 +156,7 @@ def unanswered(error: RuntimeError, limit: timedelta) -> str:
 
 
 def refuse_others(call: str, others: Mapping[str, object], instead: Mapping[str, str]) -> None:
-    """Refuse arguments that a function does not have, and say what to write instead.
-
-    Raises:
-        TypeError: there are such arguments.
-    """
+    """Raise ``TypeError`` for arguments that a function does not have, and say what to write instead."""
     if others:
         said = "; ".join(f"{name}: {instead.get(name, 'there is no such argument')}" for name in others)
         raise TypeError(f"{call} {said}")

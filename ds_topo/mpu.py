@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -26,6 +26,18 @@ from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, RankGroup
 
 refuse_older_releases()
+
+_T = TypeVar("_T")
+
+
+def _along(axis: str, question: Callable[[ProcessGrid, str], _T]) -> Callable[[ProcessGrid], _T]:
+    """Return the method that asks one of a grid's questions about an axis."""
+
+    def answer(self: ProcessGrid) -> _T:
+        return question(self, axis)
+
+    answer.__doc__ = f"Return ``{question.__name__}({axis!r})``."
+    return answer
 
 
 class MpuGrid(ProcessGrid):
@@ -76,15 +88,8 @@ class MpuGrid(ProcessGrid):
     data_parallel_size = cached_property(ProcessGrid.get_sample_world_size)
     data_parallel_id = cached_property(ProcessGrid.get_sample_rank)
 
-    @cached_property
-    def pp_group(self) -> list[int]:
-        """The ranks of this rank's pipeline."""
-        return self.get_ranks(PIPE)
-
-    @cached_property
-    def slice_group(self) -> list[int]:
-        """The ranks of the slice parallel group."""
-        return self.get_ranks(MODEL)
+    pp_group = cached_property(_along(PIPE, ProcessGrid.get_ranks))
+    slice_group = cached_property(_along(MODEL, ProcessGrid.get_ranks))
 
     @cached_property
     def dp_groups(self) -> list[list[int]]:
@@ -104,7 +109,8 @@ class MpuGrid(ProcessGrid):
     @cached_property
     def p2p_groups(self) -> list[list[int]]:
         """The pairs ``[rank, rank of its next stage]`` of the job; the first stage follows the last."""
-        return self._all_to_global(rank_tables.p2p_pairs(self._topo))
+        ranks = range(self._topo.world_size())
+        return self._all_to_global([[rank, rank_tables.neighbor(self._topo, PIPE, rank, step=1)] for rank in ranks])
 
     # -- queries ---------------------------------------------------------------------------------------------------
 
@@ -112,17 +118,12 @@ class MpuGrid(ProcessGrid):
         """Return this rank in the whole job."""
         return self.global_rank
 
-    def get_stage_id(self) -> int:
-        """Return this rank's pipeline stage."""
-        return self.get_axis_rank(PIPE)
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Return the number of stages."""
-        return self.get_axis_size(PIPE)
-
-    def get_pipe_parallel_group(self) -> ProcessGroup:
-        """Return the group of the stages of this rank's pipeline."""
-        return self.get_group(PIPE)
+    get_stage_id = _along(PIPE, ProcessGrid.get_axis_rank)
+    get_pipe_parallel_world_size = _along(PIPE, ProcessGrid.get_axis_size)
+    get_pipe_parallel_group = _along(PIPE, ProcessGrid.get_group)
+    get_slice_parallel_rank = _along(MODEL, ProcessGrid.get_axis_rank)
+    get_slice_parallel_world_size = _along(MODEL, ProcessGrid.get_axis_size)
+    get_slice_parallel_group = _along(MODEL, ProcessGrid.get_group)
 
     def get_data_parallel_rank(self) -> int:
         """Return the index of this rank among those that work on distinct samples."""
@@ -159,18 +160,6 @@ class MpuGrid(ProcessGrid):
     def get_model_parallel_group(self) -> ProcessGroup:
         """Return the group of all ranks of this rank's replica of the model (pipe x model)."""
         return self.get_group(rank_tables.model_parallel_axes(self.topology()))
-
-    def get_slice_parallel_rank(self) -> int:
-        """Return this rank's index along ``model``."""
-        return self.get_axis_rank(MODEL)
-
-    def get_slice_parallel_world_size(self) -> int:
-        """Return the degree of ``model``."""
-        return self.get_axis_size(MODEL)
-
-    def get_slice_parallel_group(self) -> ProcessGroup:
-        """Return this rank's group along ``model``."""
-        return self.get_group(MODEL)
 
     stage_id = cached_property(get_stage_id)
     pipe_parallel_size = cached_property(get_pipe_parallel_world_size)
@@ -247,6 +236,9 @@ class MpuGrid(ProcessGrid):
 
     # -- Megatron's names: neighbors in the pipeline -----------------------------------------------------------------
 
+    get_pipeline_model_parallel_next_rank = _along(PIPE, ProcessGrid.get_next_rank)
+    get_pipeline_model_parallel_prev_rank = _along(PIPE, ProcessGrid.get_prev_rank)
+
     def get_pipeline_model_parallel_first_rank(self) -> int:
         """Return the global rank of this pipeline's first stage."""
         return self.pp_group[0]
@@ -254,14 +246,6 @@ class MpuGrid(ProcessGrid):
     def get_pipeline_model_parallel_last_rank(self) -> int:
         """Return the global rank of this pipeline's last stage."""
         return self.pp_group[-1]
-
-    def get_pipeline_model_parallel_next_rank(self) -> int:
-        """Return the global rank of the next stage; the first stage follows the last."""
-        return self.get_next_rank(PIPE)
-
-    def get_pipeline_model_parallel_prev_rank(self) -> int:
-        """Return the global rank of the previous stage; the last stage precedes the first."""
-        return self.get_prev_rank(PIPE)
 
     def is_pipeline_first_stage(self, ignore_virtual: bool = True) -> bool:
         """Tell whether this rank holds the first stage; stages are never virtual here."""

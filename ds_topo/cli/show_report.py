@@ -31,6 +31,7 @@ from ds_topo.topology.axes import (
     check_meanings,
     read_config,
 )
+from ds_topo.topology.process_topology import index_along
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class LayoutView:
     @property
     def stages(self) -> list[int]:
         """The index of every rank along ``stage_axis``."""
-        layout, axis = self.topology.layout, self.stage_axis
-        return [layout.index_of(rank, axis) for rank in range(self.topology.world_size())]
+        factors = self.topology.layout.axes[self.stage_axis]
+        return [index_along(rank, factors) for rank in range(self.topology.world_size())]
 
     def axis_to_draw(self, name: str | None) -> str:
         """Return the axis whose links a picture shows: the named one, or the first whose groups cross hosts."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import gt
 
 from torch import nn
 
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, launched
 from ds_topo.errors import warn
-from ds_topo.reduction.arrivals import Arrival, Arrivals, Seat, SharedMemory, hide, seats_of, show, unaware_of_arrivals
+from ds_topo.reduction.arrivals import Arrival, Arrivals, Seat, hide, seats_of, show, unaware_of_arrivals, users_of
 from ds_topo.reduction.buckets import BucketTiming
 from ds_topo.reduction.partitions import Region
 
@@ -42,23 +43,23 @@ class LateParameters(PartitionedParameters):
         self._in_flight: list[tuple[Arrival, BucketTiming]] = []
         """The regions of the last gather."""
         self._arrivals = Arrivals()
-        self._memory: SharedMemory | None = None
-        """Set while parameters may arrive after the step."""
+        self._users: list[int] | None = None
+        """The tensors that may share each flat tensor's memory, while parameters may arrive after the step."""
         self._has_warned = False
 
     @property
     def overlaps(self) -> bool:  # type: ignore[override]
         """True if parameters may arrive during the next forward pass."""
-        return self._memory is not None
+        return self._users is not None
 
     def gather(self) -> None:
         """Send the updated parameters from their owners to all ranks; collective."""
         self._arrivals.end()
         self._in_flight = []  # it shares the parameters' memory
-        is_hidden = self._memory is not None
+        is_hidden = self._users is not None
         if is_hidden:
             hide(self._seats())
-        arrives_later = self._memory is not None and not self._is_shared(self._memory)
+        arrives_later = self._users is not None and not self._is_shared(self._users)
         try:
             for entry in self._regions:
                 pending, timing = launched(entry.group, entry.region)
@@ -68,7 +69,7 @@ class LateParameters(PartitionedParameters):
             self._arrivals.expect(arrival for arrival, _ in self._in_flight)
         if not arrives_later:
             self.wait()
-        if is_hidden and self._memory is None:  # they stopped arriving later meanwhile
+        if is_hidden and self._users is None:  # they stopped arriving later meanwhile
             show(self._seats())
 
     def wait(self) -> None:
@@ -93,31 +94,31 @@ class LateParameters(PartitionedParameters):
         order = {parameter: place for place, parameter in enumerate(module.parameters())}
         # regions in the order of their first use
         self._regions.sort(key=lambda entry: min(order.get(parameter, 0) for parameter in entry.parameters))
-        self._memory = self._users_of_memory()
+        self._users = self._count_users()
 
     def renew(self) -> None:
         """Accept the places of parameters, and the tensors that share their memory now, after a new layout."""
         for entry in self._regions:
             entry.seats = seats_of(entry.parameters)
-        if self._memory is not None:
-            self._memory = self._users_of_memory()
+        if self._users is not None:
+            self._users = self._count_users()
 
-    def _users_of_memory(self) -> SharedMemory:
+    def _count_users(self) -> list[int]:
         hide(self._seats())  # what parameters show now is none of the flat tensors at any later look
-        memory = SharedMemory(self._flats)
+        users = users_of(self._flats)
         show(self._seats())
-        return memory
+        return users
 
     def _seats(self) -> Iterator[Seat]:
         return (seat for entry in self._regions for seat in entry.seats)
 
     def stop_overlapping(self) -> None:
-        self._memory = None
+        self._users = None
         self._arrivals.end()
 
-    def _is_shared(self, memory: SharedMemory) -> bool:
+    def _is_shared(self, known: Sequence[int]) -> bool:
         """Tell whether other tensors share the parameters' memory, such as ``parameter.data`` that a program keeps."""
-        shared = memory.has_new_users()
+        shared = any(map(gt, users_of(self._flats), known))
         if shared and not self._has_warned:
             self._warn("tensors such as parameter.data, or a graph of an earlier step, share their memory")
         return shared

@@ -32,7 +32,7 @@ from ds_topo.engine.partitioned_optimizers import (
     ReducerOfOptimizer,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 
 if TYPE_CHECKING:
     from ds_topo.reduction.managed import ReplicaSums
@@ -174,17 +174,13 @@ class PartitionGradients(WrapperGradients):
         copies = None if any(map(is_moe_param, parameters)) else self._copies
         number = 1 if copies is None else copies.number
         ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole, number)
-        memory: GradientMemory | torch.Tensor = GradientMemory.STEP
-        if flat_gradients is not None:
-            memory = lengthened(flat_gradients, ours.numel)
-        elif self.reduces_always:
-            memory = GradientMemory.MICRO_BATCH
         gradients = PartitionedGradients(
             parameters,
             ours,
             process_group,
             dtype,
-            memory=memory,
+            memory=None if flat_gradients is None else lengthened(flat_gradients, ours.numel),
+            reduces_always=self.reduces_always,
             whole=needed_whole,
             copies=copies,
             wider=self._wider,

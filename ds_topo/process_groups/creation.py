@@ -70,17 +70,13 @@ def number_of(value: object) -> int:
 class ProcessGroups:
     """The process groups that one rank belongs to.
 
-    Construction is collective over ``members``: all of them must pass the same ``description``, or all raise.
-    :meth:`get` never communicates.
+    Construction is collective over ``members``, global ranks of the job, ascending: all of them must pass the same
+    ``description``, or all raise ``DisagreementError``. :meth:`get` never communicates.
 
     Args:
         description: the groups that the members create, as the same text on all of them.
         groups: the groups of this rank, in the one order that all ranks follow.
-        members: the global ranks of the job that take part, ascending.
         timeout: the timeout of the agreement and of every group; the job's own by default.
-
-    Raises:
-        DisagreementError: members passed different descriptions, or did not come.
     """
 
     def __init__(
@@ -119,12 +115,9 @@ class ProcessGroups:
     def extend_all(
         self, description: str, groups: Sequence[RankGroup], members: Sequence[int], failure: Exception | None = None
     ) -> list[ProcessGroup]:
-        """Create several more groups; collective over ``members``.
+        """Create several more groups; collective over ``members``. Errors are those of the construction.
 
         A rank that cannot take part passes its ``failure``. It raises that error, and the other ranks name it.
-
-        Raises:
-            DisagreementError: members passed different descriptions, failed, or did not come.
         """
         self.check_alive()
         agree(description, members, self.timeout, failure=failure)

@@ -127,11 +127,7 @@ class FollowedSampler(DistributedSampler[Any]):
 
 
 def _single(value: float | torch.Tensor) -> float:
-    """Return the number in a value.
-
-    Raises:
-        TypeError: it is not one number.
-    """
+    """Return the number in a value; raise ``TypeError`` if it is not one number."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
@@ -307,11 +303,7 @@ class ProcessGrid:
         return self.get_group(self._core.replica_axes) if group is None else group
 
     def get_data_parallel_world_size(self) -> int:
-        """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.
-
-        Raises:
-            TypeError: always, except from grids that are complete mpus.
-        """
+        """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first."""
         raise TypeError(
             f"mpu={self!r}: this grid lacks DeepSpeed's methods; build PipelineParallelGrid({self.topology().spec!r})"
         )
@@ -712,8 +704,6 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
             "member; axes and degrees are one argument, 'pipe=2,data=2'"
         )
     members = dist.get_process_group_ranks(process_group)
-    if dist.get_rank() not in members:
-        raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
     if members != sorted(members):
         raise ValueError(
             f"process_group: its ranks {members} do not ascend, so indices along an axis would differ from ranks in "
@@ -725,8 +715,7 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
 def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
     """Convert a topology of any class, or a spec, to a topology; None gives DeepSpeed's default for the world size.
 
-    Where ``ds-topo verify`` runs a program, it sets the topology of the whole job by an environment variable, which
-    takes precedence.
+    The topology of a job that ``ds-topo verify`` runs, an environment variable, takes precedence.
 
     Raises:
         TopologyError: the topology or spec is malformed.

@@ -14,7 +14,7 @@ arrived. No reader has to be known in advance:
 - Scripted modules read parameters without ``__torch_function__``, and compiled ones would run eagerly. With either,
   no parameter may be in flight (:func:`unaware_of_arrivals`).
 - A tensor that shares memory with parameters, such as ``parameter.data`` of an earlier step, does not wait.
-  :class:`SharedMemory` notices that such tensors exist; then nothing may be in flight.
+  :func:`users_of` tells whether such tensors exist; then nothing may be in flight.
 - A forked process has no thread that receives. The fork waits; if that fails, readers in the child get an error.
 
 After its arrival the parameter has its own memory again, at the same address. On an accelerator a wait orders the
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 import os
 import threading
 import time
@@ -109,13 +108,10 @@ def show(seats: Iterable[Seat]) -> None:
 
 
 class Arrival:
-    """The arrival of one region of parameters.
+    """The arrival of one region of parameters, by the exchange ``pending``.
 
-    Args:
-        pending: the exchange that receives the region.
-        device: the device of its tensors.
-        seats: the parameters in the region, which are hidden. Parameters of a class of the program's own cannot wait,
-            so regions with them may not be in flight (:func:`unaware_of_arrivals`).
+    ``seats`` are the parameters in the region, which are hidden. Parameters of a class of the program's own cannot
+    wait, so regions with them may not be in flight (:func:`unaware_of_arrivals`).
     """
 
     def __init__(self, pending: Pending, device: torch.device, seats: Sequence[Seat] = ()) -> None:
@@ -137,9 +133,6 @@ class Arrival:
         """Wait for the region: the calling thread, or on an accelerator its current stream.
 
         If the exchange fails, the region stays in flight, so that later readers get the error, too.
-
-        Raises:
-            RuntimeError: this process was forked while the region was in flight.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -169,34 +162,25 @@ class Arrival:
                 parameter.__class__ = nn.Parameter
             self._seats = ()
 
-    def land_now(self) -> None:
-        """Wait until the values are in memory, for every stream."""
-        self.wait()
-        synchronize(self._device)
-        self.land()
-
     @property
     def is_over(self) -> bool:
         """True if no parameter is in flight any more."""
         return not self._seats
 
 
-def _arrival_of(parameter: nn.Parameter) -> Arrival | None:
-    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
-    return arrival
-
-
 def _wait_for(parameter: nn.Parameter) -> None:
-    arrival = _arrival_of(parameter)
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
     if arrival is not None:
         arrival.wait()
 
 
 def _land_now(parameter: nn.Parameter) -> None:
     """Wait for a parameter until it has its own class, which copies of it get."""
-    arrival = _arrival_of(parameter)
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
     if arrival is not None:
-        arrival.land_now()
+        arrival.wait()
+        synchronize(parameter.device)  # so that the values are in memory for every stream
+        arrival.land()
 
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "is_sparse")
@@ -324,23 +308,9 @@ def _wait_before_fork() -> None:
 os.register_at_fork(before=_wait_before_fork)
 
 
-class SharedMemory:
-    """Notices tensors that came to share the memory of parameters, such as ``parameter.data`` that a program keeps.
-
-    Args:
-        flats: the flat tensors whose views the parameters are.
-    """
-
-    def __init__(self, flats: Iterable[torch.Tensor]) -> None:
-        self._flats = list(flats)
-        self._known = self._users()
-
-    def has_new_users(self) -> bool:
-        """Return True if more tensors share the memory than at construction."""
-        return any(map(operator.gt, self._users(), self._known))
-
-    def _users(self) -> list[int]:
-        return [_storage_Use_Count(flat.untyped_storage()._cdata) for flat in self._flats]
+def users_of(flats: Iterable[torch.Tensor]) -> list[int]:
+    """Return how many tensors share the memory of each flat tensor, such as ``parameter.data`` that a program keeps."""
+    return [_storage_Use_Count(flat.untyped_storage()._cdata) for flat in flats]
 
 
 def unaware_of_arrivals(module: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """Plan buckets of gradients, give them memory, and copy gradients into and out of them.
 
-A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds
-the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
+A plan says which parameters share a bucket (:func:`plan_parameters`). :class:`BucketLayout` builds the buckets of a
+plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
 :meth:`GradientBucket.accumulate` and :meth:`GradientBucket.copy_in` move them there, and :func:`hand_out` leaves the
 results to parameters. The buckets of partitioned gradients are a subclass, in ``partitions.py``.
 """
@@ -46,6 +46,8 @@ def plan_buckets(
 ) -> list[tuple[int, ...]]:
     """Distribute parameters over buckets, as torch's ``compute_bucket_assignment_by_size`` does.
 
+    Return their indices by bucket, the buckets in the order in which they are expected to be full.
+
     Args:
         nbytes: the size of every parameter's gradient.
         kinds: only parameters of the same kind share a bucket.
@@ -53,12 +55,7 @@ def plan_buckets(
         sizes: the capacities.
         capacities: capacities in bytes of certain kinds, for all their buckets, the first and the last included.
 
-    Returns:
-        Indices by bucket; the buckets in the order in which they are expected to be full.
-
     >>> sizes = BucketSizes(bucket_bytes=100, first_bytes=10, last_bytes=30)
-    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32"] * 6, range(6), sizes)
-    [(0,), (1, 2), (3,), (4, 5)]
     >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
     [(0,), (1, 3), (2, 4), (5,)]
     """
@@ -103,10 +100,10 @@ def plan_parameters(
 ) -> list[tuple[int, ...]]:
     """Return indices by bucket, for gradients that are expected in this order.
 
-    Parameters of a bucket have one data type, device and route. Each place is one bucket. Buckets of experts are
-    ordered by the index of their parameters, the highest first, and not by arrival: replicas of an expert may be in
-    several data-parallel groups, each of which learns an order of its own. Only other buckets have a small first and
-    last one.
+    Parameters of a bucket have one data type, device and route. A region of a partition is one bucket. Buckets of
+    experts are ordered by the index of their parameters, the highest first, and not by arrival: replicas of an expert
+    may be in several data-parallel groups, each of which learns an order of its own. Only other buckets have a small
+    first and last one.
     """
     if not states:
         return []
@@ -114,9 +111,10 @@ def plan_parameters(
     capacities: dict[Hashable, int] = {}
     without_order: dict[Hashable, list[ParameterState]] = defaultdict(list)
     for state in states:
-        kind = (state.dtype, state.parameter.device, id(state.route), state.place)
+        region = None if state.partition is None else state.partition.regions[state.parameter].index
+        kind = (state.dtype, state.parameter.device, id(state.route), state.partition, region)
         kinds.append(kind)
-        if state.place is not None:
+        if state.partition is not None:
             capacities[kind] = capacities.get(kind, 0) + state.nbytes
         elif expert_group_name(state.parameter) is not None:
             without_order[kind].append(state)
@@ -130,15 +128,10 @@ def plan_parameters(
 
 
 class GradientBucket:
-    """Contiguous memory for the gradients of some parameters, which are reduced together.
+    """Contiguous memory for the gradients of parameters of one data type, device and route, which are reduced together.
 
-    It is full when no member is pending (:meth:`complete`), and is launched in its turn
-    (``ReductionStep.next_bucket``). After the wait the sum is in it (:meth:`take_sum`). At the end of the step all
-    members are pending again (:meth:`reset`).
-
-    Args:
-        index: its position in the order of reduction.
-        members: parameters of one data type, device and route.
+    It is full when no member is pending (:meth:`complete`), and is launched after those of a lower index. After the
+    wait the sum is in it (:meth:`take_sum`). At the end of the step all members are pending again (:meth:`reset`).
     """
 
     is_scattered = False
@@ -146,12 +139,11 @@ class GradientBucket:
 
     def __init__(self, index: int, members: Sequence[ParameterState]) -> None:
         self.index = index
-        self.members = sorted(members, key=operator.attrgetter("address"))
+        self.members = list(members)
         first = self.members[0]
         self.route = first.route
         numels = [member.parameter.numel() for member in self.members]
         self.offsets = self._offsets(numels)
-        """The offset of each member."""
         self.numel = self.offsets[-1] + numels[-1]
         self.nbytes = self.numel * first.dtype.itemsize
 
@@ -184,7 +176,7 @@ class GradientBucket:
         for member, offset in zip(self.members, self.offsets, strict=True):
             parameter = member.parameter
             # Strides are those of autograd's gradients, except where memory is somebody else's, and plain.
-            if member.place is not None:
+            if member.partition is not None:
                 stride = torch.empty(parameter.shape, device="meta").stride()
             elif parameter.is_contiguous():
                 stride = parameter.stride()
@@ -193,7 +185,7 @@ class GradientBucket:
             view = self.flat.as_strided(parameter.shape, stride, self.flat.storage_offset() + offset)
             if member.holds_live_view:
                 view.copy_(member.view)
-                parameter.grad = parameter.grad if member.is_apart else view
+                parameter.grad = view if member.home is GRAD else parameter.grad
             member.view = view
 
     def release(self) -> None:
@@ -225,15 +217,12 @@ class GradientBucket:
         state.contribution, state.parameter.grad = SUMMED, None
 
     def copy_in(self, members: Sequence[ParameterState], in_one_pass: bool = False) -> list[ParameterState]:
-        """Write this rank's scaled contributions to the views.
+        """Write this rank's scaled contributions to the views, except those of members that were copied in already.
 
-        Args:
-            members: some of the members; those that were copied in already are skipped.
-            in_one_pass: copy and scale each gradient by one operation, for large ones, not all of them by two.
-
-        Returns:
-            The members without a gradient, whose views are now zero.
+        ``in_one_pass`` copies and scales each gradient by one operation, for large ones, not all of them by two. Return
+        the members without a gradient, whose views are now zero.
         """
+        scale = self.route.before
         views: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         in_place: list[torch.Tensor] = []
@@ -249,7 +238,7 @@ class GradientBucket:
                 if gradient is None:
                     in_place.append(state.view if before is SUMMED else state.view.zero_())
                 elif in_one_pass and before is NOT_YET and gradient.dtype == state.dtype:
-                    torch.mul(_dense(gradient, state), state.scale, out=state.view)
+                    torch.mul(_dense(gradient, state), scale, out=state.view)
                 else:
                     _sum(gradient, state, before)
                     in_place.append(state.view)
@@ -260,7 +249,7 @@ class GradientBucket:
             elif gradient is (view := state.view):
                 in_place.append(gradient)
             elif in_one_pass:
-                torch.mul(_dense(gradient, state), state.scale, out=view)
+                torch.mul(_dense(gradient, state), scale, out=view)
                 parameter.grad = view
             else:
                 if gradient.requires_grad or gradient.layout is not _STRIDED:
@@ -272,8 +261,8 @@ class GradientBucket:
                 parameter.grad = None  # a further gradient must not be added to a bucket in flight
         if views:
             torch._foreach_copy_(views, gradients)
-        if members[0].scale != 1.0 and (views or in_place):
-            torch._foreach_mul_(views + in_place, members[0].scale)
+        if scale != 1.0 and (views or in_place):
+            torch._foreach_mul_(views + in_place, scale)
         return without
 
     def complete(self) -> list[ParameterState]:
@@ -290,13 +279,7 @@ class GradientBucket:
         return torch.empty_like(state.parameter, dtype=state.dtype).copy_(_dense(gradient, state))
 
     def add_late(self, state: ParameterState, before: float, after: float) -> None:
-        """Reduce such a gradient, and add it to the sum; collective over the route's group.
-
-        Args:
-            state: the parameter.
-            before: the factor before the sum.
-            after: the factor after it.
-        """
+        """Reduce such a gradient, scaled before and after, and add it to the sum; collective over the route's group."""
         gradient = self.late_gradient(state) * before
         dist.all_reduce(gradient, group=self.route.group)
         self.add(state, gradient.mul_(after))
@@ -329,10 +312,6 @@ class BucketLayout:
 
     In the first step they follow the parameters of the module in reverse. From the second step on they follow the order
     in which the first rank's gradients became ready.
-
-    Args:
-        states: the parameters.
-        sizes: the capacities of buckets.
     """
 
     def __init__(self, states: Sequence[ParameterState], sizes: BucketSizes) -> None:
@@ -348,12 +327,7 @@ class BucketLayout:
         self._lay_out()
 
     def learn(self, group: ProcessGroup, *, keeps_order: bool) -> None:
-        """Plan the buckets of all later steps after the first one; collective over ``group``.
-
-        Args:
-            group: the ranks whose buckets must be equal.
-            keeps_order: keep the order of the first step.
-        """
+        """Plan the buckets of all later steps after the first, equal on the ranks of ``group``; collective over it."""
         if self.arrivals is None or not self._states:
             return
         last_arrivals = list(dict.fromkeys(reversed(self.arrivals)))[::-1]
@@ -390,8 +364,8 @@ class BucketLayout:
         self.buckets = []
         for index, members in enumerate(self._plan):
             states = [self._states[member] for member in members]
-            place = states[0].place
-            bucket = GradientBucket(index, states) if place is None else place.bucket(index, states)
+            partition = states[0].partition
+            bucket = GradientBucket(index, states) if partition is None else partition.bucket(index, states)
             bucket.install()  # frees the old memory of its members before the next bucket gets memory
             self.buckets.append(bucket)
 
@@ -430,11 +404,7 @@ def hand_out(
 ) -> None:
     """Set ``parameter.grad`` where it is not yet the reduced gradient.
 
-    Args:
-        states: all parameters.
-        options: the options of the reducer.
-        without: the parameters without a gradient on this rank.
-        unused: the parameters that no rank used; they keep their ``grad``.
+    Parameters ``without`` a gradient on this rank get it, too; those ``unused`` on all ranks keep their ``grad``.
     """
     keep = {state.index for state in unused}
     for state in states if options.allow_late_gradients else without:

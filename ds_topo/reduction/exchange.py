@@ -127,17 +127,13 @@ class PartitionHolders:
 
     @property
     def number(self) -> int:
-        """The number of copies."""
         return dist.get_world_size(self.group)
 
 
 def exchange_of(group: ProcessGroup, device: torch.device, copies: PartitionHolders | None = None) -> Exchange:
     """Return the fastest exchange for tensors on a device; the first call is collective.
 
-    Args:
-        group: the ranks that share the partitions.
-        device: the device of the tensors.
-        copies: the ranks that hold copies of the partitions, if there are any.
+    The ranks of ``group`` share the partitions, and those of ``copies`` hold copies of them, if there are any.
     """
     everyone = group if copies is None else copies.whole
     if dist.get_world_size(everyone) == 1:
@@ -158,11 +154,7 @@ def two_level_exchange(group: ProcessGroup, hosts: Mapping[int, str], device: to
     slices are then gathered. With ``n`` ranks on each of ``h`` hosts, a ring over all ranks sends nearly ``2 B``
     through every host's link; two levels send ``2 B (h - 1) / h`` in total, which is half of it for two hosts.
 
-    Args:
-        group: the ranks.
-        hosts: their hosts by global rank, in the order of the group, which have two levels
-            (:func:`~ds_topo.topology.rank_tables.has_two_levels`).
-        device: the device of the tensors.
+    ``hosts`` has the host of each global rank, in the order of the group.
     """
     if traits_of(group, device).tagged_messages:
         names = tuple(hosts.values())
@@ -188,11 +180,8 @@ def _peer_exchange(
 class CollectiveExchange(Exchange):
     """The exchange by torch's collectives, which on NCCL work in place and know the machine's links.
 
-    Args:
-        group: the ranks that share the partitions.
-        copies: the ranks that hold this rank's partition, if there are others.
-        device: the device of the tensors.
-        created: groups to destroy with the exchange.
+    The ranks of ``group`` share the partitions, and those of ``copies`` hold this rank's. The groups that were
+    ``created`` for the exchange end with it.
     """
 
     def __init__(
@@ -256,7 +245,6 @@ class ExchangeMember:
 
     host: str
     partition: int
-    """The index of its partition."""
     copy: int = 0
     """Its index among the ranks that hold this partition."""
 
@@ -278,22 +266,15 @@ Rounds: TypeAlias = list[list[Peer]]
 
 
 def rounds_of(rank: int, hosts: Sequence[str], slices: Mapping[int, tuple[int, ...]] | None = None) -> Rounds:
-    """Return the rounds of a reduce-scatter for one rank of a group.
+    """Return the rounds of a reduce-scatter for one rank of a group, whose ranks are on these hosts.
 
     There are two rounds if the group spans several hosts with equally many ranks, several each; otherwise there is one.
+    A reduce-scatter goes through them in order. A gather goes through them backwards, with sending and receiving
+    exchanged. With ``n`` ranks on each of ``h`` hosts and ``B`` bytes, a direct exchange sends ``B n (h - 1) / h`` over
+    each host's link; two rounds (inside hosts, then across them) send ``B (h - 1) / h``.
 
-    A reduce-scatter goes through the rounds in order. A gather goes through the same rounds backwards, with sending and
-    receiving exchanged. With ``n`` ranks on each of ``h`` hosts and ``B`` bytes, a direct exchange sends
-    ``B n (h - 1) / h`` over each host's link; two rounds (inside hosts, then across them) send ``B (h - 1) / h``.
+    ``slices`` has those of each rank that takes part; by default all ranks take part, with one slice each.
 
-    Args:
-        rank: the rank within the group.
-        hosts: the host of every rank of the group.
-        slices: the slices that each rank that takes part is responsible for at the end, by rank; by default all ranks
-            take part, with one slice each.
-
-    >>> rounds_of(0, ["a", "a"])
-    [[Peer(rank=1, theirs=(1,), mine=(0,))]]
     >>> for peers in rounds_of(0, ["a", "a", "b", "b"]):
     ...     print(peers)
     [Peer(rank=1, theirs=(1, 3), mine=(0, 2))]
@@ -328,16 +309,9 @@ def rounds_over_copies(rank: int, places: Sequence[ExchangeMember]) -> tuple[Rou
     rounds backwards, with sending and receiving exchanged, give all copies the sums of the whole partition. If each of
     ``h`` hosts holds one copy of ``B`` bytes, it sends ``B (h - 1) / h`` there and as much back.
 
-    Args:
-        rank: the rank within the group.
-        places: the place of every rank of the group.
-
     >>> places = [ExchangeMember(*place) for place in [("a", 0, 0), ("a", 1, 0), ("b", 0, 1), ("b", 1, 1)]]
-    >>> inside, across = rounds_over_copies(0, places)
-    >>> inside, across
+    >>> rounds_over_copies(0, places)
     ([[Peer(rank=1, theirs=(2, 3), mine=(0, 1))]], [[Peer(rank=2, theirs=(1,), mine=(0,))]])
-    >>> rounds_over_copies(0, [ExchangeMember("a", 0), ExchangeMember("a", 1)])
-    ([[Peer(rank=1, theirs=(1,), mine=(0,))]], [])
     """
     own, hosts = places[rank], [place.host for place in places]
     copies = range(1 + max(place.copy for place in places))
@@ -350,20 +324,13 @@ def rounds_over_copies(rank: int, places: Sequence[ExchangeMember]) -> tuple[Rou
 
 
 _by_group: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], PeerExchange]] = WeakKeyDictionary()
-"""The exchanges of each group, because its ranks number the messages alike: one for each set of copies, ``()`` if none,
-and one for each list of hosts. They are freed with the group.
-"""
+"""The exchanges of each group, by the ranks with copies or the hosts: its ranks number their messages alike."""
 
 
 class PeerExchange(Exchange):
     """The exchange by point-to-point messages, which a thread carries while any are in flight.
 
-    It does not keep the group alive.
-
-    Args:
-        group: a gloo group.
-        places: the places of its ranks; between several hosts with several ranks each, slices travel in two rounds.
-        lane: the number of other exchanges of the same group, whose messages have other tags.
+    It does not keep the group alive. The messages of each ``lane`` of a group have other tags.
     """
 
     def __init__(self, group: ProcessGroup, places: Sequence[ExchangeMember], lane: int = 0) -> None:
@@ -421,10 +388,8 @@ def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Job | None]) -> None
 class _Job:
     """One tensor to exchange.
 
-    Args:
-        flat: the tensor.
-        sums: the rounds in which those who are responsible for slices sum them.
-        back: the rounds that then go backwards, in which these ranks send the sums.
+    In the rounds ``sums``, those who are responsible for slices sum them. In the rounds ``back``, which then go
+    backwards, they send the sums.
     """
 
     def __init__(self, flat: torch.Tensor, sums: Rounds, back: Rounds) -> None:
@@ -448,9 +413,9 @@ class _Worker:
 
     A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
     Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock. That holds for two rounds, of
-    which the last one is posted before a rank waits for another piece. With more rounds ranks could deadlock: a rank
-    that already knows the next piece would wait for its first round, while a rank that does not know it yet would wait
-    for the third round of this piece. So a piece with more rounds ends before a rank waits for the next one.
+    which the last one is posted before a rank waits for another piece. With more, a rank that already knows the next
+    piece would wait for its first round, while one that does not would wait for the third round of this piece. So a
+    piece with more rounds ends before a rank waits for the next one.
     """
 
     def __init__(self, group: ProcessGroup, lane: int) -> None:
@@ -636,7 +601,7 @@ class GlooThreads:
 
 
 def _change(thread: int, old: str, new: str) -> bool:
-    """Change the policy of a thread that has the old one; return whether it was changed."""
+    """Give a thread of the policy ``old`` the policy ``new``; return whether it had the old one."""
     with suppress(OSError):  # the thread has just ended, or a sandbox forbids it; only speed depends on it
         if os.sched_getscheduler(thread) == getattr(os, old):
             os.sched_setscheduler(thread, getattr(os, new), os.sched_param(0))

@@ -12,10 +12,8 @@ Source: torchft, ``Manager.allreduce`` and ``ddp.DistributedDataParallel``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,13 +29,10 @@ if TYPE_CHECKING:
 
 
 class ReplicaSums:
-    """Averages over the replicas of a manager, in flight one after the other.
+    """Averages over the replicas of a ``torchft.Manager``, in flight one after the other.
 
     On a CPU a thread waits for the sum inside the replica and starts the one over replicas, so that neither holds up
     backward. On an accelerator a stream of its own does.
-
-    Args:
-        manager: the ``torchft.Manager`` of this rank.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -48,18 +43,21 @@ class ReplicaSums:
     def start(self, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp = dist.ReduceOp.AVG) -> Pending:
         """Start to reduce ``tensor`` over the replicas, in place, when ``after()`` has returned.
 
-        Args:
-            after: waits for the sum inside the replica.
-            tensor: what all ranks of this number average, of one size in every replica.
-            op: the average, or what torch reduces with.
+        ``after`` waits for the sum inside the replica. The tensors of all ranks of this number have one size.
         """
+        manager = self.manager
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+        def reduce() -> Any:
+            after()
+            return manager.allreduce(tensor, reduce_op=op)
+
         if tensor.device.type == "cpu":
-            return _ManagedSum(self._thread.submit(_sum, self.manager, after, tensor, op))
+            started = self._thread.submit(reduce)
+            return Started(lambda: False, lambda: started.result().wait())  # torchft completes its sums in wait()
         stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
         with stream.after_current(tensor):
-            after()
-            self.manager.allreduce(tensor, reduce_op=op).wait()
+            reduce().wait()
         end = stream.mark()
         return Started(lambda: end is None or end.query(), lambda: order_after(end, tensor.device))
 
@@ -85,35 +83,10 @@ def _new_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="ds_topo sums over replicas")
 
 
-def _sum(manager: Manager, after: Callable[[], object], tensor: torch.Tensor, op: ReduceOp) -> Any:
-    """Wait for the sum inside the replica, and start the one over replicas."""
-    after()
-    return manager.allreduce(tensor, reduce_op=op)
-
-
-@dataclass(frozen=True)
-class _ManagedSum:
-    """One tensor in flight over the replicas."""
-
-    started: Future[Any]
-
-    def is_done(self) -> bool:
-        """Return False: torchft completes its sums in ``wait()``."""
-        return False
-
-    def wait(self) -> int:
-        """Wait until the result is in the tensor, or undefined after an error that torchft has noted."""
-        self.started.result().wait()
-        return time.perf_counter_ns()
-
-
 class ManagedExchange(Exchange):
     """An exchange whose sums go on over the replicas of a manager.
 
-    Args:
-        sums: the averages over replicas.
-        group: the ranks of this replica that share the gradients.
-        inside: the exchange inside the replica; None for torch's own all-reduce.
+    Inside a replica, ``group`` shares the gradients by the exchange ``inside``, or by torch's all-reduce if it is None.
     """
 
     def __init__(self, sums: ReplicaSums, group: ProcessGroup, inside: Exchange | None) -> None:

@@ -244,17 +244,15 @@ class ReductionOptions:
         >>> ReductionOptions(accumulation_dtype=torch.float16).accumulation_dtype_of(narrow)
         torch.bfloat16
         """
-        for partition in self.partitions:
-            if parameter in partition.regions:
-                return cast("torch.dtype", partition.dtype)
-        dtype = parameter.dtype
+        partition, dtype = self.partition_of(parameter), parameter.dtype
+        if partition is not None:
+            return cast("torch.dtype", partition.dtype)
         wide = self.accumulation_dtype
         return wide if wide and wide.itemsize > dtype.itemsize else dtype
 
-    def place_of(self, parameter: nn.Parameter) -> Any:
-        """Return the place of a partitioned gradient, or None."""
-        found = (partition.regions[parameter] for partition in self.partitions if parameter in partition.regions)
-        return next(found, None)
+    def partition_of(self, parameter: nn.Parameter) -> Any:
+        """Return the partition that has the gradient of a parameter, or None."""
+        return next((partition for partition in self.partitions if parameter in partition.regions), None)
 
     def scales(self, data_parallel_size: int) -> tuple[float, float]:
         """Return the factors that gradients are multiplied by before and after the sum.

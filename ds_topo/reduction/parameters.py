@@ -53,7 +53,6 @@ class Route:
     before: float
     """The factor for gradients before the sum, on their way into the bucket."""
     after: float
-    """The factor after the sum."""
     op: ReduceOp
     """The operation of the sum; NCCL's may divide by itself."""
     communication_dtype: torch.dtype | None
@@ -121,15 +120,13 @@ class ParameterState:
     """The type in which its gradient accumulates."""
     repeats: bool = False
     """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
-    place: Any = None
-    """The :class:`~ds_topo.reduction.partitions.RegionOfGradients` of a partitioned gradient, or None."""
+    partition: Any = None
+    """The :class:`~ds_topo.reduction.partitions.PartitionedGradients` that have its gradient, or None."""
     home: GradientHome = field(init=False)
     """Where its gradient accumulates; only a cast of the parameter changes it, from GRAD to WIDER or back."""
 
     # -- set when routes are assigned, and by the first step
     route: Route = field(init=False)
-    scale: float = 1.0
-    """The factor for its gradient before the reduction."""
     expected: int | None = 1
     """The number of gradients that it gets in the last micro-batch; None while that is unknown."""
 
@@ -146,18 +143,13 @@ class ParameterState:
     """What the bucket has of its gradient; written by the copies, and by :meth:`discard_sum`."""
 
     def __post_init__(self) -> None:
-        self.home = GRAD if self.place is None else PARTITION
+        self.home = GRAD if self.partition is None else PARTITION
         self.note_type()
 
     def note_type(self) -> None:
         """Update ``home`` after a cast of the parameter."""
         if self.home in (GRAD, WIDER):
             self.home = GRAD if self.dtype == self.parameter.dtype else WIDER
-
-    @property
-    def is_apart(self) -> bool:
-        """True if the view in the bucket is never ``parameter.grad``."""
-        return self.home is not GRAD
 
     @property
     def stays_in_grad(self) -> bool:
@@ -167,18 +159,13 @@ class ParameterState:
         would be lost. Where gradients have lasting memory, as in ``BF16_Optimizer``, the gradient of every micro-batch
         leaves ``parameter.grad``, with or without a reducer.
         """
-        is_lent = self.place is not None and self.place.is_lent
+        is_lent = self.partition is not None and self.partition.is_lent
         return is_lent and self.repeats and self.dtype == self.parameter.dtype
 
     @property
     def waits_for_bucket(self) -> bool:
         """True if its gradient stays in ``parameter.grad`` until its bucket is full."""
-        return self.place is not None and self.place.waits_for_bucket
-
-    @property
-    def address(self) -> int:
-        """The sort key of its gradient among those of its bucket."""
-        return 0 if self.place is None else self.place.address_of(self.parameter)
+        return self.partition is not None and self.partition.reduces_always
 
     @property
     def holds_live_view(self) -> bool:
@@ -199,12 +186,12 @@ class ParameterState:
             return gradient is not None and self.expected is not None and self.arrived <= self.expected
         if gradient is self.view:
             return False
-        return gradient is not None or not self.is_apart
+        return gradient is not None or self.home is GRAD
 
     def discard_sum(self) -> None:
         """Discard gradients that are not in ``parameter.grad``."""
         self.contribution = NOT_YET
-        if self.is_apart and hasattr(self.parameter, "main_grad"):
+        if self.home is not GRAD and hasattr(self.parameter, "main_grad"):
             del self.parameter.main_grad
 
 
@@ -215,15 +202,7 @@ def find_parameters(
 ) -> list[ParameterState]:
     """Return the state of each trainable parameter of a module, once each, without the ignored ones.
 
-    Args:
-        module: the module.
-        options: the options of the reducer.
-        may_be_empty: accept a module without trainable parameters.
-
-    Raises:
-        ValueError: nothing to train, an unknown ignored name, a DTensor, a sparse gradient, or an expert without a
-            group.
-        RuntimeError: a parameter already has a reducer.
+    Raise ``ValueError`` for parameters that no reducer can serve, and ``RuntimeError`` for those that have one already.
     """
     ignored = ignored_identities(module, options)
     embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
@@ -248,7 +227,7 @@ def find_parameters(
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
             repeats=options.allow_late_gradients,
-            place=options.place_of(parameter),
+            partition=options.partition_of(parameter),
         )
         # Counting the gradients of others first would need memory for all of them.
         if options.static_graph and not state.waits_for_bucket:
@@ -287,11 +266,7 @@ def sparse_gradient(name: str) -> ValueError:
 
 
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
-    """Return the identities of the ignored parameters.
-
-    Raises:
-        ValueError: no parameter has a given name.
-    """
+    """Return the identities of the ignored parameters; raise ``ValueError`` for a name that none has."""
     if not options.ignored_parameters:
         return set()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -314,12 +289,7 @@ class HasDataParallelGroup(Protocol):
 
 
 def data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
-    """Return a grid's data-parallel group, the given group, or by default the group of all ranks.
-
-    Raises:
-        ValueError: both are given, or the group does not contain this rank.
-        TypeError: either is something else.
-    """
+    """Return a grid's data-parallel group, the given group, or by default the group of all ranks."""
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group are both given, and each names a group: give one of them")
     if grid is not None and not hasattr(grid, "get_data_parallel_group"):
@@ -331,11 +301,6 @@ def data_parallel_group(grid: HasDataParallelGroup | None, process_group: Proces
         raise TypeError(f"process_group={abridged(process_group)}: give a torch.distributed process group, or a grid")
     group = grid.get_data_parallel_group() if grid is not None else process_group or dist.group.WORLD
     assert group is not None
-    ranks = dist.get_process_group_ranks(group)
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in its ranks {listed(ranks)}; build the reducer only there"
-        )
     return group
 
 
@@ -347,11 +312,8 @@ def agreed_inputs(
 ) -> tuple[ReductionOptions, list[ParameterState]]:
     """Return options and parameters, after all ranks have compared them; collective over the group.
 
-    A rank on which this fails tells the others, so that no rank waits. See :func:`find_parameters`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: invalid options, or parameters that cannot be served.
-        DisagreementError: parameters or options differ, or another rank failed; raised on every rank.
+    A rank on which this fails tells the others, so that no rank waits. Errors are those of the options and of
+    :func:`find_parameters`, and ``DisagreementError`` on every rank if ranks differ or another one has failed.
     """
     failure: Exception | None = None
     options, states = ReductionOptions(), []
@@ -493,12 +455,8 @@ _GRADIENT, _VIEW = operator.attrgetter("grad"), operator.attrgetter("view")
 class Changes:
     """Detects changes of a module since construction that cannot be reduced.
 
-    Args:
-        module: the module.
-        states: the served parameters.
-        nodes: the autograd nodes that have their hooks, by index.
-        options: the options of the reducer.
-        remedy: what to do about parameters that were unfrozen.
+    ``nodes`` are the autograd nodes that have the hooks of ``states``, by index. ``remedy`` says what to do about
+    parameters that were unfrozen.
     """
 
     def __init__(
@@ -548,8 +506,7 @@ class Changes:
     def problem(self, absent: Sequence[ParameterState]) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none.
 
-        Args:
-            absent: the parameters without a gradient in the last micro-batch.
+        ``absent`` are the parameters without a gradient in the last micro-batch.
         """
         if (changed := self._changed_parameters(absent)) is not None:
             return changed

@@ -8,7 +8,6 @@ arrive first.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ class Fragment:
     start: int
     """The offset of the part in the parameter."""
     rank: int
-    """The owner."""
     address: int
     """The offset of the part in the owner's partition."""
     numel: int
@@ -77,11 +75,10 @@ class PartitionLayout:
     """The layout of a flat tensor of parameters that the ranks of a group share."""
 
     numels: tuple[int, ...]
-    """The number of elements of each parameter."""
     offsets: tuple[int, ...]
     """The offset of each parameter in the flat tensor."""
     regions: tuple[Region, ...]
-    """The regions, in the order of the flat tensor."""
+    """In the order of the flat tensor."""
 
     @classmethod
     def balanced(cls, numels: Sequence[int], groups: Sequence[Sequence[int]], size: int, copies: int = 1) -> Self:
@@ -96,10 +93,6 @@ class PartitionLayout:
         >>> layout = PartitionLayout.balanced([3, 2, 4], [(0, 1), (2,)], size=2)
         >>> layout.offsets, layout.numel, layout.partition_numel
         ((0, 3, 8), 12, 6)
-        >>> for fragment in layout.fragments(1):
-        ...     print(fragment)
-        Fragment(parameter=1, start=1, rank=1, address=0, numel=1)
-        Fragment(parameter=2, start=2, rank=1, address=4, numel=2)
         """
         offsets = [0] * len(numels)
         regions: list[Region] = []
@@ -174,16 +167,8 @@ def moved(
 ) -> torch.Tensor:
     """Return this rank's partition in another layout of the same parameters; collective over ``group``.
 
-    Each rank sends the others what they own in the new layout. Padding is zero.
-
-    Args:
-        partition: this rank's partition in ``source``, ``[source.partition_numel]``.
-        source: the present layout.
-        target: the new layout.
-        group: the ranks that share the flat tensor.
-
-    Returns:
-        New memory, ``[target.partition_numel]``.
+    ``[source.partition_numel] -> [target.partition_numel]``, in new memory, whose padding is zero. Each rank sends the
+    others what they own in the new layout.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     leaving, arriving = _places(source, target, rank), _places(target, source, rank)
@@ -200,7 +185,7 @@ def moved(
 def _places(source: PartitionLayout, target: PartitionLayout, rank: int) -> list[tuple[Fragment, Fragment]]:
     """Return the parts that ``rank`` owns in ``source``, each with its place in ``target``.
 
-    They go by peer, parameter and offset: the same order at the sender and the receiver.
+    Their order, by peer, parameter and offset, is the same at the sender and the receiver.
     """
     places = [
         (Fragment(own.parameter, owner.start, rank, own.address + owner.start - own.start, owner.numel), owner)
@@ -219,22 +204,7 @@ def _counts(pairs: list[tuple[Fragment, Fragment]], size: int) -> list[int]:
 
 
 _LENT = 3
-"""The number of regions in flight at a time, where memory is lent for a micro-batch."""
-
-
-class GradientMemory(enum.Enum):
-    """Tell how long a bucket keeps its memory for whole gradients. This decides where micro-batches accumulate."""
-
-    LASTING = enum.auto()
-    """From step to step; micro-batches accumulate in it."""
-    STEP = enum.auto()
-    """Lent from a step's first gradient until the sum is collected; micro-batches accumulate in it (ZeRO 1)."""
-    MICRO_BATCH = enum.auto()
-    """Lent from when the bucket is full until the sum is collected. The gradients of every micro-batch are exchanged,
-    and only this rank's partition accumulates (ZeRO 2)."""
-
-
-LASTING, STEP, MICRO_BATCH = GradientMemory
+"""The number of regions in flight at a time, where every micro-batch is exchanged."""
 
 
 class PartitionedGradients:
@@ -245,13 +215,16 @@ class PartitionedGradients:
         layout: their places and those of this rank's slices.
         group: the ranks that share the flat tensor.
         dtype: the type that gradients accumulate in.
-        memory: lasting memory of all whole gradients; or how long memory is lent, region by region.
+        memory: lasting memory of all whole gradients, in which micro-batches accumulate. Without it, memory is lent to
+            each region from a step's first gradient until the sum is collected.
+        reduces_always: exchange the gradients of every micro-batch, and accumulate this rank's partition alone, as at
+            ZeRO 2. Gradients wait in ``parameter.grad`` until a bucket is full, and memory is lent only then.
         whole: indices of regions that every rank needs whole, such as those of tied layers.
         copies: the ranks that hold copies of the partitions, if there are any; sums include them.
         wider: continues the sums, such as over replicas of this job; None if they end here.
         ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch.
-            If memory is lent for a micro-batch, sums of earlier ones do not include the copies, nor go on, and the
-            last exchange makes up for it.
+            If all are exchanged, sums of earlier ones do not include the copies, nor go on, and the last exchange
+            makes up for it.
     """
 
     def __init__(
@@ -261,7 +234,8 @@ class PartitionedGradients:
         group: ProcessGroup,
         dtype: torch.dtype,
         *,
-        memory: torch.Tensor | GradientMemory,
+        memory: torch.Tensor | None = None,
+        reduces_always: bool = False,
         whole: Collection[int] = (),
         copies: PartitionHolders | None = None,
         wider: ReplicaSums | None = None,
@@ -271,14 +245,8 @@ class PartitionedGradients:
         self.copies, self._wider, self._ends_step = copies, wider, ends_step
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
-        self._memory = memory if isinstance(memory, torch.Tensor) else None
-        """Lasting memory for whole gradients."""
-        self.lifetime = memory if isinstance(memory, GradientMemory) else LASTING
-        self.regions = {
-            parameters[member]: owned
-            for owned in (RegionOfGradients(self, region) for region in layout.regions)
-            for member in owned.region.members
-        }
+        self._memory, self.is_lent, self.reduces_always = memory, memory is None, reduces_always
+        self.regions = {parameters[member]: region for region in layout.regions for member in region.members}
         """The region of every parameter."""
         self.offsets = dict(zip(parameters, layout.offsets, strict=True))
         """The offset of every parameter's gradient in the flat tensor."""
@@ -300,17 +268,12 @@ class PartitionedGradients:
         return inside if self._wider is None else self._wider.exchange(self.group, inside)
 
     def start_sum(self, region: Region, flat: torch.Tensor, op: ReduceOp, unit: float) -> Pending:
-        """Start to sum this rank's slice of a region, over all ranks that hold the parameters.
+        """Start to sum this rank's slice of a region's gradients, over all ranks that hold the parameters.
 
-        If the slice has copies and earlier micro-batches were not summed over these, their sums are added first.
-
-        Args:
-            region: the region.
-            flat: its gradients, ``[region.numel]``.
-            op: the operation.
-            unit: the sum that has been collected for 1.0 in ``flat``.
+        If the slice has copies and earlier micro-batches were not summed over these, their sums are added first;
+        ``unit`` is what has been collected for 1.0 in ``flat``.
         """
-        if (self.copies is None and self._wider is None) or self.lifetime is not MICRO_BATCH:
+        if (self.copies is None and self._wider is None) or not self.reduces_always:
             return self.exchange.reduce_scatter(flat, op)
         over_copies = self._ends_step()
         if over_copies and region.index in self._collected:
@@ -338,10 +301,7 @@ class PartitionedGradients:
         return taken
 
     def _compact(self, memory: torch.Tensor) -> torch.Tensor:
-        """Move the slices next to each other, to the front.
-
-        Each slice moves to or before the start of its region, so nothing that is still needed is overwritten.
-        """
+        """Move the slices to the front, each to or before the start of its region, so that none is overwritten."""
         for region in self.layout.regions:
             end, position = region.address + region.slice_numel, region.start + self.rank * region.slice_numel
             if position != region.address:
@@ -349,18 +309,22 @@ class PartitionedGradients:
                 memory[region.address : end].copy_(own.clone() if position < end else own)
         return self.partition
 
+    def bucket(self, index: int, members: Sequence[ParameterState]) -> RegionBucket:
+        """Return the bucket of a region, whose gradients are reduced together."""
+        return RegionBucket(index, members, self)
+
     def place(self, region: Region) -> torch.Tensor:
         """Return memory for a region's gradients, padding included: lasting, or lent until their sum is collected."""
         if self._memory is not None:
             return self._memory[region.start : region.start + region.numel]
-        while self.lifetime is MICRO_BATCH and len(self._lent) >= _LENT:
+        while self.reduces_always and len(self._lent) >= _LENT:
             self._lent[0].wait()
             self._lent.popleft()
         return self._empty(region.numel)
 
     def place_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the sum of a parameter that every rank needs whole, ``[numel]``; valid until :meth:`take`."""
-        region, offset = self.regions[parameter].region, self.offsets[parameter]
+        region, offset = self.regions[parameter], self.offsets[parameter]
         if self._memory is not None:
             return self._memory[offset : offset + parameter.numel()]
         return self._whole[region.index][offset - region.start :][: parameter.numel()]
@@ -383,8 +347,8 @@ class PartitionedGradients:
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a late sum of a whole parameter to the sums that have been collected."""
-        region, offset = self.regions[parameter].region, self.offsets[parameter]
-        if self.copies is not None and self.lifetime is MICRO_BATCH and not self._ends_step():
+        region, offset = self.regions[parameter], self.offsets[parameter]
+        if self.copies is not None and self.reduces_always and not self._ends_step():
             gradient = gradient / self.copies.number  # the last exchange of the step sums it over the copies
         if self._memory is not None or region.index in self.whole:
             self.place_of(parameter).add_(gradient.reshape(-1))
@@ -394,11 +358,6 @@ class PartitionedGradients:
         if first < last:
             own = self._place_in_partition(region)[first - start : last - start]
             own.add_(gradient.reshape(-1)[first - offset : last - offset])
-
-    @property
-    def waits_for_buckets(self) -> bool:
-        """True if the gradients of every micro-batch are reduced, as soon as a bucket is full."""
-        return self.lifetime is MICRO_BATCH
 
     @property
     def holds_sums(self) -> bool:
@@ -429,34 +388,13 @@ class PartitionedGradients:
         return torch.empty(numel, dtype=self.dtype, device=self._device)
 
 
-class RegionOfGradients:
-    """One region of partitioned gradients, which are reduced together."""
-
-    def __init__(self, gradients: PartitionedGradients, region: Region) -> None:
-        self.gradients, self.region = gradients, region
-        self.waits_for_bucket = gradients.waits_for_buckets
-        """True if a gradient stays in ``parameter.grad`` until its bucket is full."""
-        self.is_lent = gradients.lifetime is not LASTING
-        """True if the bucket has memory only from a first gradient on until its sum is collected."""
-        self.is_whole = region.index in gradients.whole
-        """True if every rank needs all of it."""
-
-    def address_of(self, parameter: nn.Parameter) -> int:
-        """Return the sort key of a gradient among those of its bucket."""
-        return self.gradients.offsets[parameter]
-
-    def bucket(self, index: int, members: Sequence[ParameterState]) -> RegionBucket:
-        """Return the bucket of the region."""
-        return RegionBucket(index, members, self)
-
-
 class RegionBucket(GradientBucket):
     """The bucket of a region; lent memory is there from :meth:`open` to :meth:`give_back`."""
 
-    def __init__(self, index: int, members: Sequence[ParameterState], place: RegionOfGradients) -> None:
-        self.place, self.region, self.gradients = place, place.region, place.gradients
-        self.is_scattered = not place.is_whole
-        super().__init__(index, members)
+    def __init__(self, index: int, members: Sequence[ParameterState], gradients: PartitionedGradients) -> None:
+        self.gradients, self.region = gradients, gradients.regions[members[0].parameter]
+        self.is_scattered = self.region.index not in gradients.whole
+        super().__init__(index, sorted(members, key=lambda member: gradients.offsets[member.parameter]))
         numels = [member.parameter.numel() for member in self.members]
         ends = [start + numel for start, numel in zip(self.offsets, numels, strict=True)]
         self._gaps = [slice(end, start) for end, start in zip([0, *ends], self.offsets, strict=False) if end < start]
@@ -464,11 +402,11 @@ class RegionBucket(GradientBucket):
         self._gaps.append(slice(ends[-1], None))
 
     def _offsets(self, numels: Sequence[int]) -> list[int]:
-        return [member.address - self.region.start for member in self.members]
+        return [self.gradients.offsets[member.parameter] - self.region.start for member in self.members]
 
     def _first_memory(self) -> torch.Tensor:
         """Return lasting memory; nothing if memory will be lent."""
-        return torch.empty(0) if self.place.is_lent else self.gradients.place(self.region)
+        return torch.empty(0) if self.gradients.is_lent else self.gradients.place(self.region)
 
     def set_views(self) -> None:
         if len(self.flat):
@@ -486,7 +424,7 @@ class RegionBucket(GradientBucket):
 
     def give_back(self) -> None:
         """Return borrowed memory."""
-        if self.place.is_lent:
+        if self.gradients.is_lent:
             self.flat = self.flat.new_empty(0)
             for member in self.members:
                 member.view = self.flat
@@ -504,7 +442,7 @@ class RegionBucket(GradientBucket):
 
     def complete(self) -> list[ParameterState]:
         """Copy in what is missing, unless gradients wait for memory until the launch."""
-        return [] if self.place.waits_for_bucket else super().complete()
+        return [] if self.gradients.reduces_always else super().complete()
 
     def add(self, state: ParameterState, gradient: torch.Tensor) -> None:
         self.gradients.add(state.parameter, gradient)
@@ -513,7 +451,7 @@ class RegionBucket(GradientBucket):
 
     def prepare(self) -> None:
         """Copy in gradients that had to wait for memory, and clear the gaps."""
-        if self.place.waits_for_bucket:
+        if self.gradients.reduces_always:
             self.copy_in(self.members)
         for gap in self._gaps:
             self.flat[gap].zero_()

@@ -74,23 +74,17 @@ if TYPE_CHECKING:
 
 
 class ReducerState(enum.Enum):
-    """The state of a reducer; the diagram is in the docstring of this module."""
+    """The state of a reducer; the diagram in the docstring of this module says what happens in each."""
 
     IDLE = enum.auto()
-    """No gradient of this step has arrived."""
     ACCUMULATING = enum.auto()
-    """Inside ``no_sync()``: gradients stay on this rank."""
     REDUCING = enum.auto()
-    """Gradients of the step's last backward arrive, and full buckets are in flight."""
     FINISHING = enum.auto()
-    """Inside ``finish()``."""
     DETACHED = enum.auto()
-    """After ``detach()``."""
 
 
 IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, ReducerState.REDUCING
 REPORTED_STEPS = 16
-"""The number of steps that the report remembers."""
 _REMEDIES = {
     ReducerState.IDLE: "no gradient arrived since the last finish(), or since the reducer was built; build it before "
     "the forward pass, and call finish() once per step, after a backward outside no_sync()",
@@ -128,8 +122,6 @@ class ReductionStep:
     timing: StepTiming
     defers: bool = False
     """True while full buckets wait for the end of backward."""
-    next_bucket: int = 0
-    """The first bucket that has not been launched."""
     in_flight: list[Reduction] = field(default_factory=list)
     """The launched buckets, in their order."""
     absent: list[ParameterState] = field(default_factory=list)
@@ -157,11 +149,8 @@ class StepDriver:
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Return True if the next step's reductions should be launched after its backward.
 
-        It happens only if all ranks of the group prefer it. Ranks must not differ in this, because their backward may
-        have collectives of the same group.
-
-        Args:
-            timings: those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.
+        It happens only if all ranks of the group prefer it: their backward may have collectives of the same group.
+        ``timings`` are those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.
         """
         return False
 
@@ -244,7 +233,6 @@ class StandaloneReducer:
         """What continues the sums beyond the group; None if they end there."""
         self._dense = assign_routes(self._states, self.options, self.group, self._device, self._wider)
         self._members: dict[Route, list[ParameterState]] = {}
-        """The parameters of each route."""
         for state in self._states:
             self._members.setdefault(state.route, []).append(state)
         if self.options.overlap_parameters and not self.options.partitions:
@@ -258,17 +246,14 @@ class StandaloneReducer:
 
         # -- the step
         self._state = IDLE
-        """See :class:`ReducerState`."""
         self._step = ReductionStep(StepTiming(0, 0))
         """Valid from REDUCING to the end of FINISHING; empty otherwise."""
-        self._is_unreduced = False
+        self.is_unreduced = False
         """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
         """The preference that the ranks agreed on in the last step."""
-        self._reads_later = self._dense.traits.ordered_by_stream
-        """True if the notes of a step are read in the next one, so that nothing waits for the device."""
         self._unread: list[StepNotes] = []
-        """The notes of the last step, if they are read later."""
+        """The notes of the last step, if they are read in the next one, so that nothing waits for the device."""
 
         # -- the record
         self._timings: deque[StepTiming] = deque(maxlen=REPORTED_STEPS)
@@ -361,7 +346,7 @@ class StandaloneReducer:
             state.discard_sum()
         for partition in self.options.partitions:
             partition.discard()
-        self._is_unreduced = False
+        self.is_unreduced = False
 
     def complete(self) -> None:
         """Call ``finish()``, even if no gradient arrived in the last micro-batch; for engines."""
@@ -376,15 +361,10 @@ class StandaloneReducer:
 
     def forget_unreduced(self) -> None:
         """Discard gradients of earlier micro-batches, because an engine has cleared them."""
-        if self._is_unreduced and self._state is IDLE:
+        if self.is_unreduced and self._state is IDLE:
             for state in self._states:
                 state.discard_sum()
-            self._is_unreduced = False
-
-    @property
-    def is_unreduced(self) -> bool:
-        """True if gradients of earlier micro-batches wait for the last one."""
-        return self._is_unreduced
+            self.is_unreduced = False
 
     @property
     def is_in_step(self) -> bool:
@@ -412,7 +392,7 @@ class StandaloneReducer:
         if self._state is ReducerState.DETACHED:
             return
         partitions = self.options.partitions
-        if partitions and (self._is_unreduced or any(partition.holds_sums for partition in partitions)):
+        if partitions and (self.is_unreduced or any(partition.holds_sums for partition in partitions)):
             warn("detach() between the micro-batches of a step: the gradients of its earlier micro-batches are lost")
         self._state = ReducerState.DETACHED
         for handle in self._handles:
@@ -467,7 +447,7 @@ class StandaloneReducer:
             if reducer._state is not REDUCING and not reducer._start():
                 if not stays or state.waits_for_bucket:
                     state.bucket.accumulate(state)
-                reducer._is_unreduced = True
+                reducer.is_unreduced = True
                 return
             state.arrived += 1
             if layout.arrivals is not None:
@@ -484,16 +464,13 @@ class StandaloneReducer:
             pending.discard(state)
             if not pending:
                 bucket.complete()
-                if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
+                if bucket.index == len(reducer._step.in_flight) and not reducer._step.defers:
                     reducer._launch_full_buckets()
 
         return on_gradient
 
     def _take_further(self, state: ParameterState) -> None:
-        """Handle a gradient that is not the last expected one.
-
-        Further gradients are expected, or may follow (in the first step of a static graph), or this is one too many.
-        """
+        """Handle a gradient that is not the last one: more are expected, or may follow, or it is one too many."""
         if state.expected is None or state.arrived < state.expected:
             state.bucket.accumulate(state)
         elif not state.repeats:
@@ -528,11 +505,12 @@ class StandaloneReducer:
 
     def _launch_full_buckets(self) -> None:
         """Launch full buckets in the layout's order, the same on all ranks, whichever became full first."""
-        step, buckets = self._step, self._layout.buckets
-        while step.next_bucket < len(buckets) and not buckets[step.next_bucket].pending:
-            step.in_flight.append(Reduction(buckets[step.next_bucket]))
+        in_flight = self._step.in_flight
+        for bucket in self._layout.buckets[len(in_flight) :]:
+            if bucket.pending:
+                return
+            in_flight.append(Reduction(bucket))
             self.reduction_count += 1
-            step.next_bucket += 1
 
     # -- optimizers and zero_grad() ------------------------------------------------------------------------------------
 
@@ -544,7 +522,7 @@ class StandaloneReducer:
         """
         options = self.options
         leaves_sums = options.accumulation_dtype is not None or options.partitions
-        if self._state is not REDUCING and not self._is_unreduced and not leaves_sums:
+        if self._state is not REDUCING and not self.is_unreduced and not leaves_sums:
             return
         zeroed = [self._by_parameter[parameter] for parameter in parameters if parameter in self._by_parameter]
         if self._state is REDUCING:
@@ -555,7 +533,7 @@ class StandaloneReducer:
         for state in zeroed:
             state.discard_sum()
         if len(zeroed) == len(self._states):
-            self._is_unreduced = False
+            self.is_unreduced = False
 
     def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse an optimizer step on gradients that are not reduced, except inside ``no_sync()``."""
@@ -563,12 +541,8 @@ class StandaloneReducer:
             self.require_reduced(parameters, "optimizer.step()")
 
     def require_reduced(self, parameters: Iterable[torch.Tensor], call: str) -> None:
-        """Refuse a call that would use gradients which are not reduced.
-
-        Raises:
-            RuntimeError: one of the parameters has such a gradient.
-        """
-        if self._state is REDUCING or (self._is_unreduced and self._state in (IDLE, ACCUMULATING)):
+        """Raise ``RuntimeError`` for a call that would use gradients which are not reduced."""
+        if self._state is REDUCING or (self.is_unreduced and self._state in (IDLE, ACCUMULATING)):
             for parameter in parameters:
                 if parameter in self._by_parameter:
                     raise RuntimeError(
@@ -593,7 +567,7 @@ class StandaloneReducer:
             for bucket in self._layout.buckets:
                 bucket.reset()
             self._step = ReductionStep(timing)
-            self._is_unreduced = False
+            self.is_unreduced = False
             self._state = IDLE
 
     def _overwritten(self) -> str | None:
@@ -615,14 +589,13 @@ class StandaloneReducer:
             _, notes = self._launch_the_rest(failed)
             self._wait(notes)
             for partition in self.options.partitions:
-                if not partition.waits_for_buckets:  # it also has the sums of earlier micro-batches
+                if not partition.reduces_always:  # it also has the sums of earlier micro-batches
                     partition.discard()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[StepNotes]]:
         """Launch the remaining buckets, with zeros for unused parameters, so that no rank waits forever.
 
-        Returns:
-            The parameters without a gradient, and the notes for the other ranks, in flight.
+        Return the parameters without a gradient, and the notes for the other ranks, in flight.
         """
         step, options = self._step, self.options
         unused = [] if options.zero_unused_parameters else step.absent
@@ -656,10 +629,10 @@ class StandaloneReducer:
         On a GPU, read those of the step before, so that nothing waits for the device. Exceptions are the first step,
         the search for unused parameters, and unusual notes of this rank.
 
-        Returns:
-            The parameters that no rank used, if those are searched for, and those that got late gradients.
+        Return the parameters that no rank used, if those are searched for, and those that got late gradients.
         """
-        all_read = not self._reads_later or self.options.find_unused_parameters or self._layout.arrivals is not None
+        is_first_step, reads_later = self._layout.arrivals is not None, self._dense.traits.ordered_by_stream
+        all_read = not reads_later or self.options.find_unused_parameters or is_first_step
         due, self._unread = self._unread, notes
         if all_read or any(note.are_unusual for note in notes):
             due, self._unread = due + notes, []

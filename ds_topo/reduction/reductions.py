@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from ds_topo.base.backends import synchronize, traits_of
 from ds_topo.base.marks import expert_group_name
 from ds_topo.base.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.errors import DisagreementError
-from ds_topo.process_groups.creation import ProcessGroup, gathered
+from ds_topo.process_groups.creation import ProcessGroup, gathered, gathered_by_value
 from ds_topo.reduction import EXCHANGE
 from ds_topo.reduction.buckets import BucketTiming, GradientBucket
 from ds_topo.reduction.options import MIB, ReductionOptions
@@ -40,20 +39,11 @@ def assign_routes(
     device: torch.device,
     wider: ReplicaSums | None = None,
 ) -> Route:
-    """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
+    """Set the route of every parameter and return the dense route, over the data-parallel group; collective.
 
     Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
-    group measures its own link, because an expert-data group may span several data-parallel groups.
-
-    Args:
-        states: the parameters.
-        options: the options of the reducer.
-        group: the data-parallel group.
-        device: the device of the parameters.
-        wider: continues the sums of every route; None if they end in its group.
-
-    Raises:
-        ValueError: two levels are wanted and the placement of ranks has none.
+    group measures its own link, because an expert-data group may span several data-parallel groups. ``wider`` continues
+    the sums of every route; None if they end in its group.
     """
     size = dist.get_world_size(group)
 
@@ -82,7 +72,6 @@ def assign_routes(
     for state in states:
         name = expert_group_name(state.parameter)
         state.route = dense if name is None else experts[name]
-        state.scale = state.route.before
     return dense
 
 
@@ -127,7 +116,10 @@ def _chosen_two_level(
         return two_level
     dtype = states[0].dtype
     numel = max(1, bucket_bytes // dtype.itemsize // two_level.slices) * two_level.slices
-    if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
+    probe = torch.zeros(numel, dtype=dtype, device=device)
+    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.all_reduce(probe).wait()]
+    flat, levels = _best_seconds(ways, group, device)
+    if levels < flat:
         return two_level
     two_level.rest()
     return None
@@ -153,17 +145,8 @@ def suitable_bucket_bytes(group: ProcessGroup, device: torch.device) -> int:
     return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else LARGE_BUCKET_BYTES
 
 
-def is_two_level_faster(two_level: Exchange, group: ProcessGroup, probe: torch.Tensor) -> bool:
-    """Reduce ``probe`` in two levels and flat, alternating, and compare; collective over ``group``."""
-
-    probe.zero_()
-    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.all_reduce(probe).wait()]
-    flat, levels = _best_seconds(ways, group, probe.device)
-    return levels < flat
-
-
 def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, device: torch.device) -> list[float]:
-    """Return the slowest rank's best time of each way, after one warm-up round."""
+    """Return the slowest rank's best time of each way, alternating, after one warm-up round; collective."""
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(_ROUNDS):
         for way, taken in zip(ways, times, strict=True):
@@ -179,11 +162,7 @@ def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, dev
 
 
 class Reduction:
-    """One bucket in flight. All ranks of its route start the same buckets in the same order.
-
-    Args:
-        bucket: the bucket, which is full.
-    """
+    """One full bucket in flight. All ranks of its route start the same buckets in the same order."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         bucket.prepare()
@@ -254,7 +233,6 @@ class Reduction:
         self.timing.done_ns = time.perf_counter_ns()
 
 
-_RANKS_SHOWN = 8
 _LATE = 1 << 16
 """A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
 _STEPS = 256
@@ -305,13 +283,10 @@ class StepNotes:
         self.unusual = self.failed = self.prefer_to_defer = 0
         """The numbers of ranks with unused parameters or late gradients, that failed, and that prefer to defer."""
         self.steps_differ = False
-        """True if the ranks are not at the same step of the optimizer."""
         self.are_named = True
         """False if single parameters were not summed, because not all ranks read these notes in the same step."""
         self.unused_anywhere: list[ParameterState] = []
-        """Parameters for which at least one rank has no gradient."""
         self.unused_everywhere: list[ParameterState] = []
-        """Parameters for which no rank has a gradient."""
         self.late: list[ParameterState] = []
         """Parameters that got a gradient after they were copied in, on at least one rank."""
 
@@ -324,11 +299,7 @@ class StepNotes:
             self._event = torch.accelerator.current_stream().record_event()
 
     def read(self, *, all_read: bool) -> None:
-        """Read the sums; collective if they are unusual.
-
-        Args:
-            all_read: True if all ranks of the group read the notes of this step now.
-        """
+        """Read the sums, collective if they are unusual; ``all_read`` if all ranks of the group read these now."""
         if self._event is not None:
             self._event.synchronize()
         self.unusual, self.failed, self.prefer_to_defer, steps, squares = self._sums.tolist()
@@ -353,12 +324,9 @@ class StepNotes:
 
 def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
     """Return the error for ranks at different steps; collective over the group, so that every rank names them."""
-    everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
-    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
-    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
-    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    said = gathered_by_value(f"taken {steps}", group)
     return DisagreementError(
-        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
-        f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
-        "let every rank call step() equally often, and resume from a checkpoint"
+        f"ranks that share gradients are at different steps:{said}\nA rank has skipped or repeated step(), so its "
+        "parameters are no longer those of the others: let every rank call step() equally often, and resume from a "
+        "checkpoint"
     )

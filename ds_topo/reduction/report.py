@@ -80,8 +80,7 @@ class GradientReport:
             )
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
 
 def _layout(step: StepTiming) -> list[tuple[int, int]]:

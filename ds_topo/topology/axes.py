@@ -99,11 +99,7 @@ def checked_name(name: object) -> str:
 
 
 def check_declared(axes: Collection[str], extra_axes: Iterable[str]) -> None:
-    """Refuse extra axes that are absent from the topology or already have a meaning.
-
-    Raises:
-        TopologyError: an axis is declared that is absent or has a meaning.
-    """
+    """Raise ``TopologyError`` if an extra axis is absent from the topology or already has a meaning."""
     for axis in sorted(extra_axes):
         if axis in MEANINGS:
             raise TopologyError(f"extra axis {axis!r}: it means {MEANINGS[axis]} and needs no declaration")
@@ -121,14 +117,6 @@ def check_meanings(axes: Iterable[str], extra_axes: Collection[str]) -> None:
     stages), data (replicas with other samples), model (slices of every layer (tensor parallel)), seq (parts of every
     sequence), expert (replicas that hold different experts), shard (replicas that share ZeRO's partitions). Ranks along
     any other axis are replicas, which must be declared: extra_axes=['pip'], or '+pip=...' in a spec
-    >>> check_meanings(["tp_size", "data"], extra_axes=[])
-    Traceback (most recent call last):
-    ds_topo.errors.UnknownAxisError: axis 'tp_size' has no meaning here: did you mean 'model'? It means slices of every
-    layer (tensor parallel). Ranks along any other axis are replicas, which must be declared: extra_axes=['tp_size'], or
-    '+tp_size=...' in a spec
-
-    Raises:
-        UnknownAxisError: an axis has no meaning and is not declared.
     """
     for axis in axes:
         if axis in MEANINGS or axis in extra_axes:
@@ -196,11 +184,9 @@ def whole_number(value: object) -> int | None:
 def check_axes(
     axes: Sequence[str], degrees: Sequence[int], written: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Validate axis names with their degrees; return both in canonical form.
+    """Validate axis names with their degrees; return both in canonical form, or raise ``TopologyError``.
 
-    Raises:
-        TopologyError: names and degrees differ in number, a name is not an identifier or is given twice, or a degree
-            is not a positive integer.
+    Errors show axes as they were ``written``, which may be with synonyms and marks.
     """
     axes, degrees = list(axes), list(degrees)
     if len(axes) != len(degrees):

@@ -80,11 +80,7 @@ class Layout:
 
     @classmethod
     def row_major(cls, sizes: Sequence[int]) -> Layout:
-        """Return the layout of a C array of shape ``sizes``, in which ranks along the last axis are adjacent.
-
-        >>> Layout.row_major((2, 4, 2)).axes
-        (((2, 8),), ((4, 2),), ((2, 1),))
-        """
+        """Return the layout of a C array of shape ``sizes``, in which ranks along the last axis are adjacent."""
         return cls(tuple(((size, prod(sizes[axis + 1 :])),) for axis, size in enumerate(sizes)))
 
     @cached_property
@@ -109,10 +105,6 @@ class Layout:
     def coordinate_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of ``rank``, one index per axis; ``rank`` must be in range."""
         return tuple(index_along(rank, factors) for factors in self.axes)
-
-    def index_of(self, rank: int, axis: int) -> int:
-        """Return the index of ``rank`` along one axis."""
-        return index_along(rank, self.axes[axis])
 
     def offsets(self, axes: Iterable[int]) -> list[int]:
         """Return the distances from coordinate 0 to every coordinate of these axes, the last axis fastest.
@@ -149,11 +141,7 @@ def index_along(rank: int, factors: Factors) -> int:
 
 
 def offset_at(index: int, factors: Factors) -> int:
-    """Return the distance from index 0 to ``index`` along an axis with these factors; invert ``index_along``.
-
-    >>> [offset_at(index, ((2, 12), (4, 1))) for index in (0, 3, 4, 7)]
-    [0, 3, 12, 15]
-    """
+    """Return the distance from index 0 to ``index`` along an axis with these factors; invert ``index_along``."""
     if len(factors) == 1:
         return index * factors[0][1]
     offset = 0
@@ -172,11 +160,7 @@ def offsets_of(factors: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _merged(factors: Iterable[tuple[int, int]]) -> Factors:
-    """Return the fewest factors that give the same coordinates.
-
-    >>> _merged([(2, 8), (4, 2), (1, 1), (2, 1)])
-    ((16, 1),)
-    """
+    """Return the fewest factors that give the same coordinates."""
     merged: list[tuple[int, int]] = []
     for size, stride in factors:
         if size == 1:
@@ -540,11 +524,7 @@ class ProcessTopology:
         check_world_size(self._axes, self._layout.sizes, world_size, self._extra_axes)
 
     def get_data_parallel_world_size(self) -> int:
-        """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first.
-
-        Raises:
-            TypeError: always, because a topology has no process groups.
-        """
+        """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first, by a ``TypeError``."""
         raise TypeError(f"mpu={self!r}: DeepSpeed needs a live grid, such as PipelineParallelGrid({self.spec!r})")
 
     def _coordinate_at(self, rank: int) -> Any:

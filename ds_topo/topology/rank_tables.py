@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError, require_switches
+from ds_topo.errors import ExpertSizeError, UnknownAxisError, require_switches
 from ds_topo.topology.axes import (
     DATA,
     DEEPSPEED_AXES,
@@ -34,11 +34,7 @@ class RankGroup:
 
     @property
     def name(self) -> str:
-        """The axes joined by ``+``.
-
-        >>> RankGroup(("pipe", "model"), (0, 1)).name
-        'pipe+model'
-        """
+        """The axes joined by ``+``."""
         return "+".join(self.axes)
 
 
@@ -175,15 +171,6 @@ def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
     return topology.get_axis_peer(axis, rank, topology.get_axis_index(axis, rank) + step)
 
 
-def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
-    """Return ``[rank, rank of the next stage]`` for every rank; the last stage wraps around to the first.
-
-    >>> p2p_pairs(ProcessTopology.from_spec("pipe=3,data=2"))
-    [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
-    """
-    return [[rank, neighbor(topology, PIPE, rank, step=1)] for rank in range(topology.world_size())]
-
-
 def has_two_levels(hosts: Mapping[int, str]) -> bool:
     """Tell whether ranks are on several hosts, with the same number, above one, on each host.
 
@@ -199,21 +186,13 @@ def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -
 
     >>> two_level_ranks([5, 1, 4, 0], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
     ([4, 5], [0, 4])
-
-    Raises:
-        TopologyError: hosts have different numbers of the group's ranks.
     """
     by_host: dict[str, list[int]] = {}
     for member in sorted(ranks):
         by_host.setdefault(hosts[member], []).append(member)
-    counts = {host: len(members) for host, members in by_host.items()}
-    if len(set(counts.values())) > 1:
-        raise TopologyError(
-            f"ranks {list(ranks)} cannot be a two-level group: hosts hold unequal numbers of them, {counts}; "
-            "choose an order of axes or a degree that puts the same number on every host"
-        )
     local = by_host[hosts[rank]]
-    return local, sorted(members[local.index(rank)] for members in by_host.values())
+    counterparts = list(zip(*by_host.values(), strict=True))  # every host has as many ranks: has_two_levels()
+    return local, sorted(counterparts[local.index(rank)])
 
 
 def factorized_topology(world_size: int) -> ProcessTopology:
@@ -227,13 +206,7 @@ def factorized_topology(world_size: int) -> ProcessTopology:
 
 
 def _prime_factors(number: int) -> list[int]:
-    """Return prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``).
-
-    >>> _prime_factors(60)
-    [2, 2, 3, 5]
-    """
-    if number <= 0:
-        raise ValueError(f"prime factors of {number}: give a number >= 1")
+    """Return prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``)."""
     factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
@@ -365,11 +338,7 @@ class ExpertPlan:
 
 
 def name_of_size(expert_parallel_size: int) -> str:
-    """Return the name under which ``deepspeed.moe.layer.MoE`` looks for groups of a size.
-
-    >>> name_of_size(2)
-    'ep_size_2'
-    """
+    """Return the name, ``ep_size_2``, under which ``deepspeed.moe.layer.MoE`` looks for groups of a size."""
     return f"ep_size_{expert_parallel_size}"
 
 

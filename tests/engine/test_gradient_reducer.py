@@ -404,8 +404,7 @@ def _leaves_out_a_step(stage: int) -> list[str]:
 def test_a_skipped_step_is_reported_at_the_next_step(world: Worlds) -> None:
     """Without ZeRO, no collective of the skipped step would fail."""
     [message] = {message for [message] in world(4).run(_leaves_out_a_step, 0)}
-    assert "rank 2 on " in message
-    assert "has taken 1; the others have taken 2" in message
+    assert re.search(r"ranks \[0, 1, 3\] on .* have taken 2\n +ranks \[2\] on .* have taken 1\n", message)
 
 
 def _unfreeze(stage: int, has_reducer: bool) -> tuple[list[float], str]:

@@ -24,8 +24,8 @@ from ds_topo.reduction.buckets import (
     plan_parameters,
 )
 from ds_topo.reduction.options import BucketSizes
-from ds_topo.reduction.parameters import COPIED, NOT_YET, SUMMED, ParameterState
-from ds_topo.reduction.partitions import MICRO_BATCH, STEP, GradientMemory, PartitionedGradients, PartitionLayout
+from ds_topo.reduction.parameters import COPIED, GRAD, NOT_YET, SUMMED, ParameterState
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 from tests.support.fake_world import fake_world
 
 KINDS = ("float32", "bfloat16", "expert")
@@ -107,7 +107,7 @@ def _state(
 
 
 def _route(bucket_bytes: int = 10**9, exchange: Any = None) -> Any:
-    return SimpleNamespace(bucket_bytes=bucket_bytes, exchange=exchange)
+    return SimpleNamespace(bucket_bytes=bucket_bytes, exchange=exchange, before=1.0)
 
 
 ROUTE = _route()
@@ -150,8 +150,8 @@ def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
     route = _route(exchange=SimpleNamespace(slices=multiple))
     for state in states:
         state.route = route
-    place = states[0].place
-    bucket: GradientBucket = GradientBucket(7, states) if place is None else place.bucket(7, states)
+    partition = states[0].partition
+    bucket: GradientBucket = GradientBucket(7, states) if partition is None else partition.bucket(7, states)
     bucket.install()
     return bucket
 
@@ -181,12 +181,12 @@ def test_padding_is_zero(multiple: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
-@pytest.mark.parametrize("memory", [STEP, MICRO_BATCH])
-def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory: GradientMemory, frozen: int) -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(always: bool, frozen: int) -> None:
     layout = PartitionLayout.balanced([3, 2, 4], [(0, 1, 2)], 2)
     with fake_world(0, 2):
         parameters = [nn.Parameter(torch.zeros(numel)) for numel in layout.numels]
-        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, memory=memory)
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, reduces_always=always)
         served = [one for number, one in enumerate(parameters) if number != frozen]
         bucket = _bucket(*(_region_state(number, each, gradients) for number, each in enumerate(served)))
         assert len(bucket.flat) == 0
@@ -194,7 +194,7 @@ def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory:
             parameter.grad = torch.ones_like(parameter)
         with mock.patch.object(gradients, "place", lambda region: torch.full((region.numel,), torch.nan)):
             assert bucket.complete() == []
-            assert len(bucket.flat) == (layout.numel if memory is STEP else 0)
+            assert len(bucket.flat) == (0 if always else layout.numel)
             bucket.prepare()
         values = [float(number != frozen) for number, numel in enumerate(layout.numels) for _ in range(numel)]
         assert bucket.flat.tolist() == values + [0.0] * (layout.numel - 9)
@@ -204,7 +204,7 @@ def test_region_has_gradients_and_zeros_in_its_gaps_while_memory_is_lent(memory:
 
 
 def _region_state(index: int, parameter: nn.Parameter, gradients: PartitionedGradients) -> ParameterState:
-    return ParameterState(index, "p", parameter, torch.float32, place=gradients.regions[parameter])
+    return ParameterState(index, "p", parameter, torch.float32, partition=gradients)
 
 
 def test_live_gradients_move_to_the_new_bucket() -> None:
@@ -333,8 +333,8 @@ def _installed(place: str = "in the bucket", gradient: object = None, **more: An
     """Return a parameter whose view holds nan, with its own gradient, one in place, or none."""
     given = PLACES[place] | more
     state = _state(0, **given)
-    state.scale = 0.5
     _bucket(state)
+    state.route.before = 0.5
     state.view.fill_(torch.nan)
     if gradient == "in place":
         state.view.copy_(VALUES)
@@ -358,7 +358,7 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
     in_one_pass: bool, repeats: bool, scale: float, gradient: object
 ) -> None:
     state = _installed(gradient=gradient, repeats=repeats)
-    state.scale = scale
+    state.route.before = scale
     without = state.bucket.copy_in([state], in_one_pass)
     assert without == ([state] if gradient is None else [])
     assert state.contribution is COPIED
@@ -378,8 +378,8 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
         state.parameter.grad = VALUES.clone() if state.parameter.grad is None else state.parameter.grad.add_(VALUES)
         state.bucket.accumulate(state)
         assert torch.equal(state.view, VALUES.to(state.dtype) * count)
-        assert state.contribution is (SUMMED if state.is_apart else NOT_YET)
-        assert state.parameter.grad is (None if state.is_apart else state.view)
+        assert state.contribution is (SUMMED if state.home is not GRAD else NOT_YET)
+        assert state.parameter.grad is (None if state.home is not GRAD else state.view)
     assert state.bucket.copy_in([state]) == []
     assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
 
@@ -387,7 +387,7 @@ def test_accumulate_gradient_sums_micro_batches(place: str) -> None:
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_copy_in_moves_a_gradient_to_a_view_of_another_type(in_one_pass: bool) -> None:
     state = _installed("of another type", gradient=VALUES)
-    state.scale = 1 / 3
+    state.route.before = 1 / 3
     state.bucket.copy_in([state], in_one_pass)
     assert torch.equal(state.view, VALUES.to(state.dtype) * (1 / 3)), "it is scaled in the type of the view"
     assert state.contribution is COPIED
@@ -404,8 +404,7 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     own, in_place, none, done = (_state(index) for index in range(4))
     bucket = _bucket(own, in_place, none, done)
     bucket.flat.fill_(torch.nan)
-    for state in (own, in_place, none, done):
-        state.scale = 0.5
+    bucket.route.before = 0.5
     own.parameter.grad, done.contribution = VALUES.clone().requires_grad_(), COPIED
     in_place.view.copy_(VALUES)
     in_place.parameter.grad = in_place.view

@@ -16,10 +16,6 @@ from torch import nn
 from ds_topo.reduction.exchange import PartitionHolders, rounds_of
 from ds_topo.reduction.partitions import (
     ALIGNMENT,
-    LASTING,
-    MICRO_BATCH,
-    STEP,
-    GradientMemory,
     PartitionedGradients,
     PartitionLayout,
     moved,
@@ -148,7 +144,7 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
             layout,
             dist.group.WORLD,
             torch.float32,
-            memory=torch.zeros(layout.numel) if lasts else STEP,
+            memory=torch.zeros(layout.numel) if lasts else None,
             whole=whole,
         )
         for step in range(2):
@@ -165,14 +161,14 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
                     if region.index in reduced:
                         gradients.collect(region, place)
             for member in late:
-                region = gradients.regions[parameters[member]].region
+                region = gradients.regions[parameters[member]]
                 if region.index in reduced:
                     gradient = _random(layout.numels[member], 1000 + member)
                     gradients.add(parameters[member], gradient)
                     sums[member] += gradient
                     if region.index in whole or lasts:
                         assert torch.equal(gradients.place_of(parameters[member]), sums[member])
-            assert (gradients.lifetime is LASTING) is lasts
+            assert gradients.is_lent is not lasts
             assert gradients.holds_sums == bool(reduced - whole and not lasts)
             expected = _own_part(layout, rank, sums)
             found = gradients.take()
@@ -180,27 +176,27 @@ def test_partition_has_the_sums_of_micro_batches_and_late_gradients(
             assert not gradients.holds_sums
 
 
-@pytest.mark.parametrize("memory", [STEP, MICRO_BATCH])
-def test_few_regions_are_lent_at_a_time_unless_gradients_are_kept(memory: GradientMemory) -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_few_regions_are_lent_at_a_time_unless_gradients_are_kept(always: bool) -> None:
     layout = PartitionLayout.balanced([4] * 6, [(index,) for index in range(6)], 2)
     with fake_world(0, 2):
         parameters = [nn.Parameter(torch.zeros(4)) for _ in range(6)]
-        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, memory=memory)
+        gradients = PartitionedGradients(parameters, layout, dist.group.WORLD, torch.float32, reduces_always=always)
         under_way: list[Any] = []
         for number, region in enumerate(layout.regions):
             assert len(gradients.place(region)) == region.numel
-            waits = 0 if memory is STEP else max(0, number - 2)
+            waits = max(0, number - 2) if always else 0
             assert [each.wait.call_count for each in under_way] == [1] * waits + [0] * (number - waits)
             under_way.append(mock.Mock(**{"is_done.return_value": False}))
             gradients.note(under_way[-1])
 
 
 @pytest.mark.parametrize(
-    ("memory", "ends_step", "expected"),
-    [(MICRO_BATCH, False, 0.5), (MICRO_BATCH, True, 1.0), (STEP, False, 1.0), (STEP, True, 1.0)],
+    ("always", "ends_step", "expected"),
+    [(True, False, 0.5), (True, True, 1.0), (False, False, 1.0), (False, True, 1.0)],
 )
 def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
-    memory: GradientMemory, ends_step: bool, expected: float
+    always: bool, ends_step: bool, expected: float
 ) -> None:
     layout = PartitionLayout.balanced([4], [(0,)], 2)
     with fake_world(0, 2):
@@ -210,7 +206,7 @@ def test_late_gradient_is_divided_by_the_copies_that_the_last_exchange_adds(
             layout,
             world,
             torch.float32,
-            memory=memory,
+            reduces_always=always,
             copies=PartitionHolders(world, world),
             ends_step=lambda: ends_step,
         )

@@ -23,7 +23,7 @@ from ds_topo.reduction import exchange, reductions
 from ds_topo.reduction.buckets import GradientBucket
 from ds_topo.reduction.options import ReductionOptions
 from ds_topo.reduction.parameters import ParameterState, Route
-from ds_topo.reduction.partitions import STEP, PartitionedGradients, PartitionLayout
+from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 from ds_topo.reduction.reductions import Reduction, StepNotes, assign_routes, scaling
 from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
@@ -328,7 +328,6 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
         assert {(route.before, route.after, route.communication_dtype) for route in of_each} == {
             (1 / 8, 1.0, torch.bfloat16)
         }
-        assert [state.scale for state in states] == [1 / 8] * 3
         with (
             mock.patch.dict(backends.TRAITS, {dist.get_backend(): backends.TRAITS["nccl"]}),
             mock.patch.object(reductions, "premultiplied_sum"),
@@ -336,7 +335,6 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
             options = ReductionOptions(bucket_bytes=77)
             dense = assign_routes(states[::2], options, dist.group.WORLD, CPU)
         assert (dense.before, dense.after, dense.op, dense.bucket_bytes) == (1.0, 1.0, dist.ReduceOp.AVG, 77)
-        assert [state.scale for state in states[::2]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -347,20 +345,24 @@ def test_two_levels_are_used_if_wanted_or_faster(
     wish: bool | None, is_faster: bool, uses: bool, measures: bool
 ) -> None:
     made = mock.Mock(slices=3)
-    probed = mock.Mock(return_value=is_faster)
+
+    def measure(ways: Sequence[Callable[[], object]], *_: object) -> list[float]:
+        ways[1]()
+        return [1.0, 0.5 if is_faster else 2.0]
+
     hosts = ["a", "a", "a", "b", "b", "b"]
     with (
         fake_world(0, 6),
         mock.patch.object(reductions, "gathered", return_value=hosts) as asked,
         mock.patch.object(exchange, "two_level_exchange", return_value=made),
-        mock.patch.object(reductions, "is_two_level_faster", probed),
+        mock.patch.object(reductions, "_best_seconds", measure),
     ):
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
             options = ReductionOptions(two_level=wish, bucket_bytes=bucket_bytes)
             dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
             assert (dense.exchange is made) is uses
-            assert probed.called is measures
-            assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
+            assert made.all_reduce.called is measures
+            assert not measures or len(made.all_reduce.call_args.args[0]) == numel, "what fits a bucket, split evenly"
     assert asked.called is (wish is not False)
     assert made.rest.called is (measures and not is_faster)
 
@@ -554,11 +556,10 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
     with fake_world(0, 2), _recorded_sums(2.0) as sums:
         parameter, world = nn.Parameter(torch.zeros(4)), dist.group.WORLD
         whole = [0] if is_whole else []
-        gradients = PartitionedGradients([parameter], layout, world, torch.float32, memory=STEP, whole=whole)
-        place = gradients.regions[parameter]
-        state = ParameterState(0, "p0", parameter, torch.float32, place=place)
+        gradients = PartitionedGradients([parameter], layout, world, torch.float32, whole=whole)
+        state = ParameterState(0, "p0", parameter, torch.float32, partition=gradients)
         state.route, parameter.grad = _route(), VALUES.clone()
-        bucket = place.bucket(0, [state])
+        bucket = gradients.bucket(0, [state])
         bucket.install()
         bucket.complete()
         with mock.patch.object(gradients, "start_sum") as start_sum:
@@ -567,13 +568,3 @@ def test_regions_that_every_rank_needs_whole_are_summed_whole(is_whole: bool) ->
         assert len(sums) == is_whole
         if is_whole:
             assert torch.equal(gradients.place_of(parameter), VALUES * 2)
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_ranks_at_other_steps_are_named_up_to_a_number(more: int) -> None:
-    others = reductions._RANKS_SHOWN + more
-    everyone = [(3 if rank < others else 7, rank, "a") for rank in range(2 * others + 1)]
-    with fake_world(0, 1), mock.patch.object(reductions, "gathered", return_value=everyone):
-        message = str(reductions.different_steps(7, None))  # type: ignore[arg-type]
-    named = [f"rank {rank} on a has taken 3" for rank in range(reductions._RANKS_SHOWN)]
-    assert f": {'; '.join(named)}{'; and 1 more' if more else ''}; the others have taken 7. " in message

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology, groups
-from ds_topo.errors import ExpertSizeError, TopologyError
+from ds_topo.errors import ExpertSizeError
 from ds_topo.topology.axes import divisors
 from ds_topo.topology.rank_tables import (
     ExpertPlan,
     gradient_axes,
-    two_level_ranks,
     zero_partition_ranks,
 )
 from tests.support.topologies import topologies
@@ -179,5 +178,3 @@ def test_errors_list_valid_sizes() -> None:
         zero_partition_ranks(topology, 0, 0)
     with pytest.raises(ExpertSizeError, match="3 slices x 1 stages do not divide 8 ranks"):
         groups._get_expert_parallel_ranks(8, 3, 1)
-    with pytest.raises(TopologyError, match="unequal numbers"):
-        two_level_ranks([0, 1, 2], {0: "a", 1: "a", 2: "b"}, 0)

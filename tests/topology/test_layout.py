@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.topology.process_topology import Layout
+from ds_topo.topology.process_topology import Layout, index_along
 from tests.support.topologies import foldings, layouts, sizes
 
 without_deadline = settings(deadline=None)
@@ -28,7 +28,9 @@ def test_ranks_and_coordinates_are_a_bijection(layout: Layout) -> None:
     assert sorted(ranks) == list(range(layout.size))
     assert [layout.coordinate_of(rank) for rank in ranks] == coordinates
     for axis in range(len(layout.axes)):
-        assert [layout.index_of(rank, axis) for rank in ranks] == [coordinate[axis] for coordinate in coordinates]
+        assert [index_along(rank, layout.axes[axis]) for rank in ranks] == [
+            coordinate[axis] for coordinate in coordinates
+        ]
 
 
 @without_deadline
@@ -53,8 +55,8 @@ def test_folding_joins_coordinates_with_the_first_axis_slowest(shape: list[int],
         for axis, group in enumerate(groups):
             index = 0
             for part in group:
-                index = index * shape[part] + plain.index_of(rank, part)
-            assert folded.index_of(rank, axis) == index
+                index = index * shape[part] + index_along(rank, plain.axes[part])
+            assert index_along(rank, folded.axes[axis]) == index
 
 
 @without_deadline
