@@ -66,67 +66,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         return None
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-_GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"
-
-
-class EngineWithCheckpoints(EngineOnGrid):
-    """An engine whose checkpoints are saved and loaded as a whole."""
-
-    def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
-        """Save by :func:`ds_topo.checkpoint.save`.
-
-        DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
-        """
-        from ds_topo.checkpoint.saving import save_as_a_whole  # on the first call
-
-        return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
-
-    def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
-        """Load by :func:`ds_topo.checkpoint.load`.
-
-        DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
-        """
-        from ds_topo.checkpoint.loading import load_as_a_whole
-
-        return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
-
-    def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse parts of a model, which DeepSpeed would write as the whole one."""
-        _require_whole_weights(self)
-        return super().save_16bit_model(*arguments, **options)
-
-    def _zero3_consolidated_16bit_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Start on all ranks or on none: programs often gather weights on the rank alone that writes them."""
-        with agreement(self.mpu.members, _GATHERING):
-            _require_whole_weights(self)
-        return super()._zero3_consolidated_16bit_state_dict(*arguments, **options)
-
-    def _replace_module_consolidated_state_dict(self) -> Any:
-        """Start to gather on all ranks or on none, where AutoTP has split the weights."""
-        with agreement(self.mpu.members, _GATHERING):
-            pass
-        return super()._replace_module_consolidated_state_dict()
-
-
-def _require_whole_weights(engine: EngineOnGrid) -> None:
-    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model."""
-    grid = engine.mpu
-    slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
-    if grid.get_axis_size(PIPE) > 1:
-        part = f"the stages of {grid.topology().spec!r}"
-    elif grid.get_axis_size(MODEL) > 1 and engine.autotp_size() <= 1 and slices:
-        part = f"the slices {listed(slices)}"
-    else:
-        return
-    raise EngineOptionError(
-        f"save_16bit_model with {part}: DeepSpeed would write those of rank 0 as the whole model. Only slices "
-        'of AutoTP and partitions of ZeRO 3 are put together. Call ds_topo.checkpoint.save(engine, "checkpoints") on '
-        "every rank, and then ds-topo export checkpoints weights.safetensors, which writes all weights into one file"
-    )
-
-
 # -- the guard of calls -----------------------------------------------------------------------------------------------
 
 
@@ -151,11 +90,14 @@ def _call(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"
+
+
 class GuardedCalls(EngineOnGrid):
     """The calls of a program to an engine.
 
     If one rank alone raises in one, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
-    otherwise it is that of the engine that was built last.
+    otherwise it is that of the engine that was built last. Checkpoints are saved and loaded as a whole.
     """
 
     def _take_model_step(self, *arguments: Any) -> None:
@@ -164,29 +106,61 @@ class GuardedCalls(EngineOnGrid):
         self.mpu.progress.steps += 1
 
     @_call
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
-        return super().save_checkpoint(*arguments, **options)
+    def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Save by :func:`ds_topo.checkpoint.save`.
+
+        DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
+        """
+        from ds_topo.checkpoint.saving import save_as_a_whole  # on the first call
+
+        return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
 
     @_call
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
-        return super().load_checkpoint(*arguments, **options)
+    def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Load by :func:`ds_topo.checkpoint.load`.
+
+        DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
+        """
+        from ds_topo.checkpoint.loading import load_as_a_whole
+
+        return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
 
     @_call
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
+        """Refuse parts of a model, which DeepSpeed would write as the whole one."""
+        _require_whole_weights(self)
         return super().save_16bit_model(*arguments, **options)
 
     @_call
     def _zero3_consolidated_16bit_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
+        """Start on all ranks or on none: programs often gather weights on the rank alone that writes them."""
+        with agreement(self.mpu.members, _GATHERING):
+            _require_whole_weights(self)
         return super()._zero3_consolidated_16bit_state_dict(*arguments, **options)
 
     @_call
     def _replace_module_consolidated_state_dict(self) -> Any:
-        """Guard the call."""
+        """Start to gather on all ranks or on none, where AutoTP has split the weights."""
+        with agreement(self.mpu.members, _GATHERING):
+            pass
         return super()._replace_module_consolidated_state_dict()
+
+
+def _require_whole_weights(engine: EngineOnGrid) -> None:
+    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model."""
+    grid = engine.mpu
+    slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
+    if grid.get_axis_size(PIPE) > 1:
+        part = f"the stages of {grid.topology().spec!r}"
+    elif grid.get_axis_size(MODEL) > 1 and engine.autotp_size() <= 1 and slices:
+        part = f"the slices {listed(slices)}"
+    else:
+        return
+    raise EngineOptionError(
+        f"save_16bit_model with {part}: DeepSpeed would write those of rank 0 as the whole model. Only slices "
+        'of AutoTP and partitions of ZeRO 3 are put together. Call ds_topo.checkpoint.save(engine, "checkpoints") on '
+        "every rank, and then ds-topo export checkpoints weights.safetensors, which writes all weights into one file"
+    )
 
 
 class GuardedCallsOfPlain(GuardedCalls):

@@ -234,9 +234,13 @@ PARTS: tuple[EnginePart, ...] = (
         "DeepSpeed prepares and divides once for each output.",
     ),
     # Outside of experts and shard, which choose files.
-    EnginePart("on_grid", "EngineWithCheckpoints", _always, "Checkpoints are saved and loaded as a whole."),
-    EnginePart("on_grid", "GuardedCallsOfPlain", _is_plain, "If one rank raises in a call, all raise."),
-    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline, "If one rank raises in a call, all raise."),
+    EnginePart(
+        "on_grid",
+        "GuardedCallsOfPlain",
+        _is_plain,
+        "If one rank raises in a call, all raise; checkpoints are saved and loaded as a whole.",
+    ),
+    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline, "The same."),
 )
 """All parts of engines, from the innermost on. Where the order of two matters, a comment on the later one says why."""
 
