@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime import torch_autocast
@@ -250,29 +250,19 @@ def parts_of(case: Case) -> list[EnginePart]:
     return [part for part in PARTS if part.wanted(case)]
 
 
-class OnCall(NamedTuple):
-    """A module with more mixins, which the first call of a function imports."""
-
-    where: str
-    when: str
-
-    def load(self) -> Any:
-        """Return the module."""
-        return importlib.import_module(self.where)
-
-
 ON_CALL = (
-    OnCall("ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'),
-    OnCall("ds_topo.engine.pipelines.pipeline_driver", "the same, for a pipeline"),
-    OnCall("ds_topo.engine.optimizer_gradients", "the same, for ZeRO 1 and 2 or BF16_Optimizer"),
-    OnCall("ds_topo.engine.quorum", 'the section "replicas"'),
-    OnCall("ds_topo.engine.replica_comparison", "an axis model, or check_replicas"),
+    "ds_topo.engine.gradient_reducer",  # the section "gradient_reducer", or GradientReducer.attach
+    "ds_topo.engine.pipelines.pipeline_driver",  # the same, for a pipeline
+    "ds_topo.engine.optimizer_gradients",  # the same, for ZeRO 1 and 2 or BF16_Optimizer
+    "ds_topo.engine.quorum",  # the section "replicas"
+    "ds_topo.engine.replica_comparison",  # an axis model, or check_replicas
 )
+"""Modules with more mixins, which the first call of a function imports."""
 
 
 def load_all() -> None:
     """Import every module with mixins, for what looks at all of them."""
     for part in PARTS:
         part.load()
-    for module in ON_CALL:
-        module.load()
+    for where in ON_CALL:
+        importlib.import_module(where)
