@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ds_topo.base.classes import Mixin, adopt
+from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.config import Case
 from ds_topo.engine.current_mpu import agreement, current
 from ds_topo.errors import EngineOptionError, listed
@@ -35,7 +36,7 @@ STEPS_BETWEEN = 100
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The base of all parts of engines.
 
-    Three methods are our own, for what DeepSpeed's constructor has no method for; a part that overrides one calls the
+    Four methods are our own, for what DeepSpeed has no method for; a part that overrides one calls the
     others' by ``super()``.
     """
 
@@ -56,6 +57,9 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
 
     def complete(self) -> None:
         """Make the state of a part at the end of ``DeepSpeedEngine``'s constructor, and give the optimizer mixins."""
+
+    def begin_training(self) -> None:
+        """Prepare for a forward pass in training, or for all those of a pipeline's step."""
 
     def give_optimizer(self, *mixins: type[Mixin]) -> type[Mixin] | None:
         """Give the optimizer the first mixin that derives from its class, until the grid is destroyed; return it."""
@@ -169,6 +173,8 @@ class GuardedCallsOfPlain(GuardedCalls):
     @_call
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Guard the call."""
+        if is_training_pass(self):
+            self.begin_training()
         return super().forward(*inputs, **named)
 
     @_call
@@ -205,6 +211,7 @@ class GuardedCallsOfPipeline(GuardedCalls, PipelineEngine):  # type: ignore[misc
     @_call
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Guard the call."""
+        self.begin_training()
         return super().train_batch(*arguments, **options)
 
     @_call

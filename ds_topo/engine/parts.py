@@ -206,13 +206,7 @@ PARTS: tuple[EnginePart, ...] = (
         "samples", "ComparedSamplesOfPipeline", _is_pipeline, "Stages that train on different samples raise no error."
     ),
     EnginePart("unseen_changes", "NoticedSteps", _always, "A step that the program takes itself is not counted."),
-    EnginePart(
-        "unseen_changes",
-        "NoticedLoneChangesOfPlain",
-        _is_plain,
-        "What a program changes on one replica is no error.",
-    ),
-    EnginePart("unseen_changes", "NoticedLoneChangesOfPipeline", _is_pipeline, "The same for the ranks of each stage."),
+    EnginePart("unseen_changes", "NoticedLoneChanges", _always, "What a program changes on one replica is no error."),
     # Before samples are read.
     EnginePart(
         "repairs.micro_batches",

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.marks import expert_group_name, inner_optimizer, is_training_pass
+from ds_topo.base.marks import expert_group_name, inner_optimizer
 from ds_topo.base.torch_names import default_store, job_timeout
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, by_value, listed, warn
@@ -270,25 +269,11 @@ class NoticedLoneChanges(EngineOnGrid):
         self.lone_changes.look()
         super()._take_model_step(*arguments)
 
-
-class NoticedLoneChangesOfPlain(NoticedLoneChanges):
-    """A plain engine, whose program runs each forward pass."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def begin_training(self) -> None:
         """Look at what is frozen in the first forward pass of a step."""
-        if self.lone_changes.begins_step and is_training_pass(self):
-            self.lone_changes.look_at_frozen()
-        return super().forward(*inputs, **named)
-
-
-class NoticedLoneChangesOfPipeline(NoticedLoneChanges, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine, which runs all passes of a step."""
-
-    def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Look at what is frozen."""
+        super().begin_training()
         if self.lone_changes.begins_step:
             self.lone_changes.look_at_frozen()
-        return super().train_batch(*arguments, **options)
 
 
 def _extremes(numbers: Sequence[int], group: ProcessGroup) -> tuple[list[bool], list[int]]:
