@@ -21,46 +21,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.marks import is_element_by_element, offsets_in_flat_groups
 from ds_topo.engine.engine_driver import OptimizerGradients
-from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
-from ds_topo.engine.partitioned_optimizers import (
-    PartitionedBF16,
-    PartitionedZero,
-    ReducedZero,
-    ReducerOfOptimizer,
-)
+from ds_topo.engine.parameter_gathers import FlatGroup, balanced_layout, lengthened
+from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedZero, WrapperGradients
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.partitions import GradientMemory, PartitionedGradients, PartitionLayout
 
 if TYPE_CHECKING:
     from ds_topo.reduction.managed import ReplicaSums
-
-
-class WrapperGradients(OptimizerGradients):
-    """The connection to an optimizer that gets a class of ours while the reducer is attached."""
-
-    mixin: type[Mixin]
-    """The class."""
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        self.groups: list[FlatGroup] = []
-        """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
-
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
-        """Give the optimizer its class; see :class:`OptimizerGradients`."""
-        kind = PartitionedParameters
-        if overlaps:
-            from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
-
-            kind = LateParameters
-        parameters = kind(self.groups)
-        self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, parameters)
-        bindings.callback(adopt(self.optimizer, self.mixin))
 
 
 class Zero1Gradients(WrapperGradients):
@@ -111,7 +80,6 @@ class PartitionGradients(WrapperGradients):
     ) -> None:
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
         super().bind(reduce, forget, bindings, overlaps)
-        self.parameters = self.optimizer.reduction.parameters
         self.optimizer.enter()
         self.parameters.start_overlapping(self.engine.module)
         bindings.callback(self._end)

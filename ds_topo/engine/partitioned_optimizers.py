@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -31,6 +30,7 @@ from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.moe.utils import is_moe_param_group
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import (
     bwc_tensor_model_parallel_rank,
     clip_tensors_by_global_norm,
@@ -48,8 +48,9 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ds_topo.base.classes import REDUCED, Mixin
+from ds_topo.base.classes import REDUCED, Mixin, adopt
 from ds_topo.base.torch_names import job_timeout
+from ds_topo.engine.engine_driver import OptimizerGradients
 from ds_topo.engine.norms import counts_on_slice
 from ds_topo.engine.optimizer_norms import norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
@@ -58,18 +59,33 @@ from ds_topo.mpu import MpuGrid
 from ds_topo.reduction.partitions import moved
 
 
-@dataclass(frozen=True, eq=False)
-class ReducerOfOptimizer:
-    """Hold what an optimizer needs of the reducer that averages its gradients."""
+class WrapperGradients(OptimizerGradients):
+    """The connection to an optimizer that gets a class of ours, whose ``reduction`` this is."""
 
+    mixin: type[Mixin]
+    """The class."""
     reduce: Callable[..., None]
     """Waits for the reducer."""
     forget: Callable[[], None]
     """Discards what the reducer has accumulated in earlier micro-batches."""
-    groups: Sequence[FlatGroup]
-    """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
-    parameters: PartitionedParameters
-    """The parameters that arrive from other ranks after a step."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__(engine)
+        self.groups: list[FlatGroup] = []
+        """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
+
+    def bind(
+        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
+    ) -> None:
+        """Give the optimizer its class; see :class:`OptimizerGradients`."""
+        kind = PartitionedParameters
+        if overlaps:
+            from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
+
+            kind = LateParameters
+        self.reduce, self.forget, self.parameters = reduce, forget, kind(self.groups)
+        self.optimizer.reduction = self
+        bindings.callback(adopt(self.optimizer, self.mixin))
 
 
 def _is_finite(norm: torch.Tensor) -> bool:
@@ -85,7 +101,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     mixin_order = REDUCED  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
     mixin_state = "reduction"
-    reduction: ReducerOfOptimizer
+    reduction: WrapperGradients
 
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
         """No-op: DeepSpeed's hooks would reduce gradients during backward, too."""
@@ -115,7 +131,7 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
 
     has_sent_to_owners = True
     """Gradients that were reduced are no averages on every rank."""
-    reduction: ReducerOfOptimizer
+    reduction: WrapperGradients
 
     @abstractmethod
     def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
