@@ -82,14 +82,7 @@ class CheckedModel(EngineOnGrid):
 def check_with_all_ranks(
     engine: DeepSpeedEngine, case: Case, mixins: Mapping[str, type[EngineOnGrid]], given: Mapping[str, Any]
 ) -> None:
-    """Check options before an engine is built, and compare the results of all ranks.
-
-    Args:
-        engine: the engine, whose constructor has not run.
-        case: its config, grid and kind.
-        mixins: its parts, by their names.
-        given: the arguments of its constructor by name.
-    """
+    """Check options before an engine is built, and compare the results of all ranks."""
     optimizer, config, grid = given.get("optimizer"), case.config, case.grid
     everyone = grid.get_ranks(axes_of_engine(grid, case.is_pipeline))
     with agreement(everyone, "the settings of the engine") as lines:
@@ -115,13 +108,7 @@ def check_with_all_ranks(
 
 
 def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
-    """Refuse an optimizer, a scheduler or parameters that an engine cannot use.
-
-    Raises:
-        TypeError: an argument is of another kind.
-        EngineOptionError: the config names an optimizer or a scheduler that neither DeepSpeed nor torch has, or the
-            scheduler was built on another optimizer.
-    """
+    """Refuse an optimizer, a scheduler or parameters that an engine cannot use."""
     optimizer, scheduler, parameters = (given.get(name) for name in ("optimizer", "lr_scheduler", "model_parameters"))
     if not (optimizer is None or callable(optimizer) or hasattr(optimizer, "param_groups")):
         raise TypeError(
@@ -200,9 +187,6 @@ def check_mpu(mpu: Any) -> None:
     """Refuse a value that cannot be an mpu, such as a topology, a spec, a mesh or a grid for torch alone.
 
     DeepSpeed would count one rank, because it takes the missing method for a job that is not distributed.
-
-    Raises:
-        TypeError: it has none of the methods that DeepSpeed calls first.
     """
     is_grid = isinstance(mpu, MpuGrid)
     is_layout = isinstance(mpu, (ProcessTopology, ProcessGrid, type)) or isinstance(getattr(mpu, "mpu", None), MpuGrid)
@@ -215,11 +199,7 @@ def check_mpu(mpu: Any) -> None:
 
 
 def check_is_module(model: Any) -> None:
-    """Refuse a model of another kind.
-
-    Raises:
-        TypeError: not a ``torch.nn.Module``.
-    """
+    """Refuse a model of another kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={abridged(model)}: give a torch.nn.Module, or a PipelineModule")
 
@@ -228,10 +208,6 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
     """Refuse an engine without mpu, or warn about it, while a grid exists whose ranks hold different parameters.
 
     Most likely its mpu was forgotten.
-
-    Raises:
-        TypeError: the mpu cannot be one.
-        EngineOptionError: the config has a section of ds_topo, or the model has tensor-parallel parameters.
     """
     check_mpu(mpu)
     if mpu is not None:
@@ -280,12 +256,7 @@ def _unread_sections(config: DeepSpeedConfig) -> list[str]:
 
 
 def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
-    """Raise for sections of the config that the engine would ignore.
-
-    Raises:
-        TopologyError: the topology of the config differs from the grid's.
-        EngineOptionError: ``deepspeed.initialize`` itself does not read the section of the reducer or of replicas.
-    """
+    """Raise for sections of the config that the engine would ignore."""
     unread = [name for name in _unread_sections(config) if name != TOPOLOGY_SECTION]  # the grid has one
     if unread:
         raise EngineOptionError(
@@ -303,12 +274,7 @@ def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
 
 
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
-    """Raise for a model that does not fit the topology.
-
-    Raises:
-        EngineOptionError: a plain module would be on all stages of a pipeline, the optimizer has no parameter of it,
-            gradients would be sparse with ZeRO, or Domino uses another grid's group.
-    """
+    """Raise for a model that does not fit the topology."""
     stages = grid.get_axis_size(PIPE)
     if stages > 1 and not engine.is_pipeline and not getattr(model, "is_pipeline_stage", False):
         raise EngineOptionError(
@@ -371,11 +337,7 @@ def _compare_with_optimizer(engine: DeepSpeedEngine, model: nn.Module, grid: Mpu
 
 
 def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
-    """Refuse layers with sparse gradients where DeepSpeed cannot reduce or clip them.
-
-    Raises:
-        EngineOptionError: the message names the layers and the options.
-    """
+    """Refuse layers with sparse gradients where DeepSpeed cannot reduce or clip them."""
     sparse = [
         name
         for name, layer in model.named_modules()
@@ -396,11 +358,7 @@ def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
 
 
 def check_groups_of_layers(model: nn.Module, grid: MpuGrid) -> None:
-    """Refuse layers that keep groups of another layout.
-
-    Raises:
-        TopologyError: the message names the layer and the ranks.
-    """
+    """Refuse layers that keep groups of another layout."""
     for name, layer in model.named_modules():
         _require_own_groups(name, layer, grid)
 
@@ -478,12 +436,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
-    """Refuse FSDP, DTensors, and ``DistributedDataParallel`` over ranks that hold other parameters.
-
-    Raises:
-        EngineOptionError: DeepSpeed cannot train these parameters; or the constructor of ``DistributedDataParallel``
-            has overwritten them, and it would average their gradients; names the ranks.
-    """
+    """Refuse FSDP, DTensors, and ``DistributedDataParallel`` over ranks that hold other parameters."""
     for name, module in model.named_modules():
         if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
             raise EngineOptionError(
@@ -514,9 +467,6 @@ def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -
 
     ``zero.Init`` gives all of these ranks the values of the first one, which other slices or stages may not have.
     ZeRO 3 itself needs parameters of one data type.
-
-    Raises:
-        EngineOptionError: the message names a parameter, and both sets of ranks.
     """
     if engine.zero_optimization_stage() == 3 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
         kinds = {each.dtype: name for name, each in model.named_parameters() if each.requires_grad}
@@ -556,11 +506,6 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
     """Check the model, and compare the parameters of replicas and the parallel state of layers.
 
     Collective over the engine's ranks.
-
-    Raises:
-        EngineOptionError: the model does not fit the topology.
-        DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
-        TopologyError: layers use a parallel state with another layout.
     """
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     everyone = grid.get_ranks(axes_of_engine(grid, is_pipeline))

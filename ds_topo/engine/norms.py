@@ -248,11 +248,6 @@ def counts_on_slice(parameter: nn.Parameter, is_first: bool, slices_experts: boo
     A tied parameter counts on the first of its stages. Parameters of experts are shards on every slice unless experts
     are sliced and it is marked ``tensor_model_parallel = False`` (Megatron's mark of replicated parameters). Any other
     parameter counts on the first slice only, unless it is marked as a shard.
-
-    Args:
-        parameter: the parameter.
-        is_first: this rank holds the first slice.
-        slices_experts: experts are split along ``model``.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False

@@ -42,10 +42,6 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
     """Refuse a pipeline whose layout differs from the grid in use; collective over the grid.
 
     ``ds-topo verify`` replaces the layout of a program, so nothing is refused in its runs.
-
-    Raises:
-        TopologyError: the layout differs; the message names ranks that are placed differently.
-        DisagreementError: the layout of another rank differs.
     """
     if TOPOLOGY_OVERRIDE in os.environ:
         return
@@ -60,12 +56,7 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
 
 
 def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
-    """Return the mpu for an engine while a grid is in use; collective over the ranks of the engine.
-
-    Raises:
-        TopologyError: ``mpu``, or the pipeline's own, joins other ranks than the grid; the message names them.
-        DisagreementError: another rank raised that error.
-    """
+    """Return the mpu for an engine while a grid is in use; refuse one that joins other ranks. Collective."""
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     own: Any = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
     with agreement(grid.get_ranks(axes_of_engine(grid, is_pipeline)), "the mpu of the engine"):
@@ -77,11 +68,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
 
 
 def require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
-    """Refuse a topology that places ranks differently than a grid does; axes of degree 1 do not matter.
-
-    Raises:
-        TopologyError: the message names the ranks.
-    """
+    """Refuse a topology that places ranks differently than a grid does; axes of degree 1 do not matter."""
     wanted = fold_extra_axes(grid.topology())
     if given in (grid.topology(), wanted):
         return
@@ -101,11 +88,7 @@ def require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
 
 
 def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
-    """Refuse an mpu, or a program's module of parallel state, whose groups are not the grid's.
-
-    Raises:
-        TopologyError: a group differs; the message names the method and both sets of ranks.
-    """
+    """Refuse an mpu, or a program's module of parallel state, whose groups are not the grid's."""
     spans_of = {**_QUESTIONS, _DATA_QUESTION: (sample_axes(grid.topology()), gradient_axes(grid.topology()))}
     if hasattr(mpu, _ONLY_IN_NEOX):
         spans_of["get_model_parallel_group"] = ((MODEL,),)

@@ -300,11 +300,7 @@ class Replicas:
             self.engine.optimizer.checkpoint_event_epilogue()
 
     def _compare(self) -> None:
-        """Compare this rank's state, and what it began with, with those of all replicas, if the quorum has changed.
-
-        Raises:
-            ReplicaError: they differ; raised in all replicas.
-        """
+        """Compare this rank's state, and what it began with, in all replicas if the quorum has changed; all raise."""
         change = self._changes.number
         if change == self._compared or self.manager.errored() is not None:
             return

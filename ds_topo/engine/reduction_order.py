@@ -159,13 +159,7 @@ def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
 
 
 class ComparedBuckets:
-    """A comparison of the buckets of one optimizer between the ranks that reduce them together.
-
-    Args:
-        module: the module whose parameters the messages name.
-        group: the ranks.
-        stage: the stage of ZeRO, for messages.
-    """
+    """A comparison of the buckets of one optimizer between the ranks that reduce them together."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup, stage: int) -> None:
         self._group, self._stage = group, stage
@@ -206,11 +200,7 @@ class ComparedBuckets:
             self.read()
 
     def read(self) -> None:
-        """Wait for the comparisons on their way, and raise if buckets differ.
-
-        Raises:
-            DisagreementError: the message names ranks and parameters; raised on all ranks of the group.
-        """
+        """Wait for the comparisons on their way, and raise on all ranks of the group if buckets differ."""
         unread, self._unread = self._unread, []
         for extremes, event, compared in unread:
             if event is not None:

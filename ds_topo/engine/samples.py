@@ -91,11 +91,7 @@ _ZERO = 1e-6
 def require_equal(
     read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str], what: str = "different samples"
 ) -> None:
-    """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 means that nothing was read.
-
-    Raises:
-        DisagreementError: samples differ; the message names a rank and the axes.
-    """
+    """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 stands for none."""
     group = grid.get_group([axis for axis in peers if axis in grid.topology().axes])
     by_batch = zip(*gathered(read, group), strict=True)
     differ = any(len({*digests} - {0}) > 1 for digests in by_batch)
@@ -425,11 +421,7 @@ def described(grid: MpuGrid, grid_rank: int) -> str:
 
 
 def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], error: RuntimeError) -> None:
-    """Raise for an error of a forward pass whose cause are inputs of another type than that of the parameters.
-
-    Raises:
-        EngineOptionError: the message says how to give both one type.
-    """
+    """Raise for an error of a forward pass whose cause are inputs of another type than that of the parameters."""
     own = {each.dtype for each in engine.module.parameters() if each.is_floating_point()}
     if "type" not in str(error) or not own or types <= own:
         return

@@ -181,11 +181,7 @@ class LoneChanges:
             self._warn(_OTHER_OPTIONS.format(1), options, group)
 
     def look_at_frozen(self) -> None:
-        """Wait for all replicas if other parameters are trained than before, in the first forward pass of a step.
-
-        Raises:
-            DisagreementError: some replicas did not come; they train the parameters of before.
-        """
+        """Wait for all replicas if other parameters are trained than before, in the first forward pass of a step."""
         self.begins_step = False
         trained = [each.requires_grad for _, each in self._named]
         if trained == self._trained:

@@ -60,11 +60,7 @@ class NoticedWrites(EngineOnGrid):
 
 
 class WrittenWeights:
-    """The search for parameters of one engine that a program has changed since the engine was built.
-
-    Args:
-        engine: an engine whose optimizer has master weights.
-    """
+    """The search for parameters of one engine that a program has changed since the engine was built."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._optimizer = engine.optimizer

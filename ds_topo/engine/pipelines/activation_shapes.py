@@ -46,9 +46,6 @@ def buffers_for(
         shapes: those of this rank's micro-batches; none on stages that read no inputs.
         changed: whether some rank's differ from those of the last call.
         uneven: whether some rank's differ from each other.
-
-    Raises:
-        EngineOptionError: they differ within a step of DualPipeV.
     """
     if uneven and isinstance(engine, DualPipeVEngine):
         raise EngineOptionError(

@@ -95,14 +95,7 @@ def remaining(iterator: Iterator[Any]) -> int | None:
 
 
 def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-    """Call ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none.
-
-    Args:
-        method: DeepSpeed's method, bound to the engine.
-        engine: the engine.
-        args: arguments of the method.
-        options: more of them.
-    """
+    """Call ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
     given, call = inspect.signature(method).bind(*args, **options), method.__name__
     wanted, starts = given.arguments.get("num_micro_batches") or engine.micro_batches, engine.starts
     iterator = given.arguments.get("data_iter")
@@ -132,12 +125,6 @@ def _require(
     Returns:
         The iterator to use instead of the given one; the shapes of this rank's micro-batches where they matter, whether
         those of some rank have changed since the last step, and whether they change within this one.
-
-    Raises:
-        EndOfSamplesError: a rank has too few; raised on every rank; the message names the rank with the fewest.
-        DisagreementError: slices have samples of different shapes, or some ranks train while others evaluate; raised on
-            every rank.
-        Exception: this rank failed to read samples.
     """
     left, failure = _ENDLESS, None
     shapes: list[Shapes] = []

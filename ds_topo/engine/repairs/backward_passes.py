@@ -350,11 +350,7 @@ class NotedDiscards(Mixin, ZeROOptimizer):  # type: ignore[misc]
 
 
 def check_loss(loss: Any = None, **_: object) -> None:
-    """Refuse an argument of ``engine.backward`` that is no loss.
-
-    Raises:
-        ValueError: the message says what it is.
-    """
+    """Refuse an argument of ``engine.backward`` that is no loss."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
         return
     if not isinstance(loss, torch.Tensor):
