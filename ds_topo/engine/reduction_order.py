@@ -18,10 +18,10 @@ step. In all cases it is read before weights change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,8 @@ class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             buckets = self.ipg_buckets
             for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:  # all at the end of backward
                 places = buckets[dtype].params
-                compared.compare(places, [self.bit16_groups[group][index] for group, index, _ in places])
+                members = [self.bit16_groups[group][index] for group, index, _ in places]
+                compared.compare(places, {"": members})
         return super().reduce_ipg_grads(comm_dtype=comm_dtype)
 
     def step(self, closure: object = None) -> Any:
@@ -158,6 +159,10 @@ def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 
 
+Named: TypeAlias = Mapping[str, Sequence[object]]
+"""Parameters, and modules for which parameters were gathered, by what a message says before their names."""
+
+
 class ComparedBuckets:
     """A comparison of the buckets of one optimizer between the ranks that reduce them together."""
 
@@ -166,27 +171,18 @@ class ComparedBuckets:
         self._device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
         self._reads_later = traits_of(group, self._device).ordered_by_stream
         self._side = SideStream(self._device)
-        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Any, ...]]] = []
+        self._unread: list[tuple[torch.Tensor, torch.Event | None, Named, Sequence[str]]] = []
         """The extremes of digests that are on their way, and what they are of on this rank."""
         self._modules = list(module.modules())
         self.waits_for_device = False
         """True while DeepSpeed reduces the last buckets of a backward pass, and then waits for the device."""
 
-    def compare(
-        self,
-        content: Sequence[object],
-        parameters: Sequence[nn.Parameter],
-        gathered: Sequence[nn.Module] = (),
-        external: Sequence[nn.Parameter] = (),
-        facts: Sequence[str] = (),
-    ) -> None:
+    def compare(self, content: Sequence[object], named: Named, facts: Sequence[str] = ()) -> None:
         """Compare what a bucket holds; collective over the group, without a wait if streams order collectives.
 
         Args:
             content: integers, in nested tuples, that are equal on all ranks if the buckets are.
-            parameters: the parameters of the bucket, for the message.
-            gathered: the modules for which parameters were gathered, for the message.
-            external: parameters that were gathered outside of their own module, for the message.
+            named: what the content is of, for the message.
             facts: what else the content holds, for the message.
         """
         number = hash(tuple(content))
@@ -195,19 +191,19 @@ class ComparedBuckets:
             extremes = extremes.to(self._device, non_blocking=True)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True).wait()
             extremes = extremes.to("cpu", non_blocking=True)
-        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external, facts)))
+        self._unread.append((extremes, self._side.mark(), named, facts))
         if not self._reads_later or self.waits_for_device:
             self.read()
 
     def read(self) -> None:
         """Wait for the comparisons on their way, and raise on all ranks of the group if buckets differ."""
         unread, self._unread = self._unread, []
-        for extremes, event, compared in unread:
+        for extremes, event, named, facts in unread:
             if event is not None:
                 event.synchronize()
             highest, lowest = extremes.tolist()
             if highest != ~lowest:
-                self._refuse(*compared)
+                self._refuse(named, facts)
 
     def external_parameters(self) -> list[Any]:
         """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
@@ -218,13 +214,7 @@ class ComparedBuckets:
         """The dictionaries of all modules, which ZeRO 3 creates when it starts and fills later; most are empty."""
         return [found for module in self._modules if (found := vars(module).get("_external_params")) is not None]
 
-    def _refuse(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gathered: Sequence[nn.Module],
-        external: Sequence[nn.Parameter],
-        facts: Sequence[str],
-    ) -> NoReturn:
+    def _refuse(self, named: Named, facts: Sequence[str]) -> NoReturn:
         """Name the first ones that differ, through the store: the group may be blocked by what was reduced."""
         root = self._modules[0]
         names: dict[object, str] = {parameter: name for name, parameter in root.named_parameters()}
@@ -232,8 +222,8 @@ class ComparedBuckets:
         lines = [*facts]
         lines += [
             f"{place}. {what}{names.get(each, 'unnamed')}"
-            for what, group in (("", parameters), ("forward of ", gathered), ("read outside of its module: ", external))
-            for place, each in enumerate(group, start=1)
+            for what, several in named.items()
+            for place, each in enumerate(several, start=1)
         ]
         members = sorted(dist.get_process_group_ranks(self._group))
         problem = "the ranks do not agree on the gradients that they reduce together, but have the same names for them"
@@ -262,19 +252,18 @@ def compare_partitioned_bucket(
     if optimizer.reduce_scatter or not optimizer.contiguous_gradients:
         parameters.sort(key=lambda parameter: parameter.ds_id)
     content = [parameter.ds_id for parameter in parameters]
-    gathered: list[nn.Module] = []
-    external: list[Any] = []
-    facts: list[str] = []
+    named: dict[str, Sequence[Any]] = {"": parameters}
+    facts = []
     if compared.waits_for_device:
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         is_known, number = coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]
         content += [is_known, number]
         order = "in the order of earlier steps" if is_known else "in an order that earlier steps did not have"
         facts = [f"{number} modules have gathered parameters, {order}"]
-        gathered = [] if is_known else list(vars(coordinator)[_ORDER])
-        external = compared.external_parameters()
+        named["forward of "] = gathered = [] if is_known else list(vars(coordinator)[_ORDER])
+        named["read outside of its module: "] = external = compared.external_parameters()
         content += [-1, *(module.ds_id for module in gathered), -1, *(parameter.ds_id for parameter in external)]
-    compared.compare(content, parameters, gathered, external, facts)
+    compared.compare(content, named, facts)
 
 
 _GATHERED, _ORDER = "_PartitionedParameterCoordinator__step_id", "_PartitionedParameterCoordinator__submodule_order"
