@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from itertools import groupby
 from typing import Any
 from weakref import WeakSet
@@ -45,7 +46,6 @@ from ds_topo.engine.current_mpu import agreement, axes_of_engine, in_use
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
-from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.topology.process_topology import ProcessTopology
@@ -480,22 +480,21 @@ def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -
     right = [expected]
     if engine._config.tensor_parallel_config.autotp_size > 1:  # AutoTP splits what was whole on all ranks
         right.append(grid.get_ranks(axes_of_engine(grid, False)))
-    known: dict[ProcessGroup, list[int]] = {}
+    ranks_of = cache(lambda group: sorted(dist.get_process_group_ranks(group)))
     for name, parameter in model.named_parameters():
         group = getattr(parameter, "ds_process_group", None)
         if group is None or not getattr(parameter, "allreduce", True):  # experts have groups of their own
             continue
-        if group not in known:
-            known[group] = sorted(dist.get_process_group_ranks(group))
+        ranks = ranks_of(group)
         if engine.zero_optimization_stage() < 3:
             raise EngineOptionError(
-                f"zero.Init partitioned parameter {name!r} over ranks {listed(known[group])}, but the engine is at "
+                f"zero.Init partitioned parameter {name!r} over ranks {listed(ranks)}, but the engine is at "
                 f"ZeRO stage {engine.zero_optimization_stage()}, which needs whole parameters: use stage 3, or build "
                 "the model without zero.Init"
             )
-        if known[group] not in right:
+        if ranks not in right:
             raise EngineOptionError(
-                f"zero.Init partitioned parameter {name!r} over ranks {listed(known[group])}, all of which now have "
+                f"zero.Init partitioned parameter {name!r} over ranks {listed(ranks)}, all of which now have "
                 f"the values of the first one, but ZeRO 3 partitions over {listed(expected)} with "
                 f"{grid.topology().spec!r}: pass data_parallel_group=grid.get_partition_group() to zero.Init, or call "
                 "ds_topo.use(grid) before it"

@@ -105,12 +105,10 @@ def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: 
         result = method(*given.args, **given.kwargs)
         starts.end(engine)
         return result
+    is_own = iterator is None and call == "train_batch"
+    found, shapes = _require(engine, call, engine.data_iterator if is_own else iterator, wanted, is_own)
     if iterator is not None:
-        given.arguments["data_iter"], shapes = _require(engine, call, iterator, wanted)
-    elif call == "train_batch":
-        _, shapes = _require(engine, call, engine.data_iterator, wanted, is_own=True)
-    else:
-        _, shapes = _require(engine, call, None, wanted)
+        given.arguments["data_iter"] = found
     with buffers_for(engine, call, wanted, *shapes):
         result = method(*given.args, **given.kwargs)
     starts.end(engine)
@@ -118,7 +116,7 @@ def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: 
 
 
 def _require(
-    engine: PipelineEngine, call: str, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
+    engine: PipelineEngine, call: str, iterator: Iterator[Any] | None, wanted: int, is_own: bool
 ) -> tuple[Iterator[Any] | None, tuple[list[Shapes], bool, bool]]:
     """Agree that all ranks have enough samples for a step, and whether these have other shapes than the last ones.
 
