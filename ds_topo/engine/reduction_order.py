@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,9 @@ class ComparedReduction(EngineOnGrid):
     def complete(self) -> None:
         """Compare buckets between the ranks, or fill them alike."""
         super().complete()
-        compared, fills = _compared_buckets_of(self), _adds_zeros(self)
-        if (compared is not None or fills) and self.give_optimizer(OrderedZero, OrderedZero3):
-            self.optimizer.ordered = OrderOfReduction(compared, fills)
+        if _has_others(self):
+            self.give_optimizer(OrderedZero, OrderedZero3)
+            self.optimizer.compared_buckets = _compared_buckets_of(self)
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -57,34 +57,26 @@ class ComparedReduction(EngineOnGrid):
             try:
                 yield
             finally:  # gradients are reduced after an error, too
-                if _adds_zeros(self):
+                if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and _has_others(self):
                     fill_missing(self.optimizer)
-
-
-class OrderOfReduction(NamedTuple):
-    """The means by which an optimizer's ranks reduce the same gradients together."""
-
-    compared: ComparedBuckets | None
-    """The comparison of the gradients that are reduced; None if their order does not matter."""
-    fills: bool
-    """True if gradients of zeros are added for parameters that this rank does not use."""
 
 
 class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_state = "ordered"
-    ordered: OrderOfReduction
+    mixin_state = "compared_buckets"
+    compared_buckets: ComparedBuckets | None
+    """The comparison of gradients that are reduced as they come; None if they are reduced at once, by parameters."""
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
         """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them."""
-        if self.ordered.fills and self.ordered.compared is None:
+        if self.compared_buckets is None:
             fill_missing(self)
         return super().reduce_gradients(*arguments, **options)
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
         """Compare the bucket's parameters between the ranks first."""
-        if (compared := self.ordered.compared) is not None:
+        if (compared := self.compared_buckets) is not None:
             compared.waits_for_device = comm_dtype is None and self.overlap_comm
             buckets = self.ipg_buckets
             for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:  # all at the end of backward
@@ -95,45 +87,36 @@ class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def step(self, closure: object = None) -> Any:
         """Read comparisons before weights change."""
-        if self.ordered.compared is not None:
-            self.ordered.compared.read()
+        if self.compared_buckets is not None:
+            self.compared_buckets.read()
         return super().step(closure)
 
 
 class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_state = "ordered"
-    ordered: OrderOfReduction
+    mixin_state = "compared_buckets"
+    compared_buckets: ComparedBuckets
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
         """Compare the bucket's parameters between the ranks first."""
-        if self.ordered.compared is not None:
-            compare_partitioned_bucket(self.ordered.compared, self, comm_dtype)
+        compare_partitioned_bucket(self.compared_buckets, self, comm_dtype)
         return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Read comparisons here, where ZeRO 3 waits for the device."""
-        compared = self.ordered.compared
-        if compared is not None:
-            compared.waits_for_device = True
+        compared = self.compared_buckets
+        compared.waits_for_device = True
         try:
             super().independent_gradient_partition_epilogue()
         finally:
-            if compared is not None:
-                compared.waits_for_device = False
+            compared.waits_for_device = False
 
 
-def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
-    """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
-    optimizer = engine.optimizer
-    reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or (
-        isinstance(optimizer, DeepSpeedZeroOptimizer)
-        and (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
-    )
-    if not reduces_at_once or dist.get_world_size(group := _group_of(engine)) == 1:
-        return None
-    return ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
+def _has_others(engine: DeepSpeedEngine) -> bool:
+    """Tell whether an optimizer of ZeRO reduces gradients together with other ranks."""
+    kinds = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    return isinstance(engine.optimizer, kinds) and dist.get_world_size(_group_of(engine)) > 1
 
 
 def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
@@ -143,10 +126,15 @@ def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
     return group
 
 
-def _adds_zeros(engine: DeepSpeedEngine) -> bool:
-    """Tell whether gradients of zeros are added for missing ones where ZeRO 1 or 2 reduces all of them at once."""
+def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
+    """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
     optimizer = engine.optimizer
-    return isinstance(optimizer, DeepSpeedZeroOptimizer) and dist.get_world_size(_group_of(engine)) > 1
+    reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer) and not (
+        optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow
+    )
+    if reduces_at_once:
+        return None
+    return ComparedBuckets(engine.module, _group_of(engine), int(engine.zero_optimization_stage()))
 
 
 def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
