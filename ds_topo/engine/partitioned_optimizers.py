@@ -164,8 +164,9 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
         for own, master in self.own_parts():
             master.copy_(own)
 
-    def _flats(self) -> list[torch.Tensor]:
-        """Return the flat tensors, in the layout in force, after all parameters have arrived."""
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The flat tensors, in the layout in force, after all parameters have arrived."""
         self.reduction.parameters.wait()
         return [group.memory[: group.layout.numel] for group in self.reduction.groups]
 
@@ -271,10 +272,7 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
 class PartitionedZero(PartitionedOptimizer, ReducedZero):
     """ZeRO 1 or 2 in our layout."""
 
-    @property
-    def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """The flat tensors, after all parameters have arrived."""
-        return self._flats()
+    bit16_groups_flat = PartitionedOptimizer.flats
 
     @property
     def params_in_partition(self) -> list[list[nn.Parameter]]:
@@ -386,10 +384,7 @@ class PartitionedBF16(PartitionedOptimizer, BF16_Optimizer):  # type: ignore[mis
     def update_hp_grads(self, *_: object, **__: object) -> None:
         """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
 
-    @property
-    def bf16_groups_flat(self) -> list[torch.Tensor]:
-        """The flat tensors, after all parameters have arrived."""
-        return self._flats()
+    bf16_groups_flat = PartitionedOptimizer.flats
 
     def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
         """Return the averaged gradients, whose memory lasts."""
