@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -109,9 +108,8 @@ def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _saving_by_slice(engine: EngineOnGrid) -> Iterator[None]:
-    """Let each slice write the files that it will load, in a call that saves.
+def _saving_by_slice(engine: EngineOnGrid) -> AbstractContextManager[None]:
+    """Return a context in which each slice writes the files that it will load, for a call that saves.
 
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
     If replicas of an expert are on several slices, the files of the other slices would be missing.
@@ -125,16 +123,12 @@ def _saving_by_slice(engine: EngineOnGrid) -> Iterator[None]:
         )
     automatic = engine._config.expert_parallel_config
     if not automatic.enabled:
-        with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
-            yield
-        return
+        return ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes)
     own = registry.find(name_of_size(automatic.autoep_size))
     is_folded = engine.autotp_size() > 1 and not engine.zero_optimization_partition_weights()
     if not is_folded or own is None or own.writes_checkpoint:
-        yield
-        return
-    with ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size)):
-        yield
+        return nullcontext()
+    return ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size))
 
 
 @around
