@@ -295,11 +295,7 @@ def sum_of_squares(
 ) -> torch.Tensor:
     """Return the sum, ``[]``, of the squares of all elements, by a few kernels, and to the last bit as DeepSpeed does.
 
-    Args:
-        gradients: dense gradients.
-        device: the device of the result.
-        dtype: the type of the sums; that of the gradients by default.
-        foreach: whether one kernel may work on several gradients.
+    Sums have the type of the gradients, which are dense, unless ``dtype`` is given.
     """
     parts = _at_once(gradients, foreach)
     norms = [norm.to(device) for part in parts for norm in torch._foreach_norm(part, 2.0, dtype=dtype)]

@@ -46,11 +46,7 @@ class Zero1Gradients(WrapperGradients):
 class PartitionGradients(WrapperGradients):
     """The connection at ZeRO 1 and 2: the optimizer runs in our layout while the reducer is attached.
 
-    Args:
-        engine: the engine.
-        sizes: the sizes of the regions.
-        whole: parameters that every rank needs whole.
-        wider: continues sums beyond the engine's ranks; None if they end there.
+    Every rank needs the parameters ``whole`` as a whole; ``wider`` continues sums beyond the engine's ranks.
     """
 
     def __init__(
@@ -169,10 +165,7 @@ def gradients_of_wrapper(
 ) -> OptimizerGradients:
     """Return the connection to this engine's optimizer, ``BF16_Optimizer`` or that of ZeRO 1 and 2.
 
-    Args:
-        engine: the engine.
-        sizes: returns the sizes of buckets; called only if a layout depends on them.
-        wider: continues sums beyond the engine's ranks; None if they end there.
+    The function ``sizes``, which is collective, is called only if a layout depends on the sizes of buckets.
     """
     optimizer = engine.optimizer
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them

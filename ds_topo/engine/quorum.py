@@ -198,10 +198,7 @@ def _manager(grid: MpuGrid, device: torch.device, options: ReplicaOptions) -> tu
 class Replicas:
     """The replicas of an engine's job, as one of them sees the others: ``engine.replicas``.
 
-    Args:
-        engine: an engine on a grid; ``deepspeed.initialize`` has just returned it.
-        options: the section of the config.
-        reduction: the arguments of the reducer at ZeRO 0 to 2.
+    ``initialize`` creates it right after the engine. ``reduction`` has the arguments of the reducer at ZeRO 0 to 2.
     """
 
     def __init__(self, engine: DeepSpeedEngine, options: ReplicaOptions, reduction: Mapping[str, Any]) -> None:

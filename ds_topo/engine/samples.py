@@ -112,9 +112,7 @@ def require_equal(
 class FirstSamples:
     """The samples that an engine reads first: its peers must read the same ones, and its replicas should not.
 
-    Args:
-        grid: the engine's grid, whose ``check_samples`` switches errors and warnings off.
-        micro_batch: the number of samples of a batch, by the config.
+    ``check_samples`` of the grid switches errors and warnings off.
     """
 
     def __init__(self, grid: MpuGrid, micro_batch: int) -> None:

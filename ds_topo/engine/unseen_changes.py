@@ -33,8 +33,7 @@ _HOOK = "_ds_topo_direct_steps"
 class DirectSteps:
     """Notice steps of an engine's optimizer and of its scheduler that the program takes itself.
 
-    Args:
-        engine: an engine of a grid, whose ``check_weights`` switches the warning off.
+    ``check_weights`` of the engine's grid switches the warnings off.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -132,11 +131,8 @@ class LoneChanges:
     through the job's store, where nobody waits: a rank that has left out a step would join another collective instead.
     If ``requires_grad`` of a parameter changes on a rank, the rank waits until it has changed on all replicas, because
     gradients of different parameters would be reduced together. Optimizers with master weights overwrite what a program
-    has written, so there weights are not compared (:mod:`ds_topo.engine.written_weights`).
-
-    Args:
-        engine: an engine of a grid, whose ``check_weights`` switches the comparison off if it is set before.
-        has_masters: the engine's optimizer has master weights.
+    has written, so there weights are not compared (:mod:`ds_topo.engine.written_weights`). ``check_weights`` of the
+    engine's grid switches the comparison off if it is set before.
     """
 
     def __init__(self, engine: DeepSpeedEngine, has_masters: bool) -> None:
