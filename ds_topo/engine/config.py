@@ -270,18 +270,17 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
         return  # it follows from the others
     replicas = grid.get_data_parallel_world_size()
     parts = (micro or 1) * (steps or 1) * replicas
-    if batch % parts == 0 if None in (micro, steps) else batch == parts:
+    is_multiple = None in (micro, steps)
+    if batch % parts == 0 if is_multiple else batch == parts:
         return
-    sizes = zip(_SIZES[1:], (micro, steps), strict=True)
-    factors = " x ".join(f"{size} ({name})" for name, size in sizes if size is not None)
+    factors = [f"{size} ({name})" for name, size in zip(_SIZES[1:], (micro, steps), strict=True) if size is not None]
+    factors.append(f"{replicas} (replicas with samples of their own)")
     counted = [
         axis for axis in gradient_axes(grid.topology()) if axis != SEQ or replicas > grid.get_sample_world_size()
     ]
     spec, axes = grid.topology().spec, [f"{axis}={grid.get_axis_size(axis)}" for axis in counted]
-    valid = f"{parts}, or omit it" if None not in (micro, steps) else f"a multiple of {parts}"
     raise EngineOptionError(
-        f"train_batch_size {batch} is not {'a multiple of ' if None in (micro, steps) else ''}{factors}"
-        f"{' x ' if factors else ''}{replicas} (replicas with samples of their own). In {spec!r} they are along "
-        f"{listed(axes) if axes else 'no axis'}; ranks along other axes read the same samples. Set train_batch_size to "
-        f"{valid}"
+        f"train_batch_size {batch} is not {'a multiple of ' * is_multiple}{' x '.join(factors)}. In {spec!r} they are "
+        f"along {listed(axes) if axes else 'no axis'}; ranks along other axes read the same samples. Set "
+        f"train_batch_size to {f'a multiple of {parts}' if is_multiple else f'{parts}, or omit it'}"
     )
