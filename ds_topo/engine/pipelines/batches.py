@@ -116,7 +116,7 @@ def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: 
 
 
 def _require(
-    engine: PipelineEngine, call: str, iterator: Iterator[Any] | None, wanted: int, is_own: bool
+    engine: PipelineEngine, call: str, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
 ) -> tuple[Iterator[Any] | None, tuple[list[Shapes], bool, bool]]:
     """Agree that all ranks have enough samples for a step, and whether these have other shapes than the last ones.
 
