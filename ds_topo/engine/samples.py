@@ -424,11 +424,11 @@ def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], erro
     if "type" not in str(error) or not own or types <= own:
         return
     kind, given = str(next(iter(own))), listed(sorted(map(str, types - own)))
-    enabled = next((name for name in ("bf16", "fp16") if getattr(engine, f"{_ENABLED[name]}_enabled")()), None)
-    if enabled:
-        why = f'"{enabled}" is enabled in the config'
+    if engine.bfloat16_enabled():
+        why = '"bf16" is enabled in the config'
         remedy = 'or have "torch_autocast": {"enabled": true} in its place, with which parameters stay float32'
-        remedy = 'or set "fp16": {"auto_cast": true}' if enabled == "fp16" else remedy
+    elif engine.fp16_enabled():
+        why, remedy = '"fp16" is enabled in the config', 'or set "fp16": {"auto_cast": true}'
     elif kind == "torch.float32":
         why, remedy = "the config enables neither bf16 nor fp16", 'or enable "bf16" or "fp16"'
     else:
@@ -438,6 +438,3 @@ def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], erro
         f"inputs of type {given}, but parameters of the engine have the type {kind} ({why}), and the model does not "
         f"convert them ({error}): convert inputs by .to({kind}), {remedy}"
     ) from error
-
-
-_ENABLED = {"bf16": "bfloat16", "fp16": "fp16"}
