@@ -46,16 +46,10 @@ class OptimizerGradients:
         self.engine = engine
         self.optimizer = engine.optimizer
 
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
-        """Let the engine and its optimizer use the reducer until the bindings are closed.
+    def bind(self, driver: EngineDriver, bindings: ExitStack, overlaps: bool) -> None:
+        """Let the engine and its optimizer use the driver's reducer until the bindings are closed.
 
-        Args:
-            reduce: waits for the reducer and calls :meth:`mark_reduced`.
-            forget: discards what the reducer has accumulated.
-            bindings: gets the functions that undo it.
-            overlaps: let parameters arrive from other ranks during the next forward pass.
+        With ``overlaps``, parameters may arrive from other ranks during the next forward pass.
         """
 
     def mark_reduced(self) -> None:
@@ -239,8 +233,7 @@ class EngineDriver(StepDriver):
         """Give the engine the class of engines that drive a reducer, until it is detached."""
         self.reducer = self.engine.gradient_reducer = reducer
         self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
-        overlaps = options.overlap_parameters
-        self.gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings, overlaps)
+        self.gradients.bind(self, self._bindings, options.overlap_parameters)
         self.engine.reducer_driver = self
         self._bindings.callback(adopt(self.engine, self.mixin))
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo.base.marks import is_element_by_element, offsets_in_flat_groups
-from ds_topo.engine.engine_driver import OptimizerGradients
+from ds_topo.engine.engine_driver import EngineDriver, OptimizerGradients
 from ds_topo.engine.parameter_gathers import FlatGroup, balanced_layout, lengthened
 from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedZero, WrapperGradients
 from ds_topo.reduction.options import BucketSizes
@@ -71,11 +71,9 @@ class PartitionGradients(WrapperGradients):
 
     # -- the reducer's calls
 
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
+    def bind(self, driver: EngineDriver, bindings: ExitStack, overlaps: bool) -> None:
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
-        super().bind(reduce, forget, bindings, overlaps)
+        super().bind(driver, bindings, overlaps)
         self.optimizer.enter()
         self.parameters.start_overlapping(self.engine.module)
         bindings.callback(self._end)

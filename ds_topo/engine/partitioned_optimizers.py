@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import is_
@@ -50,7 +50,7 @@ from torch import nn
 
 from ds_topo.base.classes import REDUCED, Mixin, adopt
 from ds_topo.base.torch_names import job_timeout
-from ds_topo.engine.engine_driver import OptimizerGradients
+from ds_topo.engine.engine_driver import EngineDriver, OptimizerGradients
 from ds_topo.engine.norms import counts_on_slice
 from ds_topo.engine.optimizer_norms import norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
@@ -64,26 +64,22 @@ class WrapperGradients(OptimizerGradients):
 
     mixin: type[Mixin]
     """The class."""
-    reduce: Callable[..., None]
-    """Waits for the reducer."""
-    forget: Callable[[], None]
-    """Discards what the reducer has accumulated in earlier micro-batches."""
+    driver: EngineDriver
+    """The driver of the reducer; set by :meth:`bind`."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         super().__init__(engine)
         self.groups: list[FlatGroup] = []
         """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
 
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
+    def bind(self, driver: EngineDriver, bindings: ExitStack, overlaps: bool) -> None:
         """Give the optimizer its class; see :class:`OptimizerGradients`."""
         kind = PartitionedParameters
         if overlaps:
             from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
 
             kind = LateParameters
-        self.reduce, self.forget, self.parameters = reduce, forget, kind(self.groups)
+        self.driver, self.parameters = driver, kind(self.groups)
         self.optimizer.reduction = self
         bindings.callback(adopt(self.optimizer, self.mixin))
 
@@ -111,15 +107,15 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def reduce_gradients(self, *_: object, **__: object) -> None:
         """Wait for the reducer. Stage 1 would reduce gradients here, after the last backward pass."""
-        self.reduction.reduce()
+        self.reduction.driver.reduce()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Wait for the reducer. Stage 2 would end its own reduction here, after every backward pass."""
-        self.reduction.reduce()
+        self.reduction.driver.reduce()
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
-        self.reduction.forget()
+        self.reduction.driver.reducer.forget_unreduced()
         super().zero_grad(*arguments, **options)
 
 
@@ -392,7 +388,7 @@ class PartitionedBF16(PartitionedOptimizer, BF16_Optimizer):  # type: ignore[mis
 
     def clear_hp_grads(self) -> None:
         """Discard what the reducer has accumulated; nothing is zeroed, because the next gradients overwrite memory."""
-        self.reduction.forget()
+        self.reduction.driver.reducer.forget_unreduced()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
