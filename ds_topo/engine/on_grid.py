@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ds_topo.base.classes import Mixin, adopt
-from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.config import Case
 from ds_topo.engine.current_mpu import agreement, current
 from ds_topo.errors import EngineOptionError, listed
@@ -31,6 +31,14 @@ from ds_topo.topology.axes import MODEL, PIPE
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
+
+
+def is_training_pass(engine: Any) -> bool:
+    """Tell whether a forward pass that begins now is one of training.
+
+    ``engine.training`` is always True: DeepSpeed's ``engine.eval()`` changes the module alone.
+    """
+    return bool(engine.module.training) and torch.is_grad_enabled()
 
 
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]

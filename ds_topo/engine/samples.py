@@ -29,9 +29,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DistributedSampler
 
-from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.config import passes_of
-from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.engine.on_grid import EngineOnGrid, is_training_pass
 from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered, gathered_by_value, number_of
