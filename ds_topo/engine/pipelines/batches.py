@@ -14,7 +14,7 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import cycle, islice, repeat
 from typing import Any
 
@@ -99,17 +99,16 @@ def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: 
     given, call = inspect.signature(method).bind(*args, **options), method.__name__
     wanted, starts = given.arguments.get("num_micro_batches") or engine.micro_batches, engine.starts
     iterator = given.arguments.get("data_iter")
-    if engine.grid.world_size == 1:
-        if call == "train_batch":
-            given.arguments["data_iter"] = starts.look(engine, iterator, wanted)
-        result = method(*given.args, **given.kwargs)
-        starts.end(engine)
-        return result
-    is_own = iterator is None and call == "train_batch"
-    found, shapes = _require(engine, call, engine.data_iterator if is_own else iterator, wanted, is_own)
-    if iterator is not None:
-        given.arguments["data_iter"] = found
-    with buffers_for(engine, call, wanted, *shapes):
+    context: AbstractContextManager[None] = nullcontext()
+    if engine.grid.world_size > 1:
+        is_own = iterator is None and call == "train_batch"
+        found, shapes = _require(engine, call, engine.data_iterator if is_own else iterator, wanted, is_own)
+        if iterator is not None:
+            given.arguments["data_iter"] = found
+        context = buffers_for(engine, call, wanted, *shapes)
+    elif call == "train_batch":
+        given.arguments["data_iter"] = starts.look(engine, iterator, wanted)
+    with context:
         result = method(*given.args, **given.kwargs)
     starts.end(engine)
     return result
