@@ -408,11 +408,7 @@ def _axes_of_other_samples(ranks: list[int], grid: MpuGrid) -> list[str]:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Give strided parameters contiguous memory, which DeepSpeed's broadcast needs; values stay.
-
-    Raises:
-        EngineOptionError: a strided parameter is a view of another one, from which it would be separated.
-    """
+    """Give strided parameters contiguous memory, which DeepSpeed's broadcast needs; refuse views of other ones."""
     named = [
         (name, each)
         for name, each in model.named_parameters()

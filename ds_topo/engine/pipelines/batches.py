@@ -54,8 +54,7 @@ class ReadAhead(Iterator[Any]):
     def fill(self, count: int) -> int:
         """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead.
 
-        Raises:
-            ValueError: the source has written into the tensors of an earlier element.
+        Refuse a source that has written into the tensors of an earlier element.
         """
         for element in islice(self.source, max(0, count - len(self.ahead))):
             if self.ahead and _versions_in(self.ahead[-1]) != self._versions:
