@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -161,7 +160,10 @@ class ComparedBuckets:
         self._side = SideStream(self._device)
         self._unread: list[tuple[torch.Tensor, torch.Event | None, Named, Sequence[str]]] = []
         """The extremes of digests that are on their way, and what they are of on this rank."""
-        self._modules = list(module.modules())
+        self._module = module
+        attributes = map(vars, module.modules())
+        self._external = [each["_external_params"] for each in attributes if "_external_params" in each]
+        """The parameters that ZeRO 3 finds outside of their modules: a dictionary for each, which it fills later."""
         self.waits_for_device = False
         """True while DeepSpeed reduces the last buckets of a backward pass, and then waits for the device."""
 
@@ -197,16 +199,10 @@ class ComparedBuckets:
         """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
         return [parameter for each in filter(None, self._external) for parameter in each.values()]
 
-    @cached_property
-    def _external(self) -> list[dict[Any, Any]]:
-        """The dictionaries of all modules, which ZeRO 3 creates when it starts and fills later; most are empty."""
-        return [found for module in self._modules if (found := vars(module).get("_external_params")) is not None]
-
     def _refuse(self, named: Named, facts: Sequence[str]) -> NoReturn:
         """Name the first ones that differ, through the store: the group may be blocked by what was reduced."""
-        root = self._modules[0]
-        names: dict[object, str] = {parameter: name for name, parameter in root.named_parameters()}
-        names |= {module: f"module {name!r}" for name, module in root.named_modules()}
+        names: dict[object, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        names |= {module: f"module {name!r}" for name, module in self._module.named_modules()}
         lines = [*facts]
         lines += [
             f"{place}. {what}{names.get(each, 'unnamed')}"
