@@ -121,7 +121,9 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
             "returns one"
         )
     scheduled, chosen = getattr(scheduler, "optimizer", None), optimizer or config.optimizer_name
-    if chosen and not callable(scheduler) and not _share_groups(scheduled, optimizer):
+    groups = getattr(scheduled, "param_groups", None)  # also those of a wrapper around the engine's optimizer
+    is_other = groups is not None and {*map(id, getattr(optimizer, "param_groups", ()))}.isdisjoint(map(id, groups))
+    if chosen and not callable(scheduler) and is_other:
         kind = type(scheduler).__name__
         name = chosen if isinstance(chosen, str) else type(chosen).__name__
         raise EngineOptionError(
@@ -166,14 +168,6 @@ def as_lists(parameters: Any, config: DeepSpeedConfig) -> Any:
     if parameters is None or isinstance(parameters, (list, nn.Module)) or is_lazy:
         return parameters
     return list(parameters)
-
-
-def _share_groups(scheduled: Any, optimizer: Any) -> bool:
-    """Tell whether a scheduler's optimizer is the engine's, or a wrapper around it; True if it is unknown."""
-    if not hasattr(scheduled, "param_groups"):
-        return True
-    own = {id(group) for group in getattr(optimizer, "param_groups", ())}
-    return any(id(group) in own for group in scheduled.param_groups)
 
 
 _reads_sections: ContextVar[bool] = ContextVar("reads_sections", default=False)
