@@ -214,12 +214,7 @@ PARTS: tuple[EnginePart, ...] = (
         _is_plain,
         "DeepSpeed does not notice that the number of micro-batches in a step changes.",
     ),
-    EnginePart(
-        "repairs.micro_batches",
-        "CountedMicroBatchesOfPipeline",
-        _is_pipeline,
-        "DeepSpeed does not notice that the number of micro-batches changes.",
-    ),
+    EnginePart("repairs.micro_batches", "CountedMicroBatchesOfPipeline", _is_pipeline, "The same."),
     # Outside of what looks at inputs and losses.
     EnginePart(
         "repairs.backward_passes",
