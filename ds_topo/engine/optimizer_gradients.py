@@ -75,7 +75,8 @@ class PartitionGradients(WrapperGradients):
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
         super().bind(driver, bindings, overlaps)
         self.optimizer.enter()
-        self.parameters.start_overlapping(self.engine.module)
+        if overlaps:
+            self.parameters.start_overlapping(self.engine.module)
         bindings.callback(self._end)
 
     def _end(self) -> None:
