@@ -113,8 +113,7 @@ class CurrentMpu:
         """Tell whether there may be an engine without a grid, whose methods would find a grid that stays current.
 
         Garbage collection must not decide this, because ranks collect at different times: an engine without an mpu
-        counts from its construction, which clones the world's group, until the end of the world. ``before`` is what was
-        current before the last engine was built.
+        counts from its construction, which clones the world's group, until the end of the world.
         """
         former = before[0]
         has_other_mpu = former is not None and not isinstance(former, MpuGrid)

@@ -44,8 +44,7 @@ def is_training_pass(engine: Any) -> bool:
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The base of all parts of engines.
 
-    Four methods are our own, for what DeepSpeed has no method for; a part that overrides one calls the
-    others' by ``super()``.
+    Four methods are our own, where DeepSpeed has none. An override calls those of the other parts by ``super()``.
     """
 
     mpu: MpuGrid

@@ -33,7 +33,6 @@ _QUESTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "get_context_parallel_group": ((SEQ,),),
 }
 """The methods of mpus, each with the axes that its answer may span: the meaning of model parallel differs."""
-_DATA_QUESTION = "get_data_parallel_group"
 _ONLY_IN_NEOX = "get_io_parallel_group"
 """A function that only the parallel state of GPT-NeoX has, where model parallel means tensor parallel."""
 
@@ -89,13 +88,13 @@ def require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
 
 def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
     """Refuse an mpu, or a program's module of parallel state, whose groups are not the grid's."""
-    spans_of = {**_QUESTIONS, _DATA_QUESTION: (sample_axes(grid.topology()), gradient_axes(grid.topology()))}
+    topology = grid.topology()
+    spans_of = {**_QUESTIONS, "get_data_parallel_group": (sample_axes(topology), gradient_axes(topology))}
     if hasattr(mpu, _ONLY_IN_NEOX):
         spans_of["get_model_parallel_group"] = ((MODEL,),)
-    axes = grid.topology().axes
     for question, spans in spans_of.items():
         found = _ranks_of(mpu, question)
-        expected = [grid.get_ranks(axis for axis in span if axis in axes) for span in spans]
+        expected = [grid.get_ranks(axis for axis in span if axis in topology.axes) for span in spans]
         if found is not None and found not in expected:
             remedy = f"call ds_topo.parallel_state.install(grid, {name})"
             if not isinstance(mpu, ModuleType):

@@ -54,8 +54,7 @@ class DealtSamples(EngineOnGrid):
             loader = super().deepspeed_io(*arguments, **options)
         sampler = loader.data_sampler
         if not len(loader):
-            whose = f"a batch of {loader.batch_size} on each rank that reads others"
-            self.mpu.warn_of_no_batch(loader.dataset, whose)
+            self.mpu.warn_of_no_batch(loader.dataset, f"a batch of {loader.batch_size} on each rank that reads others")
         if type(sampler) is DistributedSampler:
             sampler.__class__ = FollowedSampler  # the program may have given it, and kept it to call set_epoch
             loader.data_sampler.progress = self.mpu.progress

@@ -55,8 +55,7 @@ class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         """Warn that the copies of a tied weight may drift apart.
 
         The stages sum the gradients of a tied weight, and each updates its own copy. That keeps the copies equal if the
-        optimizer updates each element by itself. Others compute norms of a whole vector, and stages have different
-        vectors.
+        optimizer updates each element by itself. Others compute norms of vectors, which differ between stages.
         """
         super()._configure_optimizer(client_optimizer, model_parameters)
         if not (tied := self.module.get_tied_weights_and_groups()):
