@@ -45,9 +45,14 @@ class ComparedReduction(EngineOnGrid):
     def complete(self) -> None:
         """Compare buckets between the ranks, or fill them alike."""
         super().complete()
-        if _has_others(self):
-            self.give_optimizer(OrderedZero, OrderedZero3)
-            self.optimizer.compared_buckets = _compared_buckets_of(self)
+        if not _has_others(self):
+            return
+        self.give_optimizer(OrderedZero, OrderedZero3)
+        optimizer, stage = self.optimizer, int(self.zero_optimization_stage())
+        reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer) and not (
+            optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow
+        )
+        optimizer.compared_buckets = None if reduces_at_once else ComparedBuckets(self.module, _group_of(self), stage)
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -123,17 +128,6 @@ def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
         return engine.mpu.get_data_parallel_group()
     group: ProcessGroup = engine.optimizer.dp_process_group
     return group
-
-
-def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
-    """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
-    optimizer = engine.optimizer
-    reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer) and not (
-        optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow
-    )
-    if reduces_at_once:
-        return None
-    return ComparedBuckets(engine.module, _group_of(engine), int(engine.zero_optimization_stage()))
 
 
 def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
