@@ -32,14 +32,6 @@ def expert_group_name(parameter: torch.Tensor) -> str | None:
     return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
 
 
-def is_training_pass(engine: Any) -> bool:
-    """Tell whether a forward pass that begins now is one of training.
-
-    ``engine.training`` is always True: DeepSpeed's ``engine.eval()`` changes the module alone.
-    """
-    return bool(engine.module.training) and torch.is_grad_enabled()
-
-
 def inner_optimizer(engine: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps, inside DeepSpeed's wrappers; None if the engine has none."""
     from deepspeed.runtime.utils import DummyOptim  # the topology's own tools do without DeepSpeed

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +71,7 @@ class AutomaticParallelism(EngineOnGrid):
     def complete(self) -> None:
         """Average gradients over ``seq`` with AutoSP, instead of summing them."""
         super().complete()
-        if uses_autosp(self._config):
+        if "autosp" in passes_of(self._config):
             for reduces in (self, self.optimizer):
                 if hasattr(reduces, _SEQUENCE_SIZE):
                     setattr(reduces, _SEQUENCE_SIZE, 1)
@@ -145,13 +145,8 @@ def complete_sizes(config: DeepSpeedConfig, grid: MpuGrid) -> None:
         set_autotp_mode(training=True)
     if config.expert_parallel_config.enabled and _EXPERT_SIZE not in config._param_dict[_OF_EXPERTS]:
         config.expert_parallel_config.autoep_size = max(1, grid.topology().get_dim(EXPERT))
-    if uses_autosp(config):
+    if "autosp" in passes_of(config):
         config._param_dict.setdefault(_SEQUENCE_SIZE, max(1, grid.topology().get_dim(SEQ)))
-
-
-def uses_autosp(config: DeepSpeedConfig) -> bool:
-    """Tell whether the config asks for AutoSP."""
-    return "autosp" in passes_of(config)
 
 
 # -- AutoEP -----------------------------------------------------------------------------------------------------------
@@ -163,20 +158,17 @@ def _plan_of(config: DeepSpeedConfig, grid: MpuGrid) -> ExpertPlan:
     return ExpertPlan(grid.topology(), size, use_data_before_expert=is_data_first)
 
 
-@contextmanager
-def tables_of_grid(config: DeepSpeedConfig, grid: MpuGrid) -> Iterator[None]:
-    """Let DeepSpeed take the tables of ranks of AutoEP with AutoTP from the grid."""
+def tables_of_grid(config: DeepSpeedConfig, grid: MpuGrid) -> AbstractContextManager[None]:
+    """Return a context in which DeepSpeed takes the tables of ranks of AutoEP with AutoTP from the grid."""
     if not config.expert_parallel_config.enabled:
-        yield
-        return
+        return nullcontext()
 
     def expected_folding_group_tables(_: object) -> FoldingGroupTables:
         plan = _plan_of(config, grid)
         tables = (grid.model_groups, grid.dp_groups, plan.expert_tables(), plan.expert_data_tables())
         return FoldingGroupTables(*(tuple(tuple(grid.to_global(ranks)) for ranks in table) for table in tables))
 
-    with ledger.bound(patches.FOLDING_TABLES, always(expected_folding_group_tables)):
-        yield
+    return ledger.bound(patches.FOLDING_TABLES, always(expected_folding_group_tables))
 
 
 def _warn_of_unmatched_patterns(engine: DeepSpeedEngine, model: nn.Module) -> None:

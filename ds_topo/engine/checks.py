@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from itertools import groupby
 from typing import Any
 from weakref import WeakSet
@@ -45,7 +46,6 @@ from ds_topo.engine.current_mpu import agreement, axes_of_engine, in_use
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.mpu import MpuGrid
-from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.topology.process_topology import ProcessTopology
@@ -82,14 +82,7 @@ class CheckedModel(EngineOnGrid):
 def check_with_all_ranks(
     engine: DeepSpeedEngine, case: Case, mixins: Mapping[str, type[EngineOnGrid]], given: Mapping[str, Any]
 ) -> None:
-    """Check options before an engine is built, and compare the results of all ranks.
-
-    Args:
-        engine: the engine, whose constructor has not run.
-        case: its config, grid and kind.
-        mixins: its parts, by their names.
-        given: the arguments of its constructor by name.
-    """
+    """Check options before an engine is built, and compare the results of all ranks."""
     optimizer, config, grid = given.get("optimizer"), case.config, case.grid
     everyone = grid.get_ranks(axes_of_engine(grid, case.is_pipeline))
     with agreement(everyone, "the settings of the engine") as lines:
@@ -115,13 +108,7 @@ def check_with_all_ranks(
 
 
 def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
-    """Refuse an optimizer, a scheduler or parameters that an engine cannot use.
-
-    Raises:
-        TypeError: an argument is of another kind.
-        EngineOptionError: the config names an optimizer or a scheduler that neither DeepSpeed nor torch has, or the
-            scheduler was built on another optimizer.
-    """
+    """Refuse an optimizer, a scheduler or parameters that an engine cannot use."""
     optimizer, scheduler, parameters = (given.get(name) for name in ("optimizer", "lr_scheduler", "model_parameters"))
     if not (optimizer is None or callable(optimizer) or hasattr(optimizer, "param_groups")):
         raise TypeError(
@@ -134,7 +121,9 @@ def check_arguments(given: Mapping[str, Any], config: DeepSpeedConfig) -> None:
             "returns one"
         )
     scheduled, chosen = getattr(scheduler, "optimizer", None), optimizer or config.optimizer_name
-    if chosen and not callable(scheduler) and not _share_groups(scheduled, optimizer):
+    groups = getattr(scheduled, "param_groups", None)  # also those of a wrapper around the engine's optimizer
+    is_other = groups is not None and {*map(id, getattr(optimizer, "param_groups", ()))}.isdisjoint(map(id, groups))
+    if chosen and not callable(scheduler) and is_other:
         kind = type(scheduler).__name__
         name = chosen if isinstance(chosen, str) else type(chosen).__name__
         raise EngineOptionError(
@@ -181,14 +170,6 @@ def as_lists(parameters: Any, config: DeepSpeedConfig) -> Any:
     return list(parameters)
 
 
-def _share_groups(scheduled: Any, optimizer: Any) -> bool:
-    """Tell whether a scheduler's optimizer is the engine's, or a wrapper around it; True if it is unknown."""
-    if not hasattr(scheduled, "param_groups"):
-        return True
-    own = {id(group) for group in getattr(optimizer, "param_groups", ())}
-    return any(id(group) in own for group in scheduled.param_groups)
-
-
 _reads_sections: ContextVar[bool] = ContextVar("reads_sections", default=False)
 """True during ``ds_topo.initialize``, which reads the sections of the config that are not DeepSpeed's."""
 
@@ -200,9 +181,6 @@ def check_mpu(mpu: Any) -> None:
     """Refuse a value that cannot be an mpu, such as a topology, a spec, a mesh or a grid for torch alone.
 
     DeepSpeed would count one rank, because it takes the missing method for a job that is not distributed.
-
-    Raises:
-        TypeError: it has none of the methods that DeepSpeed calls first.
     """
     is_grid = isinstance(mpu, MpuGrid)
     is_layout = isinstance(mpu, (ProcessTopology, ProcessGrid, type)) or isinstance(getattr(mpu, "mpu", None), MpuGrid)
@@ -215,11 +193,7 @@ def check_mpu(mpu: Any) -> None:
 
 
 def check_is_module(model: Any) -> None:
-    """Refuse a model of another kind.
-
-    Raises:
-        TypeError: not a ``torch.nn.Module``.
-    """
+    """Refuse a model of another kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={abridged(model)}: give a torch.nn.Module, or a PipelineModule")
 
@@ -228,10 +202,6 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
     """Refuse an engine without mpu, or warn about it, while a grid exists whose ranks hold different parameters.
 
     Most likely its mpu was forgotten.
-
-    Raises:
-        TypeError: the mpu cannot be one.
-        EngineOptionError: the config has a section of ds_topo, or the model has tensor-parallel parameters.
     """
     check_mpu(mpu)
     if mpu is not None:
@@ -280,12 +250,7 @@ def _unread_sections(config: DeepSpeedConfig) -> list[str]:
 
 
 def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
-    """Raise for sections of the config that the engine would ignore.
-
-    Raises:
-        TopologyError: the topology of the config differs from the grid's.
-        EngineOptionError: ``deepspeed.initialize`` itself does not read the section of the reducer or of replicas.
-    """
+    """Raise for sections of the config that the engine would ignore."""
     unread = [name for name in _unread_sections(config) if name != TOPOLOGY_SECTION]  # the grid has one
     if unread:
         raise EngineOptionError(
@@ -303,12 +268,7 @@ def check_sections(config: DeepSpeedConfig, grid: MpuGrid) -> None:
 
 
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
-    """Raise for a model that does not fit the topology.
-
-    Raises:
-        EngineOptionError: a plain module would be on all stages of a pipeline, the optimizer has no parameter of it,
-            gradients would be sparse with ZeRO, or Domino uses another grid's group.
-    """
+    """Raise for a model that does not fit the topology."""
     stages = grid.get_axis_size(PIPE)
     if stages > 1 and not engine.is_pipeline and not getattr(model, "is_pipeline_stage", False):
         raise EngineOptionError(
@@ -371,11 +331,7 @@ def _compare_with_optimizer(engine: DeepSpeedEngine, model: nn.Module, grid: Mpu
 
 
 def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
-    """Refuse layers with sparse gradients where DeepSpeed cannot reduce or clip them.
-
-    Raises:
-        EngineOptionError: the message names the layers and the options.
-    """
+    """Refuse layers with sparse gradients where DeepSpeed cannot reduce or clip them."""
     sparse = [
         name
         for name, layer in model.named_modules()
@@ -396,11 +352,7 @@ def check_sparse_layers(engine: DeepSpeedEngine, model: nn.Module) -> None:
 
 
 def check_groups_of_layers(model: nn.Module, grid: MpuGrid) -> None:
-    """Refuse layers that keep groups of another layout.
-
-    Raises:
-        TopologyError: the message names the layer and the ranks.
-    """
+    """Refuse layers that keep groups of another layout."""
     for name, layer in model.named_modules():
         _require_own_groups(name, layer, grid)
 
@@ -450,11 +402,7 @@ def _axes_of_other_samples(ranks: list[int], grid: MpuGrid) -> list[str]:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Give strided parameters contiguous memory, which DeepSpeed's broadcast needs; values stay.
-
-    Raises:
-        EngineOptionError: a strided parameter is a view of another one, from which it would be separated.
-    """
+    """Give strided parameters contiguous memory, which DeepSpeed's broadcast needs; refuse views of other ones."""
     named = [
         (name, each)
         for name, each in model.named_parameters()
@@ -478,12 +426,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def check_not_wrapped(model: nn.Module, grid: MpuGrid) -> None:
-    """Refuse FSDP, DTensors, and ``DistributedDataParallel`` over ranks that hold other parameters.
-
-    Raises:
-        EngineOptionError: DeepSpeed cannot train these parameters; or the constructor of ``DistributedDataParallel``
-            has overwritten them, and it would average their gradients; names the ranks.
-    """
+    """Refuse FSDP, DTensors, and ``DistributedDataParallel`` over ranks that hold other parameters."""
     for name, module in model.named_modules():
         if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
             raise EngineOptionError(
@@ -514,9 +457,6 @@ def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -
 
     ``zero.Init`` gives all of these ranks the values of the first one, which other slices or stages may not have.
     ZeRO 3 itself needs parameters of one data type.
-
-    Raises:
-        EngineOptionError: the message names a parameter, and both sets of ranks.
     """
     if engine.zero_optimization_stage() == 3 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
         kinds = {each.dtype: name for name, each in model.named_parameters() if each.requires_grad}
@@ -530,22 +470,21 @@ def check_partitions(model: nn.Module, grid: MpuGrid, engine: DeepSpeedEngine) -
     right = [expected]
     if engine._config.tensor_parallel_config.autotp_size > 1:  # AutoTP splits what was whole on all ranks
         right.append(grid.get_ranks(axes_of_engine(grid, False)))
-    known: dict[ProcessGroup, list[int]] = {}
+    ranks_of = cache(lambda group: sorted(dist.get_process_group_ranks(group)))
     for name, parameter in model.named_parameters():
         group = getattr(parameter, "ds_process_group", None)
         if group is None or not getattr(parameter, "allreduce", True):  # experts have groups of their own
             continue
-        if group not in known:
-            known[group] = sorted(dist.get_process_group_ranks(group))
+        ranks = ranks_of(group)
         if engine.zero_optimization_stage() < 3:
             raise EngineOptionError(
-                f"zero.Init partitioned parameter {name!r} over ranks {listed(known[group])}, but the engine is at "
+                f"zero.Init partitioned parameter {name!r} over ranks {listed(ranks)}, but the engine is at "
                 f"ZeRO stage {engine.zero_optimization_stage()}, which needs whole parameters: use stage 3, or build "
                 "the model without zero.Init"
             )
-        if known[group] not in right:
+        if ranks not in right:
             raise EngineOptionError(
-                f"zero.Init partitioned parameter {name!r} over ranks {listed(known[group])}, all of which now have "
+                f"zero.Init partitioned parameter {name!r} over ranks {listed(ranks)}, all of which now have "
                 f"the values of the first one, but ZeRO 3 partitions over {listed(expected)} with "
                 f"{grid.topology().spec!r}: pass data_parallel_group=grid.get_partition_group() to zero.Init, or call "
                 "ds_topo.use(grid) before it"
@@ -556,11 +495,6 @@ def agree_on_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> 
     """Check the model, and compare the parameters of replicas and the parallel state of layers.
 
     Collective over the engine's ranks.
-
-    Raises:
-        EngineOptionError: the model does not fit the topology.
-        DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
-        TopologyError: layers use a parallel state with another layout.
     """
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     everyone = grid.get_ranks(axes_of_engine(grid, is_pipeline))

@@ -116,11 +116,7 @@ def may_have_options(config: DeepSpeedConfig) -> bool:
 
 
 def check_config(case: Case) -> None:
-    """Refuse misspelt keys, and ``"auto"`` and other text in place of numbers; warn of keys that have no effect.
-
-    Raises:
-        EngineOptionError: the message names the key.
-    """
+    """Refuse misspelt keys, and ``"auto"`` and other text in place of numbers; warn of keys that have no effect."""
     config = case.config._param_dict
     unknown = check_top_level(config)
     clipping = config.get("gradient_clipping", 0)
@@ -160,13 +156,7 @@ def wants_reducer(config: DeepSpeedConfig) -> bool:
 
 
 def check_top_level(config: Mapping[str, Any]) -> list[str]:
-    """Check the keys and counts at the top level of a config; return the keys that nothing reads.
-
-    Raises:
-        EngineOptionError: a key is nearly one that is read, and DeepSpeed would ignore it in silence; a section has a
-            misspelt switch; a key is in a section where nothing reads it; or a number of samples or micro-batches is
-            not whole.
-    """
+    """Check the keys and counts at the top level of a config; return the keys that nothing reads."""
     unknown = [str(name) for name in config if name not in _KEYS]
     for name in unknown:
         text = name.lower()
@@ -218,9 +208,6 @@ def refuse_elasticity(config: Mapping[str, Any]) -> None:
 
     DeepSpeed up to 0.19.7 chooses the samples of a step by it. Version 0.2 of the section divides the number of
     replicas, which an mpu gives, by the number of slices once more. DeepSpeed 0.19.8 has removed it.
-
-    Raises:
-        EngineOptionError: the section is switched on.
     """
     section = config.get("elasticity")
     if isinstance(section, Mapping) and section.get("enabled"):
@@ -244,13 +231,7 @@ _AUTO = '; Trainer and accelerate replace "auto" themselves, deepspeed.initializ
 
 
 def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
-    """Refuse sections and batch sizes on which DeepSpeed's constructor of a config fails.
-
-    Raises:
-        EngineOptionError: a section is no mapping; ZeRO has no such stage or key; two precisions are on; or batch sizes
-            are missing, are no numbers, or contradict each other or the number of replicas with samples of their own.
-            The message says which axes count.
-    """
+    """Refuse sections and batch sizes on which DeepSpeed's constructor of a config fails."""
     refuse_elasticity(config)
     for name, example in _SECTIONS.items():
         section = config.get(name)
@@ -289,18 +270,17 @@ def check_sections_and_sizes(config: Mapping[str, Any], grid: MpuGrid) -> None:
         return  # it follows from the others
     replicas = grid.get_data_parallel_world_size()
     parts = (micro or 1) * (steps or 1) * replicas
-    if batch % parts == 0 if None in (micro, steps) else batch == parts:
+    is_multiple = None in (micro, steps)
+    if batch % parts == 0 if is_multiple else batch == parts:
         return
-    sizes = zip(_SIZES[1:], (micro, steps), strict=True)
-    factors = " x ".join(f"{size} ({name})" for name, size in sizes if size is not None)
+    factors = [f"{size} ({name})" for name, size in zip(_SIZES[1:], (micro, steps), strict=True) if size is not None]
+    factors.append(f"{replicas} (replicas with samples of their own)")
     counted = [
         axis for axis in gradient_axes(grid.topology()) if axis != SEQ or replicas > grid.get_sample_world_size()
     ]
     spec, axes = grid.topology().spec, [f"{axis}={grid.get_axis_size(axis)}" for axis in counted]
-    valid = f"{parts}, or omit it" if None not in (micro, steps) else f"a multiple of {parts}"
     raise EngineOptionError(
-        f"train_batch_size {batch} is not {'a multiple of ' if None in (micro, steps) else ''}{factors}"
-        f"{' x ' if factors else ''}{replicas} (replicas with samples of their own). In {spec!r} they are along "
-        f"{listed(axes) if axes else 'no axis'}; ranks along other axes read the same samples. Set train_batch_size to "
-        f"{valid}"
+        f"train_batch_size {batch} is not {'a multiple of ' * is_multiple}{' x '.join(factors)}. In {spec!r} they are "
+        f"along {listed(axes) if axes else 'no axis'}; ranks along other axes read the same samples. Set "
+        f"train_batch_size to {f'a multiple of {parts}' if is_multiple else f'{parts}, or omit it'}"
     )

@@ -486,12 +486,7 @@ class OptionsOfConfig(EngineOnGrid):
 
     @classmethod
     def complete_config(cls, case: Case) -> None:
-        """Refuse an option that an engine of the grid could not follow.
-
-        Raises:
-            EngineOptionError: the message names the option, what DeepSpeed would do, what to do instead, and what uses
-                each axis.
-        """
+        """Refuse an option that an engine of the grid could not follow."""
         super().complete_config(case)
         for message in refusals(case):
             uses = [f"{axis}={case.degree(axis)}: {names}" for axis, names in mechanisms_on(case).items()]

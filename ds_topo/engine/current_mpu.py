@@ -51,9 +51,7 @@ class CurrentMpu:
     def set(self, mpu: Any, *, begins_call: bool = False) -> Values:
         """Make an mpu the current one; return what was current, for :meth:`restore`.
 
-        Args:
-            mpu: the mpu.
-            begins_call: end interrupted backward passes first. A call of an engine ends by :meth:`end_call`.
+        A call of an engine ends interrupted backward passes first, and ends itself by :meth:`end_call`.
         """
         if begins_call and self._before_backward is not None:
             self.end_call(self._before_backward)
@@ -116,9 +114,6 @@ class CurrentMpu:
 
         Garbage collection must not decide this, because ranks collect at different times: an engine without an mpu
         counts from its construction, which clones the world's group, until the end of the world.
-
-        Args:
-            before: what was current before the last engine was built.
         """
         former = before[0]
         has_other_mpu = former is not None and not isinstance(former, MpuGrid)

@@ -46,16 +46,10 @@ class OptimizerGradients:
         self.engine = engine
         self.optimizer = engine.optimizer
 
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
-        """Let the engine and its optimizer use the reducer until the bindings are closed.
+    def bind(self, driver: EngineDriver, bindings: ExitStack, overlaps: bool) -> None:
+        """Let the engine and its optimizer use the driver's reducer until the bindings are closed.
 
-        Args:
-            reduce: waits for the reducer and calls :meth:`mark_reduced`.
-            forget: discards what the reducer has accumulated.
-            bindings: gets the functions that undo it.
-            overlaps: let parameters arrive from other ranks during the next forward pass.
+        With ``overlaps``, parameters may arrive from other ranks during the next forward pass.
         """
 
     def mark_reduced(self) -> None:
@@ -93,165 +87,6 @@ def why_not_attachable(engine: DeepSpeedEngine) -> str | None:
     if engine.is_deepcompile_active():
         return "DeepCompile reduces gradients inside the compiled graph: switch it off"
     return None
-
-
-# -- the driver -------------------------------------------------------------------------------------------------------
-
-
-class EngineDriver(StepDriver):
-    """The driver of a plain engine; creating it is collective over the engine's replicas."""
-
-    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
-        self.engine = engine
-        self._wanted = options
-        self.wider = wider_sums(options.get("manager"))
-        self.gradients: OptimizerGradients
-        """The connection to the engine's optimizer; set by ``GradientReducer.attach``."""
-        self._bindings = ExitStack()
-        self._is_backward_of_output = False
-        """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
-        self._is_backward_of_engine = False
-        """True while ``engine.backward`` runs."""
-        self.reducer: StandaloneReducer
-        """The reducer that the engine drives; set in :meth:`bind`."""
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The group of the replicas of a dense parameter."""
-        group: ProcessGroup = self.engine.seq_data_parallel_group
-        return group
-
-    def options(self) -> ReductionArguments:
-        """Return the engine's own settings of the reduction."""
-        engine, size = self.engine, dist.get_world_size(self.group)
-        samples = self._samples(size)
-        options: ReductionArguments = {
-            "communication_dtype": engine.communication_data_type,
-            "zero_unused_parameters": True,
-            "static_graph": True,
-            "allow_late_gradients": True,
-            "broadcast_at_start": False,
-            "partitions": self.gradients.partitions,
-        }
-        if not engine.gradient_average:
-            options["op"] = "sum"
-        elif samples != size:
-            options["divisor"] = samples
-        if engine.gradient_average and engine.postscale_gradients() and engine.gradient_predivide_factor() != 1.0:
-            options["predivide_factor"] = engine.gradient_predivide_factor()
-        if engine.has_moe_layers:
-            options["expert_groups"] = dict(deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP)
-        return options
-
-    def bind(self, reducer: StandaloneReducer, options: ReductionOptions) -> None:
-        """Give the engine the class of engines that drive a reducer, until it is detached."""
-        self.reducer = self.engine.gradient_reducer = reducer
-        self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
-        overlaps = options.overlap_parameters
-        self.gradients.bind(self.reduce, reducer.forget_unreduced, self._bindings, overlaps)
-        self.engine.reducer_driver = self
-        self._bindings.callback(adopt(self.engine, self.mixin))
-
-    # -- the engine's calls
-
-    @property
-    def mixin(self) -> type[Mixin]:
-        """The class with the engine's methods that drive the reducer."""
-        return ReducedPlainEngine
-
-    def reduce(self, *_: object, **__: object) -> None:
-        """Wait for the reducer, in place of the engine's own reduction at the end of the last micro-batch."""
-        self.reducer.complete()
-        self.gradients.mark_reduced()
-
-    def begin_backward(self) -> None:
-        """Note that the gradients that follow are of this engine's output."""
-        self._is_backward_of_output = not self._is_backward_of_engine
-
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Note that ``engine.backward`` runs."""
-        outer, self._is_backward_of_engine = self._is_backward_of_engine, True
-        try:
-            yield
-        finally:
-            self._is_backward_of_engine = outer
-
-    def end_backward(self) -> None:
-        """Note that this engine's backward pass is over."""
-        self._is_backward_of_output = False
-
-    def give_up_unfinished(self) -> None:
-        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
-        self.end_backward()
-        self.reducer.give_up_unfinished()
-
-    # -- the reducer's questions
-
-    def is_last_backward(self) -> bool:
-        """Tell whether this is the last micro-batch of the step, by the engine's count.
-
-        A backward pass of another engine's loss through this module is not: its gradients are added to the next ones.
-        """
-        engine = self.engine
-        is_own = self._is_backward_of_engine or self._is_backward_of_output
-        if engine.inside_no_sync_ctxt or not is_own:
-            return False
-        return self.gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
-
-    def owns_hook(self, hook: Callable[..., object]) -> bool:
-        """Return True for hooks of DeepSpeed's optimizers: their methods do nothing while the reducer is attached."""
-        return str(getattr(hook, "__module__", None)).startswith("deepspeed.")
-
-    def remedy_for_unfrozen(self) -> str:
-        """Return what to do about unfrozen parameters: only an optimizer of torch itself can train them later."""
-        engine = self.engine
-        if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
-            return (
-                f"DeepSpeed's {stock_class(engine.optimizer).__name__} trains only what required gradients in "
-                "deepspeed.initialize, with or without a reducer; unfreeze before that call, and give parameters that "
-                "are to begin later a learning rate of 0"
-            )
-        return (
-            "call detach() on the reducer and GradientReducer.attach(engine) on all ranks; the optimizer must hold them"
-        )
-
-    def steps_taken(self) -> int:
-        """Return the engine's count of steps; replicas compare it themselves."""
-        return int(self.engine.global_steps) if self.wider is None else 0
-
-    def wait_for_parameters(self) -> None:
-        """Wait for the gather of the last step."""
-        if self.gradients.parameters is not None:
-            self.gradients.parameters.wait()
-
-    def gathers(self) -> list[BucketTiming]:
-        """Return the timings of the gather of the last step."""
-        return [] if self.gradients.parameters is None else list(self.gradients.parameters.timings())
-
-    def on_detach(self) -> None:
-        """Restore the engine's own reduction of gradients."""
-        self._bindings.close()
-
-    # -- differences between plain engines and pipelines
-
-    def _samples(self, replicas: int) -> int:
-        """Return the number of replicas that work on different samples."""
-        return int(replicas // self.engine.sequence_parallel_size)
-
-    # -- shared
-
-    def bucket_sizes(self) -> BucketSizes:
-        """Return the sizes of a partition's regions; collective.
-
-        Invalid options are ignored here: the reducer raises for them later, on all ranks together.
-        """
-        device = next((parameter.device for parameter in self.engine.module.parameters()), torch.device("cpu"))
-        suitable = suitable_bucket_bytes(self.group, device) if self.wider is None else LARGE_BUCKET_BYTES
-        try:
-            return ReductionOptions(**self._wanted).bucket_sizes(suitable)
-        except (TypeError, ValueError):
-            return ReductionOptions().bucket_sizes(suitable)
 
 
 # -- the engine's methods ---------------------------------------------------------------------------------------------
@@ -341,3 +176,155 @@ class ReducedPlainEngine(ReducedEngine):
         """Note that this engine's backward pass is over."""
         self.reducer_driver.end_backward()
         return super().step(*arguments, **options)
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------
+
+
+class EngineDriver(StepDriver):
+    """The driver of a plain engine; creating it is collective over the engine's replicas."""
+
+    mixin: type[Mixin] = ReducedPlainEngine
+    """The class with the engine's methods that drive the reducer."""
+
+    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
+        self.engine = engine
+        self._wanted = options
+        self.wider = wider_sums(options.get("manager"))
+        self.gradients: OptimizerGradients
+        """The connection to the engine's optimizer; set by ``GradientReducer.attach``."""
+        self._bindings = ExitStack()
+        self._is_backward_of_output = False
+        """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
+        self._is_backward_of_engine = False
+        """True while ``engine.backward`` runs."""
+        self.reducer: StandaloneReducer
+        """The reducer that the engine drives; set in :meth:`bind`."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group of the replicas of a dense parameter."""
+        group: ProcessGroup = self.engine.seq_data_parallel_group
+        return group
+
+    def options(self) -> ReductionArguments:
+        """Return the engine's own settings of the reduction."""
+        engine, size = self.engine, dist.get_world_size(self.group)
+        samples = self._samples(size)
+        options: ReductionArguments = {
+            "communication_dtype": engine.communication_data_type,
+            "zero_unused_parameters": True,
+            "static_graph": True,
+            "allow_late_gradients": True,
+            "broadcast_at_start": False,
+            "partitions": self.gradients.partitions,
+        }
+        if not engine.gradient_average:
+            options["op"] = "sum"
+        elif samples != size:
+            options["divisor"] = samples
+        if engine.gradient_average and engine.postscale_gradients() and engine.gradient_predivide_factor() != 1.0:
+            options["predivide_factor"] = engine.gradient_predivide_factor()
+        if engine.has_moe_layers:
+            options["expert_groups"] = dict(deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP)
+        return options
+
+    def bind(self, reducer: StandaloneReducer, options: ReductionOptions) -> None:
+        """Give the engine the class of engines that drive a reducer, until it is detached."""
+        self.reducer = self.engine.gradient_reducer = reducer
+        self._bindings.callback(setattr, self.engine, "gradient_reducer", None)
+        self.gradients.bind(self, self._bindings, options.overlap_parameters)
+        self.engine.reducer_driver = self
+        self._bindings.callback(adopt(self.engine, self.mixin))
+
+    # -- the engine's calls
+
+    def reduce(self, *_: object, **__: object) -> None:
+        """Wait for the reducer, in place of the engine's own reduction at the end of the last micro-batch."""
+        self.reducer.complete()
+        self.gradients.mark_reduced()
+
+    def begin_backward(self) -> None:
+        """Note that the gradients that follow are of this engine's output."""
+        self._is_backward_of_output = not self._is_backward_of_engine
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Note that ``engine.backward`` runs."""
+        outer, self._is_backward_of_engine = self._is_backward_of_engine, True
+        try:
+            yield
+        finally:
+            self._is_backward_of_engine = outer
+
+    def end_backward(self) -> None:
+        """Note that this engine's backward pass is over."""
+        self._is_backward_of_output = False
+
+    def give_up_unfinished(self) -> None:
+        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
+        self.end_backward()
+        self.reducer.give_up_unfinished()
+
+    # -- the reducer's questions
+
+    def is_last_backward(self) -> bool:
+        """Tell whether this is the last micro-batch of the step, by the engine's count.
+
+        A backward pass of another engine's loss through this module is not: its gradients are added to the next ones.
+        """
+        engine = self.engine
+        is_own = self._is_backward_of_engine or self._is_backward_of_output
+        if engine.inside_no_sync_ctxt or not is_own:
+            return False
+        return self.gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
+
+    def owns_hook(self, hook: Callable[..., object]) -> bool:
+        """Return True for hooks of DeepSpeed's optimizers: their methods do nothing while the reducer is attached."""
+        return str(getattr(hook, "__module__", None)).startswith("deepspeed.")
+
+    def remedy_for_unfrozen(self) -> str:
+        """Return what to do about unfrozen parameters: only an optimizer of torch itself can train them later."""
+        engine = self.engine
+        if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
+            return (
+                f"DeepSpeed's {stock_class(engine.optimizer).__name__} trains only what required gradients in "
+                "deepspeed.initialize, with or without a reducer; unfreeze before that call, and give parameters that "
+                "are to begin later a learning rate of 0"
+            )
+        return (
+            "call detach() on the reducer and GradientReducer.attach(engine) on all ranks; the optimizer must hold them"
+        )
+
+    def steps_taken(self) -> int:
+        """Return the engine's count of steps; replicas compare it themselves."""
+        return int(self.engine.global_steps) if self.wider is None else 0
+
+    def wait_for_parameters(self) -> None:
+        """Wait for the gather of the last step."""
+        if self.gradients.parameters is not None:
+            self.gradients.parameters.wait()
+
+    def gathers(self) -> list[BucketTiming]:
+        """Return the timings of the gather of the last step."""
+        return [] if self.gradients.parameters is None else list(self.gradients.parameters.timings())
+
+    def on_detach(self) -> None:
+        """Restore the engine's own reduction of gradients."""
+        self._bindings.close()
+
+    def _samples(self, replicas: int) -> int:
+        """Return the number of replicas that work on different samples."""
+        return int(replicas // self.engine.sequence_parallel_size)
+
+    def bucket_sizes(self) -> BucketSizes:
+        """Return the sizes of a partition's regions; collective.
+
+        Invalid options are ignored here: the reducer raises for them later, on all ranks together.
+        """
+        device = next((parameter.device for parameter in self.engine.module.parameters()), torch.device("cpu"))
+        suitable = suitable_bucket_bytes(self.group, device) if self.wider is None else LARGE_BUCKET_BYTES
+        try:
+            return ReductionOptions(**self._wanted).bucket_sizes(suitable)
+        except (TypeError, ValueError):
+            return ReductionOptions().bucket_sizes(suitable)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.moe.utils import configure_moe_param_groups
-from torch import nn
 
 from ds_topo.base import patches
 from ds_topo.base.ledger import always, around, ledger
@@ -54,9 +52,21 @@ class EngineWithExperts(EngineOnGrid):
                 self.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
 
     def _configure_distributed_model(self, model: Any) -> None:
-        """Create the expert groups that the model needs on all stages."""
-        _create_missing_groups(self, model)
-        current.set(self.mpu)  # again, because experts may have got groups since
+        """Create the expert groups that the model needs and its user has not created.
+
+        All stages of a pipeline create them together. DeepSpeed creates them in the MoE layers, which hangs if a stage
+        has no such layer.
+        """
+        grid = self.mpu
+        layers = [module for module in model.modules() if isinstance(module, MoE)]
+        sizes = {(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}
+        if self.is_pipeline and grid.pipe_parallel_size > 1:
+            sizes = set().union(*gathered(sizes, grid.get_pipe_parallel_group()))
+        for size, sliced in sorted(sizes):
+            known = registry.find(f"ep_size_{size}")
+            if known is None or (self.is_pipeline and not known.grid.shares_groups_with(grid)):
+                create_expert_groups(grid, size, sliced, self._config.use_data_before_expert_parallel_)
+        current.set(grid)  # again, because experts may have got groups since
         super()._configure_distributed_model(model)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -83,23 +93,6 @@ class EngineWithExperts(EngineOnGrid):
             return super().save_checkpoint(*arguments, **options)
 
 
-def _create_missing_groups(engine: EngineOnGrid, model: nn.Module) -> None:
-    """Create the expert groups that a model needs and its user has not created.
-
-    All stages of a pipeline create them together. DeepSpeed creates them in the MoE layers, which hangs if a stage has
-    no such layer.
-    """
-    grid = engine.mpu
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    sizes = {(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}
-    if engine.is_pipeline and grid.pipe_parallel_size > 1:
-        sizes = set().union(*gathered(sizes, grid.get_pipe_parallel_group()))
-    for size, sliced in sorted(sizes):
-        known = registry.find(f"ep_size_{size}")
-        if known is None or (engine.is_pipeline and not known.grid.shares_groups_with(grid)):
-            create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
-
-
 def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Round the capacity in ``(auxiliary loss, capacity, experts, ...)`` up to a multiple of ``slices``."""
     loss, capacity, *rest = routes
@@ -109,9 +102,8 @@ def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _saving_by_slice(engine: EngineOnGrid) -> Iterator[None]:
-    """Let each slice write the files that it will load, in a call that saves.
+def _saving_by_slice(engine: EngineOnGrid) -> AbstractContextManager[None]:
+    """Return a context in which each slice writes the files that it will load, for a call that saves.
 
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
     If replicas of an expert are on several slices, the files of the other slices would be missing.
@@ -125,16 +117,12 @@ def _saving_by_slice(engine: EngineOnGrid) -> Iterator[None]:
         )
     automatic = engine._config.expert_parallel_config
     if not automatic.enabled:
-        with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
-            yield
-        return
+        return ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes)
     own = registry.find(name_of_size(automatic.autoep_size))
     is_folded = engine.autotp_size() > 1 and not engine.zero_optimization_partition_weights()
     if not is_folded or own is None or own.writes_checkpoint:
-        yield
-        return
-    with ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size)):
-        yield
+        return nullcontext()
+    return ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size))
 
 
 @around

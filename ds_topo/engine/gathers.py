@@ -6,9 +6,7 @@ arrive in about half that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,41 +30,33 @@ class GatheredPointToPoint(EngineOnGrid):
     def complete(self) -> None:
         """Gather by messages in both directions."""
         super().complete()
-        if self.give_optimizer(GatheredZero, GatheredBF16):
-            groups = [group for group in {*self.optimizer.real_dp_process_group} if dist.get_world_size(group) > 1]
-            device = torch.device(get_accelerator().current_device_name())
-            is_on_gloo = bool(groups) and all(traits_of(group, device).tagged_messages for group in groups)
-            in_slices = partial(ledger.bound, patches.GATHER_PARAMETERS, _in_slices)
-            self.optimizer.gathering = in_slices if is_on_gloo else nullcontext
+        groups = {*getattr(self.optimizer, "real_dp_process_group", ())}
+        groups = {group for group in groups if dist.get_world_size(group) > 1}
+        device = torch.device(get_accelerator().current_device_name())
+        if groups and all(traits_of(group, device).tagged_messages for group in groups):  # gloo
+            self.give_optimizer(GatheredZero, GatheredBF16)
 
 
 class GatheredZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_state = "gathering"
-    gathering: Callable[[], AbstractContextManager[None]]
-    """The context in which DeepSpeed's own gather runs."""
-
     def step(self, closure: object = None) -> Any:
         """Gather point to point after the step."""
-        with self.gathering():
+        with ledger.bound(patches.GATHER_PARAMETERS, _in_slices):
             return super().step(closure)
 
     def update_lp_params(self) -> Any:
         """Gather point to point."""
-        with self.gathering():
+        with ledger.bound(patches.GATHER_PARAMETERS, _in_slices):
             return super().update_lp_params()
 
 
 class GatheredBF16(Mixin, BF16_Optimizer):  # type: ignore[misc]
     """``BF16_Optimizer``."""
 
-    mixin_state = "gathering"
-    gathering: Callable[[], AbstractContextManager[None]]
-
     def update_lp_params(self) -> Any:
         """Gather point to point."""
-        with self.gathering():
+        with ledger.bound(patches.GATHER_PARAMETERS, _in_slices):
             return super().update_lp_params()
 
 

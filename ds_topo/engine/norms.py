@@ -248,11 +248,6 @@ def counts_on_slice(parameter: nn.Parameter, is_first: bool, slices_experts: boo
     A tied parameter counts on the first of its stages. Parameters of experts are shards on every slice unless experts
     are sliced and it is marked ``tensor_model_parallel = False`` (Megatron's mark of replicated parameters). Any other
     parameter counts on the first slice only, unless it is marked as a shard.
-
-    Args:
-        parameter: the parameter.
-        is_first: this rank holds the first slice.
-        slices_experts: experts are split along ``model``.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -300,11 +295,7 @@ def sum_of_squares(
 ) -> torch.Tensor:
     """Return the sum, ``[]``, of the squares of all elements, by a few kernels, and to the last bit as DeepSpeed does.
 
-    Args:
-        gradients: dense gradients.
-        device: the device of the result.
-        dtype: the type of the sums; that of the gradients by default.
-        foreach: whether one kernel may work on several gradients.
+    Sums have the type of the gradients, which are dense, unless ``dtype`` is given.
     """
     parts = _at_once(gradients, foreach)
     norms = [norm.to(device) for part in parts for norm in torch._foreach_norm(part, 2.0, dtype=dtype)]

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -32,11 +33,18 @@ STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
 
 
+def is_training_pass(engine: Any) -> bool:
+    """Tell whether a forward pass that begins now is one of training.
+
+    ``engine.training`` is always True: DeepSpeed's ``engine.eval()`` changes the module alone.
+    """
+    return bool(engine.module.training) and torch.is_grad_enabled()
+
+
 class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     """The base of all parts of engines.
 
-    Three methods are our own, for what DeepSpeed's constructor has no method for; a part that overrides one calls the
-    others' by ``super()``.
+    Four methods are our own, where DeepSpeed has none. An override calls those of the other parts by ``super()``.
     """
 
     mpu: MpuGrid
@@ -57,6 +65,9 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
     def complete(self) -> None:
         """Make the state of a part at the end of ``DeepSpeedEngine``'s constructor, and give the optimizer mixins."""
 
+    def begin_training(self) -> None:
+        """Prepare for a forward pass in training, or for all those of a pipeline's step."""
+
     def give_optimizer(self, *mixins: type[Mixin]) -> type[Mixin] | None:
         """Give the optimizer the first mixin that derives from its class, until the grid is destroyed; return it."""
         for mixin in mixins:
@@ -64,67 +75,6 @@ class EngineOnGrid(Mixin, DeepSpeedEngine):  # type: ignore[misc]
                 self.mpu.on_destroy(adopt(self.optimizer, mixin))
                 return mixin
         return None
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-_GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"
-
-
-class EngineWithCheckpoints(EngineOnGrid):
-    """An engine whose checkpoints are saved and loaded as a whole."""
-
-    def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
-        """Save by :func:`ds_topo.checkpoint.save`.
-
-        DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
-        """
-        from ds_topo.checkpoint.saving import save_as_a_whole  # on the first call
-
-        return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
-
-    def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
-        """Load by :func:`ds_topo.checkpoint.load`.
-
-        DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
-        """
-        from ds_topo.checkpoint.loading import load_as_a_whole
-
-        return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
-
-    def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse parts of a model, which DeepSpeed would write as the whole one."""
-        _require_whole_weights(self)
-        return super().save_16bit_model(*arguments, **options)
-
-    def _zero3_consolidated_16bit_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Start on all ranks or on none: programs often gather weights on the rank alone that writes them."""
-        with agreement(self.mpu.members, _GATHERING):
-            _require_whole_weights(self)
-        return super()._zero3_consolidated_16bit_state_dict(*arguments, **options)
-
-    def _replace_module_consolidated_state_dict(self) -> Any:
-        """Start to gather on all ranks or on none, where AutoTP has split the weights."""
-        with agreement(self.mpu.members, _GATHERING):
-            pass
-        return super()._replace_module_consolidated_state_dict()
-
-
-def _require_whole_weights(engine: EngineOnGrid) -> None:
-    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model."""
-    grid = engine.mpu
-    slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
-    if grid.get_axis_size(PIPE) > 1:
-        part = f"the stages of {grid.topology().spec!r}"
-    elif grid.get_axis_size(MODEL) > 1 and engine.autotp_size() <= 1 and slices:
-        part = f"the slices {listed(slices)}"
-    else:
-        return
-    raise EngineOptionError(
-        f"save_16bit_model with {part}: DeepSpeed would write those of rank 0 as the whole model. Only slices "
-        'of AutoTP and partitions of ZeRO 3 are put together. Call ds_topo.checkpoint.save(engine, "checkpoints") on '
-        "every rank, and then ds-topo export checkpoints weights.safetensors, which writes all weights into one file"
-    )
 
 
 # -- the guard of calls -----------------------------------------------------------------------------------------------
@@ -151,11 +101,14 @@ def _call(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_GATHERING = "gathering the whole weights (save_16bit_model, or the state dict of an engine)"
+
+
 class GuardedCalls(EngineOnGrid):
     """The calls of a program to an engine.
 
     If one rank alone raises in one, all others raise, too. DeepSpeed's functions query the mpu of this engine in it;
-    otherwise it is that of the engine that was built last.
+    otherwise it is that of the engine that was built last. Checkpoints are saved and loaded as a whole.
     """
 
     def _take_model_step(self, *arguments: Any) -> None:
@@ -164,29 +117,61 @@ class GuardedCalls(EngineOnGrid):
         self.mpu.progress.steps += 1
 
     @_call
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
-        return super().save_checkpoint(*arguments, **options)
+    def save_checkpoint(self, save_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Save by :func:`ds_topo.checkpoint.save`.
+
+        DeepSpeed writes ``latest`` when rank 0 has written its own files; other ranks' files may be missing.
+        """
+        from ds_topo.checkpoint.saving import save_as_a_whole  # on the first call
+
+        return save_as_a_whole(super().save_checkpoint, self, save_dir, *arguments, **options)
 
     @_call
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
-        return super().load_checkpoint(*arguments, **options)
+    def load_checkpoint(self, load_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Load by :func:`ds_topo.checkpoint.load`.
+
+        DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
+        """
+        from ds_topo.checkpoint.loading import load_as_a_whole
+
+        return load_as_a_whole(super().load_checkpoint, self, load_dir, *arguments, **options)
 
     @_call
     def save_16bit_model(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
+        """Refuse parts of a model, which DeepSpeed would write as the whole one."""
+        _require_whole_weights(self)
         return super().save_16bit_model(*arguments, **options)
 
     @_call
     def _zero3_consolidated_16bit_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Guard the call."""
+        """Start on all ranks or on none: programs often gather weights on the rank alone that writes them."""
+        with agreement(self.mpu.members, _GATHERING):
+            _require_whole_weights(self)
         return super()._zero3_consolidated_16bit_state_dict(*arguments, **options)
 
     @_call
     def _replace_module_consolidated_state_dict(self) -> Any:
-        """Guard the call."""
+        """Start to gather on all ranks or on none, where AutoTP has split the weights."""
+        with agreement(self.mpu.members, _GATHERING):
+            pass
         return super()._replace_module_consolidated_state_dict()
+
+
+def _require_whole_weights(engine: EngineOnGrid) -> None:
+    """Refuse to save the weights of stages, or of slices that the program made itself, as those of the whole model."""
+    grid = engine.mpu
+    slices = [name for name, each in engine.module.named_parameters() if is_model_parallel_parameter(each)]
+    if grid.get_axis_size(PIPE) > 1:
+        part = f"the stages of {grid.topology().spec!r}"
+    elif grid.get_axis_size(MODEL) > 1 and engine.autotp_size() <= 1 and slices:
+        part = f"the slices {listed(slices)}"
+    else:
+        return
+    raise EngineOptionError(
+        f"save_16bit_model with {part}: DeepSpeed would write those of rank 0 as the whole model. Only slices "
+        'of AutoTP and partitions of ZeRO 3 are put together. Call ds_topo.checkpoint.save(engine, "checkpoints") on '
+        "every rank, and then ds-topo export checkpoints weights.safetensors, which writes all weights into one file"
+    )
 
 
 class GuardedCallsOfPlain(GuardedCalls):
@@ -195,6 +180,8 @@ class GuardedCallsOfPlain(GuardedCalls):
     @_call
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Guard the call."""
+        if is_training_pass(self):
+            self.begin_training()
         return super().forward(*inputs, **named)
 
     @_call
@@ -231,6 +218,7 @@ class GuardedCallsOfPipeline(GuardedCalls, PipelineEngine):  # type: ignore[misc
     @_call
     def train_batch(self, *arguments: Any, **options: Any) -> Any:
         """Guard the call."""
+        self.begin_training()
         return super().train_batch(*arguments, **options)
 
     @_call

@@ -33,7 +33,6 @@ _QUESTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "get_context_parallel_group": ((SEQ,),),
 }
 """The methods of mpus, each with the axes that its answer may span: the meaning of model parallel differs."""
-_DATA_QUESTION = "get_data_parallel_group"
 _ONLY_IN_NEOX = "get_io_parallel_group"
 """A function that only the parallel state of GPT-NeoX has, where model parallel means tensor parallel."""
 
@@ -42,10 +41,6 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
     """Refuse a pipeline whose layout differs from the grid in use; collective over the grid.
 
     ``ds-topo verify`` replaces the layout of a program, so nothing is refused in its runs.
-
-    Raises:
-        TopologyError: the layout differs; the message names ranks that are placed differently.
-        DisagreementError: the layout of another rank differs.
     """
     if TOPOLOGY_OVERRIDE in os.environ:
         return
@@ -60,12 +55,7 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
 
 
 def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
-    """Return the mpu for an engine while a grid is in use; collective over the ranks of the engine.
-
-    Raises:
-        TopologyError: ``mpu``, or the pipeline's own, joins other ranks than the grid; the message names them.
-        DisagreementError: another rank raised that error.
-    """
+    """Return the mpu for an engine while a grid is in use; refuse one that joins other ranks. Collective."""
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     own: Any = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
     with agreement(grid.get_ranks(axes_of_engine(grid, is_pipeline)), "the mpu of the engine"):
@@ -77,11 +67,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
 
 
 def require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
-    """Refuse a topology that places ranks differently than a grid does; axes of degree 1 do not matter.
-
-    Raises:
-        TopologyError: the message names the ranks.
-    """
+    """Refuse a topology that places ranks differently than a grid does; axes of degree 1 do not matter."""
     wanted = fold_extra_axes(grid.topology())
     if given in (grid.topology(), wanted):
         return
@@ -101,18 +87,14 @@ def require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
 
 
 def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
-    """Refuse an mpu, or a program's module of parallel state, whose groups are not the grid's.
-
-    Raises:
-        TopologyError: a group differs; the message names the method and both sets of ranks.
-    """
-    spans_of = {**_QUESTIONS, _DATA_QUESTION: (sample_axes(grid.topology()), gradient_axes(grid.topology()))}
+    """Refuse an mpu, or a program's module of parallel state, whose groups are not the grid's."""
+    topology = grid.topology()
+    spans_of = {**_QUESTIONS, "get_data_parallel_group": (sample_axes(topology), gradient_axes(topology))}
     if hasattr(mpu, _ONLY_IN_NEOX):
         spans_of["get_model_parallel_group"] = ((MODEL,),)
-    axes = grid.topology().axes
     for question, spans in spans_of.items():
         found = _ranks_of(mpu, question)
-        expected = [grid.get_ranks(axis for axis in span if axis in axes) for span in spans]
+        expected = [grid.get_ranks(axis for axis in span if axis in topology.axes) for span in spans]
         if found is not None and found not in expected:
             remedy = f"call ds_topo.parallel_state.install(grid, {name})"
             if not isinstance(mpu, ModuleType):

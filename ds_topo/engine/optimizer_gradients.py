@@ -21,46 +21,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.base.classes import Mixin, adopt
 from ds_topo.base.marks import is_element_by_element, offsets_in_flat_groups
-from ds_topo.engine.engine_driver import OptimizerGradients
-from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
-from ds_topo.engine.partitioned_optimizers import (
-    PartitionedBF16,
-    PartitionedZero,
-    ReducedZero,
-    ReducerOfOptimizer,
-)
+from ds_topo.engine.engine_driver import EngineDriver, OptimizerGradients
+from ds_topo.engine.parameter_gathers import FlatGroup, balanced_layout, lengthened
+from ds_topo.engine.partitioned_optimizers import PartitionedBF16, PartitionedZero, ReducedZero, WrapperGradients
 from ds_topo.reduction.options import BucketSizes
 from ds_topo.reduction.partitions import PartitionedGradients, PartitionLayout
 
 if TYPE_CHECKING:
     from ds_topo.reduction.managed import ReplicaSums
-
-
-class WrapperGradients(OptimizerGradients):
-    """The connection to an optimizer that gets a class of ours while the reducer is attached."""
-
-    mixin: type[Mixin]
-    """The class."""
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        self.groups: list[FlatGroup] = []
-        """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
-
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
-        """Give the optimizer its class; see :class:`OptimizerGradients`."""
-        kind = PartitionedParameters
-        if overlaps:
-            from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
-
-            kind = LateParameters
-        parameters = kind(self.groups)
-        self.optimizer.reduction = ReducerOfOptimizer(reduce, forget, self.groups, parameters)
-        bindings.callback(adopt(self.optimizer, self.mixin))
 
 
 class Zero1Gradients(WrapperGradients):
@@ -77,11 +46,7 @@ class Zero1Gradients(WrapperGradients):
 class PartitionGradients(WrapperGradients):
     """The connection at ZeRO 1 and 2: the optimizer runs in our layout while the reducer is attached.
 
-    Args:
-        engine: the engine.
-        sizes: the sizes of the regions.
-        whole: parameters that every rank needs whole.
-        wider: continues sums beyond the engine's ranks; None if they end there.
+    Every rank needs the parameters ``whole`` as a whole; ``wider`` continues sums beyond the engine's ranks.
     """
 
     def __init__(
@@ -106,14 +71,12 @@ class PartitionGradients(WrapperGradients):
 
     # -- the reducer's calls
 
-    def bind(
-        self, reduce: Callable[..., None], forget: Callable[[], None], bindings: ExitStack, overlaps: bool
-    ) -> None:
+    def bind(self, driver: EngineDriver, bindings: ExitStack, overlaps: bool) -> None:
         """Also move the optimizer to our layout; collective, and so is the end of the bindings."""
-        super().bind(reduce, forget, bindings, overlaps)
-        self.parameters = self.optimizer.reduction.parameters
+        super().bind(driver, bindings, overlaps)
         self.optimizer.enter()
-        self.parameters.start_overlapping(self.engine.module)
+        if overlaps:
+            self.parameters.start_overlapping(self.engine.module)
         bindings.callback(self._end)
 
     def _end(self) -> None:
@@ -197,10 +160,7 @@ def gradients_of_wrapper(
 ) -> OptimizerGradients:
     """Return the connection to this engine's optimizer, ``BF16_Optimizer`` or that of ZeRO 1 and 2.
 
-    Args:
-        engine: the engine.
-        sizes: returns the sizes of buckets; called only if a layout depends on them.
-        wider: continues sums beyond the engine's ranks; None if they end there.
+    The function ``sizes``, which is collective, is called only if a layout depends on the sizes of buckets.
     """
     optimizer = engine.optimizer
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them

@@ -251,12 +251,7 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
 
 
 def partition_norm(owned: Iterable[tuple[nn.Parameter, torch.Tensor]], grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of gradients of which each rank has its own partition; collective over the grid.
-
-    Args:
-        owned: this rank's parts of gradients, or their norms, with the parameters.
-        grid: the engine's grid.
-    """
+    """Return the norm, ``[]``, of gradients of which each rank has its own partition; collective over the grid."""
     is_copy = grid.get_copy_rank() > 0  # the first copy of a partition counts it; experts have no copies
     counts = on_this_slice(grid)
     return _total_norm(
@@ -295,9 +290,7 @@ def _group_counts_differ(engine: EngineOnGrid) -> bool:
     """Tell whether the stages of a pipeline have different numbers of parameter groups; collective.
 
     DeepSpeed removes the groups of which a stage has no parameter, and reduces the norm once for each that remains.
-
-    Raises:
-        EngineOptionError: raised on every rank; this optimizer's norm would hang in the first step.
+    Refuse an optimizer whose norm would hang then.
     """
     counts = gathered(len(getattr(engine.optimizer, "param_groups", ())), engine.mpu.get_pipe_parallel_group())
     are_different = len({*counts}) > 1
@@ -310,11 +303,7 @@ def _group_counts_differ(engine: EngineOnGrid) -> bool:
 
 
 def _check_norm(engine: EngineOnGrid) -> None:
-    """Refuse optimizers of fp16 and bf16 whose own norm is wrong, or hangs, with these experts; collective.
-
-    Raises:
-        ExpertGroupError: raised on every rank of the model parallel group; names the optimizer and an alternative.
-    """
+    """Refuse optimizers of fp16 and bf16 whose own norm is wrong, or hangs, with these experts; collective."""
     grid: MpuGrid = engine.mpu
     corrected = (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer, *([BF16_Optimizer] if grid.correct_norms else []))
     if isinstance(engine.optimizer, corrected) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):

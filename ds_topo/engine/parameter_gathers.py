@@ -143,9 +143,6 @@ class PartitionedParameters:
         """Return the timings of the last gather, after it has ended."""
         return self._timings
 
-    def start_overlapping(self, module: nn.Module) -> None:
-        """Receive the parameters of a module while the program goes on, if the class can do that."""
-
     def stop_overlapping(self) -> None:
         """Let parameters arrive in the step from now on. Idempotent."""
 

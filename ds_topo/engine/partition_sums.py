@@ -40,14 +40,9 @@ class SummedPartitions(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mi
 
 
 class PartitionSum:
-    """A sum of tensors over the copies of a partition, in flight.
+    """A sum of tensors over the ranks with copies of a partition, in flight; continued over replicas if there are some.
 
-    Args:
-        tensors: the tensors, which get the sums in :meth:`wait`.
-        group: the ranks that hold copies; None if there is nothing to sum, only to scale.
-        scale: a factor.
-        dtype: the type in which they travel.
-        replicas: continues the sum over replicas of this job; None if there are none.
+    Without a group they are only scaled. They travel in the type ``dtype``.
     """
 
     def __init__(

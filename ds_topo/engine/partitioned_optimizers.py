@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -31,6 +30,7 @@ from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.moe.utils import is_moe_param_group
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import (
     bwc_tensor_model_parallel_rank,
     clip_tensors_by_global_norm,
@@ -48,8 +48,9 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ds_topo.base.classes import REDUCED, Mixin
+from ds_topo.base.classes import REDUCED, Mixin, adopt
 from ds_topo.base.torch_names import job_timeout
+from ds_topo.engine.engine_driver import EngineDriver, OptimizerGradients
 from ds_topo.engine.norms import counts_on_slice
 from ds_topo.engine.optimizer_norms import norm_as_gradients, partition_norm
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters
@@ -58,18 +59,29 @@ from ds_topo.mpu import MpuGrid
 from ds_topo.reduction.partitions import moved
 
 
-@dataclass(frozen=True, eq=False)
-class ReducerOfOptimizer:
-    """Hold what an optimizer needs of the reducer that averages its gradients."""
+class WrapperGradients(OptimizerGradients):
+    """The connection to an optimizer that gets a class of ours, whose ``reduction`` this is."""
 
-    reduce: Callable[..., None]
-    """Waits for the reducer."""
-    forget: Callable[[], None]
-    """Discards what the reducer has accumulated in earlier micro-batches."""
-    groups: Sequence[FlatGroup]
-    """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
-    parameters: PartitionedParameters
-    """The parameters that arrive from other ranks after a step."""
+    mixin: type[Mixin]
+    """The class."""
+    driver: EngineDriver
+    """The driver of the reducer; set by :meth:`bind`."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__(engine)
+        self.groups: list[FlatGroup] = []
+        """The parameter groups, in both layouts; none if the optimizer stays in DeepSpeed's."""
+
+    def bind(self, driver: EngineDriver, bindings: ExitStack, overlaps: bool) -> None:
+        """Give the optimizer its class; see :class:`OptimizerGradients`."""
+        kind = PartitionedParameters
+        if overlaps:
+            from ds_topo.engine.late_parameters import LateParameters  # which the option asks for
+
+            kind = LateParameters
+        self.driver, self.parameters = driver, kind(self.groups)
+        self.optimizer.reduction = self
+        bindings.callback(adopt(self.optimizer, self.mixin))
 
 
 def _is_finite(norm: torch.Tensor) -> bool:
@@ -85,7 +97,7 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     mixin_order = REDUCED  # a grid's own changes of DeepSpeed's reduction do not concern a reducer
     mixin_state = "reduction"
-    reduction: ReducerOfOptimizer
+    reduction: WrapperGradients
 
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
         """No-op: DeepSpeed's hooks would reduce gradients during backward, too."""
@@ -95,15 +107,15 @@ class ReducedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def reduce_gradients(self, *_: object, **__: object) -> None:
         """Wait for the reducer. Stage 1 would reduce gradients here, after the last backward pass."""
-        self.reduction.reduce()
+        self.reduction.driver.reduce()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Wait for the reducer. Stage 2 would end its own reduction here, after every backward pass."""
-        self.reduction.reduce()
+        self.reduction.driver.reduce()
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Clear also what the reducer has accumulated: it is not in ``parameter.grad``."""
-        self.reduction.forget()
+        self.reduction.driver.reducer.forget_unreduced()
         super().zero_grad(*arguments, **options)
 
 
@@ -115,7 +127,7 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
 
     has_sent_to_owners = True
     """Gradients that were reduced are no averages on every rank."""
-    reduction: ReducerOfOptimizer
+    reduction: WrapperGradients
 
     @abstractmethod
     def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
@@ -148,8 +160,9 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
         for own, master in self.own_parts():
             master.copy_(own)
 
-    def _flats(self) -> list[torch.Tensor]:
-        """Return the flat tensors, in the layout in force, after all parameters have arrived."""
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The flat tensors, in the layout in force, after all parameters have arrived."""
         self.reduction.parameters.wait()
         return [group.memory[: group.layout.numel] for group in self.reduction.groups]
 
@@ -255,10 +268,7 @@ class PartitionedOptimizer(Mixin, ZeROOptimizer):  # type: ignore[misc]
 class PartitionedZero(PartitionedOptimizer, ReducedZero):
     """ZeRO 1 or 2 in our layout."""
 
-    @property
-    def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """The flat tensors, after all parameters have arrived."""
-        return self._flats()
+    bit16_groups_flat = PartitionedOptimizer.flats
 
     @property
     def params_in_partition(self) -> list[list[nn.Parameter]]:
@@ -370,10 +380,7 @@ class PartitionedBF16(PartitionedOptimizer, BF16_Optimizer):  # type: ignore[mis
     def update_hp_grads(self, *_: object, **__: object) -> None:
         """No-op: after backward it would accumulate the gradients of incomplete buckets a second time."""
 
-    @property
-    def bf16_groups_flat(self) -> list[torch.Tensor]:
-        """The flat tensors, after all parameters have arrived."""
-        return self._flats()
+    bf16_groups_flat = PartitionedOptimizer.flats
 
     def gradients_by_group(self) -> dict[int, list[torch.Tensor]]:
         """Return the averaged gradients, whose memory lasts."""
@@ -381,7 +388,7 @@ class PartitionedBF16(PartitionedOptimizer, BF16_Optimizer):  # type: ignore[mis
 
     def clear_hp_grads(self) -> None:
         """Discard what the reducer has accumulated; nothing is zeroed, because the next gradients overwrite memory."""
-        self.reduction.forget()
+        self.reduction.driver.reducer.forget_unreduced()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime import torch_autocast
@@ -206,13 +206,7 @@ PARTS: tuple[EnginePart, ...] = (
         "samples", "ComparedSamplesOfPipeline", _is_pipeline, "Stages that train on different samples raise no error."
     ),
     EnginePart("unseen_changes", "NoticedSteps", _always, "A step that the program takes itself is not counted."),
-    EnginePart(
-        "unseen_changes",
-        "NoticedLoneChangesOfPlain",
-        _is_plain,
-        "What a program changes on one replica is no error.",
-    ),
-    EnginePart("unseen_changes", "NoticedLoneChangesOfPipeline", _is_pipeline, "The same for the ranks of each stage."),
+    EnginePart("unseen_changes", "NoticedLoneChanges", _always, "What a program changes on one replica is no error."),
     # Before samples are read.
     EnginePart(
         "repairs.micro_batches",
@@ -220,12 +214,7 @@ PARTS: tuple[EnginePart, ...] = (
         _is_plain,
         "DeepSpeed does not notice that the number of micro-batches in a step changes.",
     ),
-    EnginePart(
-        "repairs.micro_batches",
-        "CountedMicroBatchesOfPipeline",
-        _is_pipeline,
-        "DeepSpeed does not notice that the number of micro-batches changes.",
-    ),
+    EnginePart("repairs.micro_batches", "CountedMicroBatchesOfPipeline", _is_pipeline, "The same."),
     # Outside of what looks at inputs and losses.
     EnginePart(
         "repairs.backward_passes",
@@ -234,9 +223,13 @@ PARTS: tuple[EnginePart, ...] = (
         "DeepSpeed prepares and divides once for each output.",
     ),
     # Outside of experts and shard, which choose files.
-    EnginePart("on_grid", "EngineWithCheckpoints", _always, "Checkpoints are saved and loaded as a whole."),
-    EnginePart("on_grid", "GuardedCallsOfPlain", _is_plain, "If one rank raises in a call, all raise."),
-    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline, "If one rank raises in a call, all raise."),
+    EnginePart(
+        "on_grid",
+        "GuardedCallsOfPlain",
+        _is_plain,
+        "If one rank raises in a call, all raise; checkpoints are saved and loaded as a whole.",
+    ),
+    EnginePart("on_grid", "GuardedCallsOfPipeline", _is_pipeline, "The same."),
 )
 """All parts of engines, from the innermost on. Where the order of two matters, a comment on the later one says why."""
 
@@ -246,29 +239,19 @@ def parts_of(case: Case) -> list[EnginePart]:
     return [part for part in PARTS if part.wanted(case)]
 
 
-class OnCall(NamedTuple):
-    """A module with more mixins, which the first call of a function imports."""
-
-    where: str
-    when: str
-
-    def load(self) -> Any:
-        """Return the module."""
-        return importlib.import_module(self.where)
-
-
 ON_CALL = (
-    OnCall("ds_topo.engine.gradient_reducer", 'the section "gradient_reducer", or GradientReducer.attach'),
-    OnCall("ds_topo.engine.pipelines.pipeline_driver", "the same, for a pipeline"),
-    OnCall("ds_topo.engine.optimizer_gradients", "the same, for ZeRO 1 and 2 or BF16_Optimizer"),
-    OnCall("ds_topo.engine.quorum", 'the section "replicas"'),
-    OnCall("ds_topo.engine.replica_comparison", "an axis model, or check_replicas"),
+    "ds_topo.engine.gradient_reducer",  # the section "gradient_reducer", or GradientReducer.attach
+    "ds_topo.engine.pipelines.pipeline_driver",  # the same, for a pipeline
+    "ds_topo.engine.optimizer_gradients",  # the same, for ZeRO 1 and 2 or BF16_Optimizer
+    "ds_topo.engine.quorum",  # the section "replicas"
+    "ds_topo.engine.replica_comparison",  # an axis model, or check_replicas
 )
+"""Modules with more mixins, which the first call of a function imports."""
 
 
 def load_all() -> None:
     """Import every module with mixins, for what looks at all of them."""
     for part in PARTS:
         part.load()
-    for module in ON_CALL:
-        module.load()
+    for where in ON_CALL:
+        importlib.import_module(where)

@@ -34,12 +34,11 @@ from weakref import WeakMethod, finalize, ref
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DataLoader, Sampler
 
 from ds_topo.base.backends import traits_of
-from ds_topo.base.classes import REPLICATED, Mixin, adopt
-from ds_topo.base.marks import inner_optimizer, is_training_pass
+from ds_topo.base.classes import REPLICATED, adopt
+from ds_topo.base.marks import inner_optimizer
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import (
     begin_states,
@@ -49,6 +48,7 @@ from ds_topo.checkpoint.engine_state import (
     restore_progress,
 )
 from ds_topo.engine.gradient_reducer import GradientReducer
+from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.engine.partition_sums import SummedPartitions, SumsOfStep
 from ds_topo.engine.replica_comparison import digest
 from ds_topo.errors import (
@@ -198,10 +198,7 @@ def _manager(grid: MpuGrid, device: torch.device, options: ReplicaOptions) -> tu
 class Replicas:
     """The replicas of an engine's job, as one of them sees the others: ``engine.replicas``.
 
-    Args:
-        engine: an engine on a grid; ``deepspeed.initialize`` has just returned it.
-        options: the section of the config.
-        reduction: the arguments of the reducer at ZeRO 0 to 2.
+    ``initialize`` creates it right after the engine. ``reduction`` has the arguments of the reducer at ZeRO 0 to 2.
     """
 
     def __init__(self, engine: DeepSpeedEngine, options: ReplicaOptions, reduction: Mapping[str, Any]) -> None:
@@ -240,8 +237,7 @@ class Replicas:
         load, state = WeakMethod(self._load), WeakMethod(self._state)
         self.manager.register_state_dict_fn("ds_topo", lambda saved: load()(saved), lambda: state()())  # type: ignore[misc]
         engine.replicas = self
-        mixin = ReplicatedPipelineEngine if isinstance(engine, PipelineEngine) else ReplicatedPlainEngine
-        self._release: Callable[[], None] = adopt(engine, mixin)
+        self._release: Callable[[], None] = adopt(engine, ReplicatedEngine)
         close = WeakMethod(self.close)
         engine.mpu.on_destroy(lambda: (method := close()) and method())
 
@@ -300,11 +296,7 @@ class Replicas:
             self.engine.optimizer.checkpoint_event_epilogue()
 
     def _compare(self) -> None:
-        """Compare this rank's state, and what it began with, with those of all replicas, if the quorum has changed.
-
-        Raises:
-            ReplicaError: they differ; raised in all replicas.
-        """
+        """Compare this rank's state, and what it began with, in all replicas if the quorum has changed; all raise."""
         change = self._changes.number
         if change == self._compared or self.manager.errored() is not None:
             return
@@ -515,11 +507,16 @@ class _Samples(Sampler[int]):
         return self._order[place]
 
 
-class ReplicatedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
+class ReplicatedEngine(EngineOnGrid):
     """The methods of an engine that torchft keeps together with those of other replicas."""
 
     mixin_order, mixin_state = REPLICATED, "replicas"
     replicas: Replicas
+
+    def begin_training(self) -> None:
+        """Begin a step, if its samples have not."""
+        self.replicas.begin_step()
+        super().begin_training()
 
     def _take_model_step(self, *arguments: Any) -> None:
         """Step if all ranks of this replica commit; otherwise discard the gradients."""
@@ -533,22 +530,3 @@ class ReplicatedEngine(Mixin, DeepSpeedEngine):  # type: ignore[misc]
         """Leave the other replicas first."""
         self.replicas.close()
         self.destroy()  # of the class that the engine has now
-
-
-class ReplicatedPlainEngine(ReplicatedEngine):
-    """An engine that is no pipeline."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Begin a step with the first forward pass, if its samples have not."""
-        if is_training_pass(self):
-            self.replicas.begin_step()
-        return super().forward(*inputs, **named)
-
-
-class ReplicatedPipelineEngine(ReplicatedEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine."""
-
-    def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Begin a step, if its samples have not."""
-        self.replicas.begin_step()
-        return super().train_batch(*arguments, **options)

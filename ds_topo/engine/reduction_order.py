@@ -18,10 +18,9 @@ step. In all cases it is read before weights change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -46,9 +45,14 @@ class ComparedReduction(EngineOnGrid):
     def complete(self) -> None:
         """Compare buckets between the ranks, or fill them alike."""
         super().complete()
-        compared, fills = _compared_buckets_of(self), _adds_zeros(self)
-        if (compared is not None or fills) and self.give_optimizer(OrderedZero, OrderedZero3):
-            self.optimizer.ordered = OrderOfReduction(compared, fills)
+        if not _has_others(self):
+            return
+        self.give_optimizer(OrderedZero, OrderedZero3)
+        optimizer, stage = self.optimizer, int(self.zero_optimization_stage())
+        reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer) and not (
+            optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow
+        )
+        optimizer.compared_buckets = None if reduces_at_once else ComparedBuckets(self.module, _group_of(self), stage)
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -57,82 +61,66 @@ class ComparedReduction(EngineOnGrid):
             try:
                 yield
             finally:  # gradients are reduced after an error, too
-                if _adds_zeros(self):
+                if isinstance(self.optimizer, DeepSpeedZeroOptimizer) and _has_others(self):
                     fill_missing(self.optimizer)
-
-
-class OrderOfReduction(NamedTuple):
-    """The means by which an optimizer's ranks reduce the same gradients together."""
-
-    compared: ComparedBuckets | None
-    """The comparison of the gradients that are reduced; None if their order does not matter."""
-    fills: bool
-    """True if gradients of zeros are added for parameters that this rank does not use."""
 
 
 class OrderedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer``, of ZeRO 1 and 2."""
 
-    mixin_state = "ordered"
-    ordered: OrderOfReduction
+    mixin_state = "compared_buckets"
+    compared_buckets: ComparedBuckets | None
+    """The comparison of gradients that are reduced as they come; None if they are reduced at once, by parameters."""
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> Any:
         """Add gradients of zeros where this rank has none, before ZeRO 1 reduces all of them."""
-        if self.ordered.fills and self.ordered.compared is None:
+        if self.compared_buckets is None:
             fill_missing(self)
         return super().reduce_gradients(*arguments, **options)
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> Any:
         """Compare the bucket's parameters between the ranks first."""
-        if (compared := self.ordered.compared) is not None:
+        if (compared := self.compared_buckets) is not None:
             compared.waits_for_device = comm_dtype is None and self.overlap_comm
             buckets = self.ipg_buckets
             for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:  # all at the end of backward
                 places = buckets[dtype].params
-                compared.compare(places, [self.bit16_groups[group][index] for group, index, _ in places])
+                members = [self.bit16_groups[group][index] for group, index, _ in places]
+                compared.compare(places, {"": members})
         return super().reduce_ipg_grads(comm_dtype=comm_dtype)
 
     def step(self, closure: object = None) -> Any:
         """Read comparisons before weights change."""
-        if self.ordered.compared is not None:
-            self.ordered.compared.read()
+        if self.compared_buckets is not None:
+            self.compared_buckets.read()
         return super().step(closure)
 
 
 class OrderedZero3(Mixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
-    mixin_state = "ordered"
-    ordered: OrderOfReduction
+    mixin_state = "compared_buckets"
+    compared_buckets: ComparedBuckets
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self, comm_dtype: torch.dtype) -> Any:  # noqa: N802
         """Compare the bucket's parameters between the ranks first."""
-        if self.ordered.compared is not None:
-            compare_partitioned_bucket(self.ordered.compared, self, comm_dtype)
+        compare_partitioned_bucket(self.compared_buckets, self, comm_dtype)
         return super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(comm_dtype)
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Read comparisons here, where ZeRO 3 waits for the device."""
-        compared = self.ordered.compared
-        if compared is not None:
-            compared.waits_for_device = True
+        compared = self.compared_buckets
+        compared.waits_for_device = True
         try:
             super().independent_gradient_partition_epilogue()
         finally:
-            if compared is not None:
-                compared.waits_for_device = False
+            compared.waits_for_device = False
 
 
-def _compared_buckets_of(engine: DeepSpeedEngine) -> ComparedBuckets | None:
-    """Return the comparison of an engine whose optimizer reduces gradients as they come; None for others."""
-    optimizer = engine.optimizer
-    reduces_at_once = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or (
-        isinstance(optimizer, DeepSpeedZeroOptimizer)
-        and (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.zenflow)
-    )
-    if not reduces_at_once or dist.get_world_size(group := _group_of(engine)) == 1:
-        return None
-    return ComparedBuckets(engine.module, group, int(engine.zero_optimization_stage()))
+def _has_others(engine: DeepSpeedEngine) -> bool:
+    """Tell whether an optimizer of ZeRO reduces gradients together with other ranks."""
+    kinds = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    return isinstance(engine.optimizer, kinds) and dist.get_world_size(_group_of(engine)) > 1
 
 
 def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
@@ -140,12 +128,6 @@ def _group_of(engine: DeepSpeedEngine) -> ProcessGroup:
         return engine.mpu.get_data_parallel_group()
     group: ProcessGroup = engine.optimizer.dp_process_group
     return group
-
-
-def _adds_zeros(engine: DeepSpeedEngine) -> bool:
-    """Tell whether gradients of zeros are added for missing ones where ZeRO 1 or 2 reduces all of them at once."""
-    optimizer = engine.optimizer
-    return isinstance(optimizer, DeepSpeedZeroOptimizer) and dist.get_world_size(_group_of(engine)) > 1
 
 
 def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -158,41 +140,33 @@ def fill_missing(optimizer: DeepSpeedZeroOptimizer) -> None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 
 
-class ComparedBuckets:
-    """A comparison of the buckets of one optimizer between the ranks that reduce them together.
+Named: TypeAlias = Mapping[str, Sequence[object]]
+"""Parameters, and modules for which parameters were gathered, by what a message says before their names."""
 
-    Args:
-        module: the module whose parameters the messages name.
-        group: the ranks.
-        stage: the stage of ZeRO, for messages.
-    """
+
+class ComparedBuckets:
+    """A comparison of the buckets of one optimizer between the ranks that reduce them together."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup, stage: int) -> None:
         self._group, self._stage = group, stage
         self._device = torch.device("cpu") if "cpu" in devices_of(group) else current_device()
         self._reads_later = traits_of(group, self._device).ordered_by_stream
         self._side = SideStream(self._device)
-        self._unread: list[tuple[torch.Tensor, torch.Event | None, tuple[Any, ...]]] = []
+        self._unread: list[tuple[torch.Tensor, torch.Event | None, Named, Sequence[str]]] = []
         """The extremes of digests that are on their way, and what they are of on this rank."""
-        self._modules = list(module.modules())
+        self._module = module
+        attributes = map(vars, module.modules())
+        self._external = [each["_external_params"] for each in attributes if "_external_params" in each]
+        """The parameters that ZeRO 3 finds outside of their modules: a dictionary for each, which it fills later."""
         self.waits_for_device = False
         """True while DeepSpeed reduces the last buckets of a backward pass, and then waits for the device."""
 
-    def compare(
-        self,
-        content: Sequence[object],
-        parameters: Sequence[nn.Parameter],
-        gathered: Sequence[nn.Module] = (),
-        external: Sequence[nn.Parameter] = (),
-        facts: Sequence[str] = (),
-    ) -> None:
+    def compare(self, content: Sequence[object], named: Named, facts: Sequence[str] = ()) -> None:
         """Compare what a bucket holds; collective over the group, without a wait if streams order collectives.
 
         Args:
             content: integers, in nested tuples, that are equal on all ranks if the buckets are.
-            parameters: the parameters of the bucket, for the message.
-            gathered: the modules for which parameters were gathered, for the message.
-            external: parameters that were gathered outside of their own module, for the message.
+            named: what the content is of, for the message.
             facts: what else the content holds, for the message.
         """
         number = hash(tuple(content))
@@ -201,49 +175,33 @@ class ComparedBuckets:
             extremes = extremes.to(self._device, non_blocking=True)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True).wait()
             extremes = extremes.to("cpu", non_blocking=True)
-        self._unread.append((extremes, self._side.mark(), (parameters, gathered, external, facts)))
+        self._unread.append((extremes, self._side.mark(), named, facts))
         if not self._reads_later or self.waits_for_device:
             self.read()
 
     def read(self) -> None:
-        """Wait for the comparisons on their way, and raise if buckets differ.
-
-        Raises:
-            DisagreementError: the message names ranks and parameters; raised on all ranks of the group.
-        """
+        """Wait for the comparisons on their way, and raise on all ranks of the group if buckets differ."""
         unread, self._unread = self._unread, []
-        for extremes, event, compared in unread:
+        for extremes, event, named, facts in unread:
             if event is not None:
                 event.synchronize()
             highest, lowest = extremes.tolist()
             if highest != ~lowest:
-                self._refuse(*compared)
+                self._refuse(named, facts)
 
     def external_parameters(self) -> list[Any]:
         """Return the parameters that ZeRO 3 has found outside of their own modules, in that order for each module."""
         return [parameter for each in filter(None, self._external) for parameter in each.values()]
 
-    @cached_property
-    def _external(self) -> list[dict[Any, Any]]:
-        """The dictionaries of all modules, which ZeRO 3 creates when it starts and fills later; most are empty."""
-        return [found for module in self._modules if (found := vars(module).get("_external_params")) is not None]
-
-    def _refuse(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gathered: Sequence[nn.Module],
-        external: Sequence[nn.Parameter],
-        facts: Sequence[str],
-    ) -> NoReturn:
+    def _refuse(self, named: Named, facts: Sequence[str]) -> NoReturn:
         """Name the first ones that differ, through the store: the group may be blocked by what was reduced."""
-        root = self._modules[0]
-        names: dict[object, str] = {parameter: name for name, parameter in root.named_parameters()}
-        names |= {module: f"module {name!r}" for name, module in root.named_modules()}
+        names: dict[object, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        names |= {module: f"module {name!r}" for name, module in self._module.named_modules()}
         lines = [*facts]
         lines += [
             f"{place}. {what}{names.get(each, 'unnamed')}"
-            for what, group in (("", parameters), ("forward of ", gathered), ("read outside of its module: ", external))
-            for place, each in enumerate(group, start=1)
+            for what, several in named.items()
+            for place, each in enumerate(several, start=1)
         ]
         members = sorted(dist.get_process_group_ranks(self._group))
         problem = "the ranks do not agree on the gradients that they reduce together, but have the same names for them"
@@ -272,19 +230,18 @@ def compare_partitioned_bucket(
     if optimizer.reduce_scatter or not optimizer.contiguous_gradients:
         parameters.sort(key=lambda parameter: parameter.ds_id)
     content = [parameter.ds_id for parameter in parameters]
-    gathered: list[nn.Module] = []
-    external: list[Any] = []
-    facts: list[str] = []
+    named: dict[str, Sequence[Any]] = {"": parameters}
+    facts = []
     if compared.waits_for_device:
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         is_known, number = coordinator.is_complete_trace(), vars(coordinator)[_GATHERED]
         content += [is_known, number]
         order = "in the order of earlier steps" if is_known else "in an order that earlier steps did not have"
         facts = [f"{number} modules have gathered parameters, {order}"]
-        gathered = [] if is_known else list(vars(coordinator)[_ORDER])
-        external = compared.external_parameters()
+        named["forward of "] = gathered = [] if is_known else list(vars(coordinator)[_ORDER])
+        named["read outside of its module: "] = external = compared.external_parameters()
         content += [-1, *(module.ds_id for module in gathered), -1, *(parameter.ds_id for parameter in external)]
-    compared.compare(content, parameters, gathered, external, facts)
+    compared.compare(content, named, facts)
 
 
 _GATHERED, _ORDER = "_PartitionedParameterCoordinator__step_id", "_PartitionedParameterCoordinator__submodule_order"

@@ -29,9 +29,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DistributedSampler
 
-from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.config import passes_of
-from ds_topo.engine.on_grid import EngineOnGrid
+from ds_topo.engine.on_grid import EngineOnGrid, is_training_pass
 from ds_topo.errors import DisagreementError, EngineOptionError, listed, warn
 from ds_topo.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered, gathered_by_value, number_of
@@ -55,8 +54,7 @@ class DealtSamples(EngineOnGrid):
             loader = super().deepspeed_io(*arguments, **options)
         sampler = loader.data_sampler
         if not len(loader):
-            whose = f"a batch of {loader.batch_size} on each rank that reads others"
-            self.mpu.warn_of_no_batch(loader.dataset, whose)
+            self.mpu.warn_of_no_batch(loader.dataset, f"a batch of {loader.batch_size} on each rank that reads others")
         if type(sampler) is DistributedSampler:
             sampler.__class__ = FollowedSampler  # the program may have given it, and kept it to call set_epoch
             loader.data_sampler.progress = self.mpu.progress
@@ -91,11 +89,7 @@ _ZERO = 1e-6
 def require_equal(
     read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str], what: str = "different samples"
 ) -> None:
-    """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 means that nothing was read.
-
-    Raises:
-        DisagreementError: samples differ; the message names a rank and the axes.
-    """
+    """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 stands for none."""
     group = grid.get_group([axis for axis in peers if axis in grid.topology().axes])
     by_batch = zip(*gathered(read, group), strict=True)
     differ = any(len({*digests} - {0}) > 1 for digests in by_batch)
@@ -116,9 +110,7 @@ def require_equal(
 class FirstSamples:
     """The samples that an engine reads first: its peers must read the same ones, and its replicas should not.
 
-    Args:
-        grid: the engine's grid, whose ``check_samples`` switches errors and warnings off.
-        micro_batch: the number of samples of a batch, by the config.
+    ``check_samples`` of the grid switches errors and warnings off.
     """
 
     def __init__(self, grid: MpuGrid, micro_batch: int) -> None:
@@ -426,20 +418,16 @@ def described(grid: MpuGrid, grid_rank: int) -> str:
 
 
 def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], error: RuntimeError) -> None:
-    """Raise for an error of a forward pass whose cause are inputs of another type than that of the parameters.
-
-    Raises:
-        EngineOptionError: the message says how to give both one type.
-    """
+    """Raise for an error of a forward pass whose cause are inputs of another type than that of the parameters."""
     own = {each.dtype for each in engine.module.parameters() if each.is_floating_point()}
     if "type" not in str(error) or not own or types <= own:
         return
     kind, given = str(next(iter(own))), listed(sorted(map(str, types - own)))
-    enabled = next((name for name in ("bf16", "fp16") if getattr(engine, f"{_ENABLED[name]}_enabled")()), None)
-    if enabled:
-        why = f'"{enabled}" is enabled in the config'
+    if engine.bfloat16_enabled():
+        why = '"bf16" is enabled in the config'
         remedy = 'or have "torch_autocast": {"enabled": true} in its place, with which parameters stay float32'
-        remedy = 'or set "fp16": {"auto_cast": true}' if enabled == "fp16" else remedy
+    elif engine.fp16_enabled():
+        why, remedy = '"fp16" is enabled in the config', 'or set "fp16": {"auto_cast": true}'
     elif kind == "torch.float32":
         why, remedy = "the config enables neither bf16 nor fp16", 'or enable "bf16" or "fp16"'
     else:
@@ -449,6 +437,3 @@ def explain_types(engine: DeepSpeedEngine, types: AbstractSet[torch.dtype], erro
         f"inputs of type {given}, but parameters of the engine have the type {kind} ({why}), and the model does not "
         f"convert them ({error}): convert inputs by .to({kind}), {remedy}"
     ) from error
-
-
-_ENABLED = {"bf16": "bfloat16", "fp16": "fp16"}

@@ -31,7 +31,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -120,26 +119,27 @@ class ShardedEngine(EngineOnGrid):
         Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
         partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
         """
-        optimizer, copies = self.optimizer, self.partition_copies
+        optimizer = self.optimizer
+        copies: CopiesOfPartition | None = getattr(optimizer, "copies", None)  # None at ZeRO 0 and 3
         if copies is None or not self.has_moe_layers:
             yield
             return
-        partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
-        _in_own_file.update((self, optimizer))
+        partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.holders.whole
+        copies.has_own_file = True
         try:
             yield
         finally:
-            optimizer.dp_process_group = partitions
-            _in_own_file.difference_update((self, optimizer))
+            optimizer.dp_process_group, copies.has_own_file = partitions, False
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> Any:
         """Take dense partitions from the file of their first replica; that of this one has only those of experts."""
         states = super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
-        copies = self.partition_copies
-        if copies is None or not _is_later_copy(self, copies):
+        copies: CopiesOfPartition | None = getattr(self.optimizer, "copies", None)
+        if copies is None or not copies.has_experts_alone:
             return states
-        own = states[dist.get_rank(copies.whole)]
-        first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
+        holders = copies.holders
+        own = states[dist.get_rank(holders.whole)]
+        first = dist.get_group_rank(holders.whole, dist.get_global_rank(holders.group, 0))
         content = self.checkpoint_engine.load(zero_ckpt_names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
         of_dense = content[BASE_OPTIMIZER_STATE]["state"]
         for group in _dense_groups(self.optimizer):
@@ -156,6 +156,13 @@ class CopiesOfPartition:
     """The ranks with copies."""
     summed: set[int]
     """The parameter groups whose gradients are summed over the copies, until the step."""
+    has_own_file: bool = False
+    """True while each replica saves or loads a file of its own."""
+
+    @property
+    def has_experts_alone(self) -> bool:
+        """True while this rank saves or loads the partitions of experts alone."""
+        return self.has_own_file and dist.get_rank(self.holders.group) > 0
 
 
 class ShardedZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -278,17 +285,9 @@ def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> Non
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
-_in_own_file: WeakSet[Any] = WeakSet()
-"""The engines of which each replica is saving or loading a file of its own, and their optimizers."""
-
-
-def _is_later_copy(saved: object, copies: PartitionHolders) -> bool:
-    """Tell whether this rank saves or loads the partitions of experts alone, of an engine or its optimizer."""
-    return saved in _in_own_file and dist.get_rank(copies.group) > 0
-
 
 def _states_of_replica(optimizer: ShardedZero | ShardedBF16, states: dict[str, Any]) -> dict[str, Any]:
-    if not _is_later_copy(optimizer, optimizer.copies.holders):
+    if not optimizer.copies.has_experts_alone:
         return states
     masters = list(states[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
     for group in _dense_groups(optimizer):

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.marks import expert_group_name, inner_optimizer, is_training_pass
+from ds_topo.base.marks import expert_group_name, inner_optimizer
 from ds_topo.base.torch_names import default_store, job_timeout
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import DisagreementError, by_value, listed, warn
@@ -34,8 +33,7 @@ _HOOK = "_ds_topo_direct_steps"
 class DirectSteps:
     """Notice steps of an engine's optimizer and of its scheduler that the program takes itself.
 
-    Args:
-        engine: an engine of a grid, whose ``check_weights`` switches the warning off.
+    ``check_weights`` of the engine's grid switches the warnings off.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -133,11 +131,8 @@ class LoneChanges:
     through the job's store, where nobody waits: a rank that has left out a step would join another collective instead.
     If ``requires_grad`` of a parameter changes on a rank, the rank waits until it has changed on all replicas, because
     gradients of different parameters would be reduced together. Optimizers with master weights overwrite what a program
-    has written, so there weights are not compared (:mod:`ds_topo.engine.written_weights`).
-
-    Args:
-        engine: an engine of a grid, whose ``check_weights`` switches the comparison off if it is set before.
-        has_masters: the engine's optimizer has master weights.
+    has written, so there weights are not compared (:mod:`ds_topo.engine.written_weights`). ``check_weights`` of the
+    engine's grid switches the comparison off if it is set before.
     """
 
     def __init__(self, engine: DeepSpeedEngine, has_masters: bool) -> None:
@@ -182,11 +177,7 @@ class LoneChanges:
             self._warn(_OTHER_OPTIONS.format(1), options, group)
 
     def look_at_frozen(self) -> None:
-        """Wait for all replicas if other parameters are trained than before, in the first forward pass of a step.
-
-        Raises:
-            DisagreementError: some replicas did not come; they train the parameters of before.
-        """
+        """Wait for all replicas if other parameters are trained than before, in the first forward pass of a step."""
         self.begins_step = False
         trained = [each.requires_grad for _, each in self._named]
         if trained == self._trained:
@@ -270,25 +261,11 @@ class NoticedLoneChanges(EngineOnGrid):
         self.lone_changes.look()
         super()._take_model_step(*arguments)
 
-
-class NoticedLoneChangesOfPlain(NoticedLoneChanges):
-    """A plain engine, whose program runs each forward pass."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def begin_training(self) -> None:
         """Look at what is frozen in the first forward pass of a step."""
-        if self.lone_changes.begins_step and is_training_pass(self):
-            self.lone_changes.look_at_frozen()
-        return super().forward(*inputs, **named)
-
-
-class NoticedLoneChangesOfPipeline(NoticedLoneChanges, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine, which runs all passes of a step."""
-
-    def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Look at what is frozen."""
+        super().begin_training()
         if self.lone_changes.begins_step:
             self.lone_changes.look_at_frozen()
-        return super().train_batch(*arguments, **options)
 
 
 def _extremes(numbers: Sequence[int], group: ProcessGroup) -> tuple[list[bool], list[int]]:

@@ -15,24 +15,14 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_topo.base.marks import inner_optimizer
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import listed, warn
 
-_WITH_MASTERS = (
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
-    BF16_Optimizer,
-    FP16_Optimizer,
-    FP16_UnfusedOptimizer,
-)
 _is_trained = attrgetter("requires_grad")
 _AT_A_TIME = 1 << 24
 """The number of elements that are compared at once, which limits the memory of a comparison."""
@@ -49,8 +39,7 @@ class NoticedWrites(EngineOnGrid):
     def complete(self) -> None:
         """Look from here."""
         super().complete()
-        has_masters = isinstance(self.optimizer, _WITH_MASTERS) and inner_optimizer(self) is not None
-        self.written_weights = WrittenWeights(self) if has_masters else None
+        self.written_weights = None if inner_optimizer(self) is None else WrittenWeights(self)
 
     def _take_model_step(self, *arguments: Any) -> None:
         """Warn of parameters that the program has changed: the optimizer overwrites them by its own copy."""
@@ -60,11 +49,7 @@ class NoticedWrites(EngineOnGrid):
 
 
 class WrittenWeights:
-    """The search for parameters of one engine that a program has changed since the engine was built.
-
-    Args:
-        engine: an engine whose optimizer has master weights.
-    """
+    """The search for parameters of one engine that a program has changed since the engine was built."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._optimizer = engine.optimizer

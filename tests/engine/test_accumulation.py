@@ -540,6 +540,25 @@ def test_programs_that_end_steps_change_the_number_between_them(world: Worlds) -
     world(RANKS).run(_change_of_own_steps)
 
 
+def _clear_between_own_steps() -> None:
+    start()
+    with PipelineParallelGrid(f"data={RANKS}") as grid, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config = {**configured("zero1"), "managed_gradient_accumulation": False}
+        engine, *_ = initialize(model=Net(), mpu=grid, config=config)
+        for step in range(2):
+            for micro in range(2):
+                engine(sample(step, micro, grid.grid_rank))[1].mean().backward()
+            engine.step()
+            engine.zero_grad()
+        destroy_engine(engine)
+    assert not [each for each in said if "zero_grad()" in str(each.message)]
+
+
+def test_programs_that_end_steps_clear_gradients_between_them(world: Worlds) -> None:
+    world(RANKS).run(_clear_between_own_steps)
+
+
 def _change_in_a_pipeline() -> None:
     start()
     norms = []

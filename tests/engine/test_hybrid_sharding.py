@@ -236,7 +236,7 @@ def _rows_of_resumed_experts(stages: tuple[int, ...], precision: str, size: int)
 
 
 def test_later_copies_go_on_with_the_dense_states_of_the_first(world: Worlds) -> None:
-    compare(world, _rows_of_resumed_experts((1,), "fp32", 2), ("grid",))
+    compare(world, _rows_of_resumed_experts((0, 1), "fp32", 2), ("grid",))
 
 
 @pytest.mark.exhaustive

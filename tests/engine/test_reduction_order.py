@@ -52,13 +52,13 @@ def test_ranks_compare_what_they_have_gathered_with_the_last_bucket(
     )
     compared = mock.Mock(waits_for_device=is_last, external_parameters=lambda: outside)
     reduction_order.compare_partitioned_bucket(compared, optimizer, torch.float32)
-    content, names, gathered, external, facts = compared.compare.call_args.args
+    content, named, facts = compared.compare.call_args.args
+    names, *others = named.values()
     ids = [5, 3] if is_contiguous and not scatters else [3, 5]
     order = [-1, *([] if is_known else [9]), -1, 4]
     assert content == ids + ([is_known, 8, *order] if is_last else [])
     assert [each.ds_id for each in names] == ids
-    assert gathered == (modules if is_last and not is_known else [])
-    assert external == (outside if is_last else [])
+    assert others == ([[] if is_known else modules, outside] if is_last else [])
     assert len(facts) == is_last
 
 

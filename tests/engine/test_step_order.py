@@ -43,7 +43,7 @@ class Experts(nn.Module):
 AS_READ = [
     "ReducedPipelineEngine.train_batch",
     "GuardedCallsOfPipeline.train_batch",
-    "CountedMicroBatchesOfPipeline.train_batch",
+    "CountedMicroBatchesOfPipeline.begin_training",
     "ComparedSamplesOfPipeline.train_batch",
     "PipelineOnGrid.train_batch",
     "ComparedSamplesOfPipeline._next_batch",

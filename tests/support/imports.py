@@ -50,7 +50,7 @@ def imports_in(
             submodules = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
             found.update(submodules if len(submodules) == len(node.names) else {base, *submodules})
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            if ast.unparse(node.args[0]) == "self.where":  # the rows of a table in this module
+            if ast.unparse(node.args[0]) in ("self.where", "where"):  # the rows of a table in this module
                 rows = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
                 rows |= {f"{package}.{row}" for row in rows}  # within the package
                 found.update(rows & set(modules) if of_tables_too else ())

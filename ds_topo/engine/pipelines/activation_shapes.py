@@ -37,18 +37,13 @@ def buffers_for(
 ) -> Iterator[None]:
     """Let stages exchange the shapes of activations anew in one call, where that is necessary.
 
-    DualPipeV also gets buffers for the micro-batches of this call, because it addresses them by their number.
+    DualPipeV also gets buffers for the micro-batches ``wanted`` in this call, as it addresses them by their number.
 
     Args:
-        engine: the engine.
         method: ``train_batch`` or ``eval_batch``; a module may have other outputs in evaluations.
-        wanted: the number of micro-batches.
         shapes: those of this rank's micro-batches; none on stages that read no inputs.
         changed: whether some rank's differ from those of the last call.
         uneven: whether some rank's differ from each other.
-
-    Raises:
-        EngineOptionError: they differ within a step of DualPipeV.
     """
     if uneven and isinstance(engine, DualPipeVEngine):
         raise EngineOptionError(

@@ -14,7 +14,7 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import cycle, islice, repeat
 from typing import Any
 
@@ -54,8 +54,7 @@ class ReadAhead(Iterator[Any]):
     def fill(self, count: int) -> int:
         """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead.
 
-        Raises:
-            ValueError: the source has written into the tensors of an earlier element.
+        Refuse a source that has written into the tensors of an earlier element.
         """
         for element in islice(self.source, max(0, count - len(self.ahead))):
             if self.ahead and _versions_in(self.ahead[-1]) != self._versions:
@@ -95,30 +94,20 @@ def remaining(iterator: Iterator[Any]) -> int | None:
 
 
 def run_with_enough(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-    """Call ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none.
-
-    Args:
-        method: DeepSpeed's method, bound to the engine.
-        engine: the engine.
-        args: arguments of the method.
-        options: more of them.
-    """
+    """Call ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
     given, call = inspect.signature(method).bind(*args, **options), method.__name__
     wanted, starts = given.arguments.get("num_micro_batches") or engine.micro_batches, engine.starts
     iterator = given.arguments.get("data_iter")
-    if engine.grid.world_size == 1:
-        if call == "train_batch":
-            given.arguments["data_iter"] = starts.look(engine, iterator, wanted)
-        result = method(*given.args, **given.kwargs)
-        starts.end(engine)
-        return result
-    if iterator is not None:
-        given.arguments["data_iter"], shapes = _require(engine, call, iterator, wanted)
+    context: AbstractContextManager[None] = nullcontext()
+    if engine.grid.world_size > 1:
+        is_own = iterator is None and call == "train_batch"
+        found, shapes = _require(engine, call, engine.data_iterator if is_own else iterator, wanted, is_own)
+        if iterator is not None:
+            given.arguments["data_iter"] = found
+        context = buffers_for(engine, call, wanted, *shapes)
     elif call == "train_batch":
-        _, shapes = _require(engine, call, engine.data_iterator, wanted, is_own=True)
-    else:
-        _, shapes = _require(engine, call, None, wanted)
-    with buffers_for(engine, call, wanted, *shapes):
+        given.arguments["data_iter"] = starts.look(engine, iterator, wanted)
+    with context:
         result = method(*given.args, **given.kwargs)
     starts.end(engine)
     return result
@@ -132,12 +121,6 @@ def _require(
     Returns:
         The iterator to use instead of the given one; the shapes of this rank's micro-batches where they matter, whether
         those of some rank have changed since the last step, and whether they change within this one.
-
-    Raises:
-        EndOfSamplesError: a rank has too few; raised on every rank; the message names the rank with the fewest.
-        DisagreementError: slices have samples of different shapes, or some ranks train while others evaluate; raised on
-            every rank.
-        Exception: this rank failed to read samples.
     """
     left, failure = _ENDLESS, None
     shapes: list[Shapes] = []

@@ -97,20 +97,7 @@ def construct_on(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """Call DeepSpeed's constructor of a module so that it takes this grid instead of creating one.
-
-    Args:
-        grid: the grid.
-        module: the module.
-        construct: the constructor, bound to the module.
-        layers: its layers.
-        arguments: further ones of the constructor, without ``num_stages`` and ``topology``.
-        options: more of them.
-
-    Raises:
-        DisagreementError: ranks have different layers, or stages have different weights of one tied layer.
-        RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
-    """
+    """Call DeepSpeed's constructor of a module, without ``num_stages`` and ``topology``, so that it takes this grid."""
     with agreement(grid.members, "the layers of the pipeline, one list on every rank") as lines:
         for number, layer in enumerate(map(saved_layer, layers)):
             lines.append(f"layer {number}: {layer.kind}" + f" tied by {layer.tied!r}" * bool(layer.tied))
@@ -151,11 +138,7 @@ def _synchronize_tied_weights(module: DeepSpeedPipelineModule) -> None:
 
 
 def _refuse_weights_of_several_stages(module: DeepSpeedPipelineModule, layers: Sequence[Any]) -> None:
-    """Refuse layers of several stages that share a trainable parameter, of which each stage would train its own copy.
-
-    Raises:
-        ValueError: there are such layers; all ranks know all layers, and raise it.
-    """
+    """Refuse layers of several stages that share a trainable parameter: each stage would train a copy of it."""
     known: dict[nn.Parameter, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
         for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
@@ -315,13 +298,7 @@ def _checkpointed(function: Any, *inputs: Any) -> Any:
 
 
 def checked_layers(layers: Iterable[Any], loss: object) -> list[Any]:
-    """Return the layers as a list.
-
-    Raises:
-        ValueError: there is no layer.
-        TypeError: a stage could not build or call a layer, such as a class without its arguments, or the last stage
-            could not call the loss function.
-    """
+    """Return the layers as a list; refuse those that a stage could not build or call, and such a loss function."""
     if isinstance(layers, (str, type)) or not isinstance(layers, Iterable):
         raise TypeError(f"layers={abridged(layers)}: give a list of modules, LayerSpec, TiedLayerSpec or functions")
     checked = list(layers)
@@ -370,11 +347,7 @@ def _layout_of(
 
 
 def check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, layers: int, parts: int) -> None:
-    """Refuse a ``num_stages`` that differs from the topology's, and fewer layers than parts on all stages.
-
-    Raises:
-        TopologyError: the message has both numbers.
-    """
+    """Refuse a ``num_stages`` that differs from the topology's, and fewer layers than parts on all stages."""
     try:
         topology = layout.topology() if isinstance(layout, ProcessGrid) else as_topology(layout, dist.get_world_size())
     except (TopologyError, TypeError):

@@ -12,12 +12,29 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.classes import Mixin
 from ds_topo.base.patches import DualPipeVEngine
 from ds_topo.engine.engine_driver import EngineDriver, ReducedEngine
-from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reduction.buckets import StepTiming
 from ds_topo.reduction.options import ReductionArguments
+
+
+class ReducedPipelineEngine(ReducedEngine, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine with a reducer."""
+
+    reducer_driver: PipelineDriver
+
+    @property
+    def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
+        """Return the same map with ``BackwardPass`` and ``ReduceTiedGrads`` that also call the reducer.
+
+        Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.
+        """
+        return self.reducer_driver.driving(super()._INSTRUCTION_MAP)
+
+    def train_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
+        self.reducer_driver.give_up_unfinished()
+        return super().train_batch(*arguments, **options)
 
 
 class PipelineDriver(EngineDriver):
@@ -29,6 +46,8 @@ class PipelineDriver(EngineDriver):
     so the reducer learns how many gradients a parameter gets in them (``static_graph``).
     """
 
+    mixin = ReducedPipelineEngine
+
     def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
         super().__init__(engine, options)
         self._passes: Counter[int | None] = Counter()
@@ -38,17 +57,6 @@ class PipelineDriver(EngineDriver):
         self.backward_ns: int
         """The duration of the last backward pass."""
         self._instructions: dict[type, Any] | None = None
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The replicas of a stage."""
-        group: ProcessGroup = self.engine.mpu.get_data_parallel_group()
-        return group
-
-    @property
-    def mixin(self) -> type[Mixin]:
-        """The class with the engine's methods that drive the reducer."""
-        return ReducedPipelineEngine
 
     def reduce(self, *_: object, **__: object) -> None:
         """Note that gradients are reduced: the reducer has completed where the schedule reduces tied layers."""
@@ -101,22 +109,3 @@ class PipelineDriver(EngineDriver):
 
     def _samples(self, replicas: int) -> int:
         return replicas
-
-
-class ReducedPipelineEngine(ReducedEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine with a reducer."""
-
-    reducer_driver: PipelineDriver
-
-    @property
-    def _INSTRUCTION_MAP(self) -> dict[type, Any]:  # noqa: N802
-        """Return the same map with ``BackwardPass`` and ``ReduceTiedGrads`` that also call the reducer.
-
-        Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.
-        """
-        return self.reducer_driver.driving(super()._INSTRUCTION_MAP)
-
-    def train_batch(self, *arguments: Any, **options: Any) -> Any:
-        """Discard a step that an exception in backward has ended: training may go on with the same engine."""
-        self.reducer_driver.give_up_unfinished()
-        return super().train_batch(*arguments, **options)

@@ -52,9 +52,26 @@ class PipelineOnGrid(EngineOnGrid, PipelineEngine):  # type: ignore[misc]
         vars(own)["using_bf16_optimizer"] = isinstance(self.optimizer, BF16_Optimizer)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Warn that the copies of a tied weight may drift apart."""
+        """Warn that the copies of a tied weight may drift apart.
+
+        The stages sum the gradients of a tied weight, and each updates its own copy. That keeps the copies equal if the
+        optimizer updates each element by itself. Others compute norms of vectors, which differ between stages.
+        """
         super()._configure_optimizer(client_optimizer, model_parameters)
-        _warn_of_tied_weights(self)
+        if not (tied := self.module.get_tied_weights_and_groups()):
+            return
+        if not isinstance(self.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer, FP16_Optimizer)):
+            return  # the optimizer has a tensor for each parameter
+        inner, (_, group) = inner_optimizer(self), tied[0]
+        if inner is None or is_element_by_element(inner) or torch.distributed.get_rank(group):
+            return
+        kind, wrapper = type(inner).__name__, stock_class(self.optimizer).__name__
+        warn(
+            f"{kind} is not known to update each element by itself, and {wrapper} gives it vectors of many parameters, "
+            "which differ between stages: copies of tied weights may drift apart. Use another optimizer, or ZeRO 0 in "
+            "fp32. ds_topo.check_replicas(engine) compares the copies. If the optimizer does update each "
+            "element by itself, set is_element_by_element = True on its class"
+        )
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Read this rank's share of samples, on stages that read samples.
@@ -114,25 +131,3 @@ def _end_pipeline(engine: weakref.ref[Any]) -> None:
     if living is not None and "mpu" in vars(living):  # it was not destroyed
         grid = living.mpu
         vars(living)["_exec_schedule"] = lambda _: grid.get_group(PIPE)
-
-
-def _warn_of_tied_weights(engine: PipelineOnGrid) -> None:
-    """Warn that the copies of a tied weight may drift apart.
-
-    The stages sum the gradients of a tied weight, and each updates its own copy. That keeps the copies equal if the
-    optimizer updates each element by itself. Others compute norms of a whole vector, and stages have different vectors.
-    """
-    if not (tied := engine.module.get_tied_weights_and_groups()):
-        return
-    if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer, FP16_Optimizer)):
-        return  # the optimizer has a tensor for each parameter
-    inner, (_, group) = inner_optimizer(engine), tied[0]
-    if inner is None or is_element_by_element(inner) or torch.distributed.get_rank(group):
-        return
-    kind, wrapper = type(inner).__name__, stock_class(engine.optimizer).__name__
-    warn(
-        f"{kind} is not known to update each element by itself, and {wrapper} gives it vectors of many parameters, "
-        "which differ between stages: copies of tied weights may drift apart. Use another optimizer, or ZeRO 0 in "
-        "fp32. ds_topo.check_replicas(engine) compares the copies. If the optimizer does update each "
-        "element by itself, set is_element_by_element = True on its class"
-    )

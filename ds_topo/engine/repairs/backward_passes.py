@@ -66,7 +66,7 @@ class BackwardPasses:
     have_run: bool = False
     """True after a backward pass, until the end of the step."""
     number: int = 0
-    """The number of calls of ``engine.backward`` since the last one of ``engine.step``."""
+    """The number of backward passes since the last call of ``engine.step``."""
     is_local: bool = False
     """True if gradients of the last backward pass were not reduced, because it was inside ``no_sync()``."""
     finds_discarded: bool = True
@@ -90,7 +90,7 @@ class BackwardPassesOfProgram(EngineOnGrid):
     def complete(self) -> None:
         """Note when the program discards gradients by the optimizer."""
         super().complete()
-        self.backward_passes = BackwardPasses()
+        self.backward_passes = BackwardPasses(finds_discarded=self.zero_optimization_stage() != 2)
         if self.give_optimizer(NotedDiscards):
             self.optimizer.engines_passes = self.backward_passes
 
@@ -172,7 +172,6 @@ class BackwardPassesOfProgram(EngineOnGrid):
         check_loss(*arguments[:1], **options)
         passes, outer = self.backward_passes, self.backward_passes.is_of_engine
         self._require_unreduced()
-        passes.number += 1
         passes.is_of_engine = True
         try:
             return super().backward(*arguments, **options)
@@ -267,13 +266,12 @@ class BackwardPassesOfProgram(EngineOnGrid):
         passes = self.backward_passes
         passes.is_penalized, passes.have_run, passes.are_discarded = False, True, False
         passes.is_local, passes.kept = self.inside_no_sync_ctxt, None
+        passes.number += 1
         if self.is_gradient_accumulation_boundary():
             passes.are_reduced |= not self.inside_no_sync_ctxt
             return
-        if passes.witness is None and passes.finds_discarded:
-            passes.finds_discarded = self.zero_optimization_stage() != 2 and self.mpu.check_weights
-            if not isinstance(self.optimizer, BF16_Optimizer):
-                passes.witness = next((each for each in self.module.parameters() if each.grad is not None), None)
+        if passes.witness is None and passes.finds_discarded and not isinstance(self.optimizer, BF16_Optimizer):
+            passes.witness = next((each for each in self.module.parameters() if each.grad is not None), None)
         if passes.witness is not None and passes.witness.grad is not None:
             passes.kept = passes.witness.grad, passes.witness.grad._version
         passes.has_sums = _has_sums(self)
@@ -298,7 +296,7 @@ class BackwardPassesOfProgram(EngineOnGrid):
         passes = self.backward_passes
         if not passes.finds_discarded or not self.mpu.check_weights:
             return
-        done = passes.number - 1
+        done = passes.number
         if self.managed_gradient_accumulation():
             is_stated = self._is_gradient_accumulation_boundary is not None  # the program says which one is the last
             done = 0 if is_stated else int(self.micro_steps % self.gradient_accumulation_steps())
@@ -350,11 +348,7 @@ class NotedDiscards(Mixin, ZeROOptimizer):  # type: ignore[misc]
 
 
 def check_loss(loss: Any = None, **_: object) -> None:
-    """Refuse an argument of ``engine.backward`` that is no loss.
-
-    Raises:
-        ValueError: the message says what it is.
-    """
+    """Refuse an argument of ``engine.backward`` that is no loss."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
         return
     if not isinstance(loss, torch.Tensor):

@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -37,10 +36,10 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import log_dist
-from torch.nn.utils import get_total_norm
 
 from ds_topo.base.classes import Mixin
 from ds_topo.engine.config import Case
+from ds_topo.engine.norms import largest, sum_over_grid
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.mpu import MpuGrid
 
@@ -191,14 +190,10 @@ class AutocastScaler:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         gradients = [each.grad for each in parameters if each.grad is not None]
-        found = torch.zeros((), device=get_accelerator().current_device_name())
         if gradients:
             torch._foreach_mul_(gradients, 1 / self._scale.loss_scale)
-            found += ~get_total_norm(gradients, torch.inf).isfinite()
-        for group in (self._grid.get_model_parallel_group(), self._grid.get_data_parallel_group()):
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        self.has_overflow = bool(found)
+        own = largest(gradients).to(get_accelerator().current_device_name())
+        self.has_overflow = not sum_over_grid(own, self._grid, is_largest=True)[0].isfinite()
 
     def step(self, optimizer: Any) -> None:
         """Take a step, unless a gradient of any rank is not finite."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_topo.base.marks import is_training_pass
 from ds_topo.engine.on_grid import EngineOnGrid
 from ds_topo.errors import EngineOptionError, abridged, warn
 
@@ -107,12 +106,11 @@ class CountedMicroBatches(EngineOnGrid):
 class CountedMicroBatchesOfPlain(CountedMicroBatches):
     """A plain engine, whose program runs each micro-batch."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def begin_training(self) -> None:
         """Count the forward pass."""
-        if is_training_pass(self):
-            self._settle_number()
-            self.micro_batch_count.forwards += 1
-        return super().forward(*inputs, **named)
+        self._settle_number()
+        self.micro_batch_count.forwards += 1
+        super().begin_training()
 
     def backward(self, *arguments: Any, **options: Any) -> Any:
         """Count the backward pass."""
@@ -138,7 +136,7 @@ class CountedMicroBatchesOfPlain(CountedMicroBatches):
 class CountedMicroBatchesOfPipeline(CountedMicroBatches, PipelineEngine):  # type: ignore[misc]
     """A pipeline engine, which runs all micro-batches of a step."""
 
-    def train_batch(self, *arguments: Any, **options: Any) -> Any:
+    def begin_training(self) -> None:
         """Refuse a step whose numbers of micro-batches to run and to divide by differ."""
         if self.micro_batches != self.gradient_accumulation_steps():
             raise EngineOptionError(
@@ -146,7 +144,7 @@ class CountedMicroBatchesOfPipeline(CountedMicroBatches, PipelineEngine):  # typ
                 f"{self.gradient_accumulation_steps()}, by which gradients are divided: call "
                 "engine.set_train_batch_size(samples), which sets both"
             )
-        return super().train_batch(*arguments, **options)
+        super().begin_training()
 
 
 def _is_count(value: object) -> bool:
