@@ -30,7 +30,7 @@ from ds_topo.base.torch_names import devices_of
 from ds_topo.engine.current_mpu import agreement, axes_of_engine
 from ds_topo.errors import ReplicaError, warn
 from ds_topo.mpu import MpuGrid
-from ds_topo.process_groups.creation import ProcessGroup, extremes, gathered, gathered_by_value, number_of
+from ds_topo.process_groups.creation import ProcessGroup, extremes, gathered_by_value, number_of
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL, PIPE
 
@@ -88,12 +88,16 @@ def check_replicas(engine: DeepSpeedEngine, *, slices: bool = False) -> None:
         sums = {identity: digest(tensor) for identity, tensor in unique.items()}
     found = [_difference(brought, group, sums) for group, brought in by_group.items()]
     text = next((difference for difference in found if difference), "")
-    highest, _ = extremes(torch.tensor([int(bool(text))], device=_device_of(everyone)), everyone)
-    if not int(highest):
+    first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
+    if int(first) == _NOBODY:
         return
-    said = [each for each in gathered(text, everyone) if each]
+    counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
+    dist.all_reduce(counted, group=everyone)
+    said = [text]
+    dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
     raise ReplicaError(
-        f"replicas differ {when}, on {len(said)} of {len(members)} ranks; {said[0]}\n"
+        f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
         "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
     )
 
@@ -107,6 +111,8 @@ def compare_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
     are compared, so that large models start without delay.
     """
     grid = engine.mpu
+    if grid.get_axis_size(MODEL) == 1:
+        return
     group = grid.get_group(MODEL)
     samples = [
         replace(each, tensor=each.tensor.detach().reshape(-1)[:_SAMPLED], whole=each.tensor)
@@ -118,7 +124,7 @@ def compare_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
     are_equal = _slices_are_equal(samples, group, sums)
     may_be_split = _may_be_split(engine, model)
     stages = grid.get_model_parallel_group()
-    if isinstance(engine, PipelineEngine):
+    if isinstance(engine, PipelineEngine) and dist.get_world_size(stages) > 1:
         flag = torch.tensor(int(may_be_split), device=_device_of(stages))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=stages)
         may_be_split = bool(flag)
@@ -248,6 +254,8 @@ def _expert_group(name: str) -> tuple[ProcessGroup, str]:
 
 # -- comparing --------------------------------------------------------------------------------------------------------
 
+_NOBODY = 1 << 31
+"""The value of a rank that has found no difference; other ranks send their group rank."""
 _SAMPLED = 64
 """The number of values of each parameter that are compared when an engine starts."""
 
