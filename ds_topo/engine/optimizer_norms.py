@@ -118,8 +118,12 @@ class NormsOfZero(Mixin, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
         """Return the norm of a group, or -1 for inf and nan, to the last bit as DeepSpeed, but by a few kernels.
 
-        DeepSpeed starts several for each parameter. It asks for norms of type 2 only.
+        DeepSpeed starts several for each parameter. It asks for norms of type 2 only. Its own rule for experts, which
+        is in force with ``correct_norms = False``, counts those of the first slice.
         """
+        if self.corrected_norm.has_experts:
+            norm: torch.Tensor = super().get_grad_norm_direct(gradients, params, norm_type)
+            return norm
         real = (part for part in gradients if not getattr(part, "_zero_padding", False))
         counted, others = divided(zip(params, real, strict=False), on_this_slice(self.mpu))
         device = get_accelerator().current_device_name()
