@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo import PipelineParallelGrid, clip_grad_norm_
+from ds_topo import PipelineParallelGrid, clip_grad_norm_, layers
 from ds_topo.base.classes import stock_class
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.engine import checks, shard
+from ds_topo.engine import config_options, shard
 from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.partition_sums import PartitionSum
 from ds_topo.mpu import registry
@@ -351,11 +351,12 @@ def experts_in_data_groups() -> AbstractContextManager[object]:
 
 
 def neighbors_share_partitions() -> AbstractContextManager[object]:
-    """Let DeepSpeed create the groups of the second partition (hpZ), and do not check them."""
+    """Let DeepSpeed create the groups of the second partition (hpZ), and check neither them nor the equal logits."""
     undo = ExitStack()
     create = lambda _, size: deepspeed_groups._create_zero_param_parallel_group(size)  # noqa: E731
     undo.enter_context(mock.patch.object(gpt_training.groups, "create_zero_partition_groups", create))
-    undo.enter_context(mock.patch.object(checks, "_check_second_partition"))
+    undo.enter_context(mock.patch.object(config_options, "refusals", return_value=()))
+    undo.enter_context(mock.patch.object(layers, "_require_parts"))
     undo.callback(setattr, deepspeed_groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
     return undo
 
@@ -376,7 +377,7 @@ def one_rank_in_the_config() -> AbstractContextManager[object]:
     answers = iter([True])
 
     def fails_once(grid: PipelineParallelGrid) -> int:
-        if sys._getframe(1).f_code.co_filename.endswith("config.py") and next(answers, False):
+        if sys._getframe(1).f_code.co_filename.endswith("runtime/config.py") and next(answers, False):
             raise AttributeError("'NoneType' object has no attribute 'size'")
         return size(grid)
 
