@@ -356,16 +356,12 @@ class DeepSpeedFiles(Source):
         return found
 
     def require_equal_copies(self, slices: int, *, has_states: bool) -> None:
-        """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit.
-
-        Raises:
-            CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices as are new.
-        """
+        """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit."""
         saved = self.model.slices
         if slices == saved:
             return
         for name, one in self.model.parameters.items():
-            if one.split is not None:
+            if one.split is not None or not one.numel_of_slice(saved):
                 continue
             keys = [WEIGHT]
             if has_states and (states := self.of_parameter(name)[1]):
