@@ -20,12 +20,8 @@ def lazy_attributes(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use (PEP 562).
 
-    Args:
-        package: the package's ``__name__``.
-        modules: the submodule that defines each name, relative to the package; ``None`` for a name that is itself a
-            submodule.
-
-    ``dir()`` lists what ``__all__`` has, and names with underscores.
+    ``modules`` has the submodule that defines each name, or ``None`` for a name that is itself a submodule. ``dir()``
+    lists what ``__all__`` has, and names with underscores.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807

@@ -112,13 +112,7 @@ def serving(group: dist.ProcessGroup, device: torch.device) -> object:
 
 
 def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
-    """Return the traits of the backend that serves a group's tensors on a device.
-
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> traits_of(dist.group.WORLD, torch.device("cpu")).averages
-    False
-    >>> dist.destroy_process_group()
-    """
+    """Return the traits of the backend that serves a group's tensors on a device."""
     name = backend_of(group, device)
     traits = TRAITS.get(_key_of(serving(group, device), name), BackendTraits()) if name else BackendTraits()
     if device.type != "cpu" and not traits.ordered_by_stream and traits.communicates:
@@ -179,11 +173,7 @@ def current_device() -> torch.device:
 
 
 def device_served_by(backend: str, index: int) -> torch.device:
-    """Return the device of a backend's tensors: the accelerator with this index, if the backend serves it.
-
-    Args:
-        backend: a name that ``init_process_group`` takes, such as ``nccl`` or ``cpu:gloo,cuda:nccl``.
-        index: the index of the accelerator on this host.
+    """Return the device of a backend's tensors: this host's accelerator with this index, if the backend serves it.
 
     >>> device_served_by("gloo", 0)
     device(type='cpu')
@@ -217,11 +207,7 @@ def stream_key(device: torch.device) -> int:
 
 
 class SideStream:
-    """A stream beside the current one. On a CPU, which has no streams, everything runs in order.
-
-    Args:
-        device: the device.
-    """
+    """A stream beside a device's current one. On a CPU, which has no streams, everything runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

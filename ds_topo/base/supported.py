@@ -93,11 +93,7 @@ SEPARATE_GRADIENTS_ON_CPU = Feature(
 
 
 def minutes_of_timeout() -> int:
-    """Return the number in ``DEEPSPEED_TIMEOUT``, which is 10 by default.
-
-    Raises:
-        ValueError: it is no number of minutes.
-    """
+    """Return the number in ``DEEPSPEED_TIMEOUT``, which is 10 by default; refuse what is no number of minutes."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     if not (minutes.isascii() and minutes.isdecimal()) or not int(minutes):
         raise ValueError(
@@ -171,11 +167,7 @@ def is_missing(row: Row) -> bool:
 
 @cache
 def warn_of_newer_releases(rows: Callable[[], Iterable[Row]]) -> None:
-    """Warn once about each installed release that is newer than all tested ones, and name what it lacks.
-
-    Args:
-        rows: return the patches, overrides and reliances. It is called only if a release is newer.
-    """
+    """Warn once about each installed release that is newer than all tested ones; name the ``rows`` that it lacks."""
     for library in (DEEPSPEED, TORCH):
         release = _installed(library.name.lower())
         if release is not None and number(release) > library.newest:

@@ -108,12 +108,7 @@ def address_of_store(store: Store | None = None) -> str:
 
 
 def timeout_of(given: float | timedelta | None) -> timedelta:
-    """Convert a timeout in seconds to a ``timedelta``; return the job's timeout for None.
-
-    Raises:
-        TypeError: the timeout is neither a number nor a ``timedelta``.
-        ValueError: the timeout is not positive.
-    """
+    """Convert a timeout, which must be positive seconds, to a ``timedelta``; return the job's timeout for None."""
     if given is None:
         return job_timeout()
     advice = f"timeout={abridged(given)}: give seconds, or a datetime.timedelta, above 0"

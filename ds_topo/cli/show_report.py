@@ -250,11 +250,7 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
 
 
 def print_replicas(console: Console, view: LayoutView, axis: str) -> None:
-    """Print which ranks and hosts are a replica, if each replica along an axis is a job of its own.
-
-    Raises:
-        TopologyError: the axis is not the outermost one, so ranks of other axes would be in several jobs.
-    """
+    """Print which ranks and hosts are a replica, if each replica along the outermost axis is a job of its own."""
     topology = view.topology
     if axis not in topology.axes:
         raise TopologyError(f"--replicas {axis!r} is no axis of {view.spec}: choose {topology.axes[0]!r}")

@@ -53,6 +53,7 @@ class Route:
     before: float
     """The factor for gradients before the sum, on their way into the bucket."""
     after: float
+    """The factor after the sum."""
     op: ReduceOp
     """The operation of the sum; NCCL's may divide by itself."""
     communication_dtype: torch.dtype | None

@@ -283,10 +283,13 @@ class StepNotes:
         self.unusual = self.failed = self.prefer_to_defer = 0
         """The numbers of ranks with unused parameters or late gradients, that failed, and that prefer to defer."""
         self.steps_differ = False
+        """True if the ranks are not at the same step of the optimizer."""
         self.are_named = True
         """False if single parameters were not summed, because not all ranks read these notes in the same step."""
         self.unused_anywhere: list[ParameterState] = []
+        """Parameters for which at least one rank has no gradient."""
         self.unused_everywhere: list[ParameterState] = []
+        """Parameters for which no rank has a gradient."""
         self.late: list[ParameterState] = []
         """Parameters that got a gradient after they were copied in, on at least one rank."""
 
