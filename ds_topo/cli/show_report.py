@@ -23,14 +23,7 @@ from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size
 from ds_topo.launch.placement import Placement
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import (
-    EXTRA_MARK,
-    PIPE,
-    SHARD,
-    axis_in_spec,
-    check_meanings,
-    read_config,
-)
+from ds_topo.topology.axes import EXTRA_MARK, PIPE, SHARD, axis_in_spec, check_meanings, read_config
 from ds_topo.topology.process_topology import index_along
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
 

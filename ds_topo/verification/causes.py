@@ -47,8 +47,12 @@ def explain(
 ) -> list[Cause]:
     """Return likely causes of a difference on a rank, the likeliest first; ``wrong`` has all names of its kind."""
     finders: dict[str, Callable[..., Iterator[Cause]]] = {
-        **{"output": _of_output, "loss": _of_loss, "norm": _of_norm, "skipped step": _of_skipped},
-        **{"gradient": partial(_of_gradient, wrong), "reduced gradient": partial(_of_reduced, wrong)},
+        "output": _of_output,
+        "loss": _of_loss,
+        "norm": _of_norm,
+        "skipped step": _of_skipped,
+        "gradient": partial(_of_gradient, wrong),
+        "reduced gradient": partial(_of_reduced, wrong),
     }
     return list(finders.get(kind, partial(_of_update, kind))(name, rank, found, reference))
 
